@@ -1,0 +1,76 @@
+"""The one tolerance rule.
+
+Truth is the float64 token recurrence on the inputs as they were rounded to their dtypes. The measure is the relative RMS error. A backend
+may be SLACK times as wrong as a plain implementation of the recurrence with the same arithmetic, and never needs to beat one rounding of the
+output:
+
+    error <= SLACK * max(error of the plain recurrence, unit roundoff of the output's dtype)
+
+"The same arithmetic" means: sums and state in float32, and the factors of every product in the backend's operand dtype. That is float32 for
+most; a backend that feeds bfloat16 or float16 inputs to a matrix unit says so (`operand_dtype`), and its plain counterpart rounds the factors
+too. A float64 problem has no better truth, so its plain error is that of float32 scaled by the two roundoffs.
+
+SLACK is 4: one factor of two because a chunk sums the same terms in another order and grouping, one because the errors compared are those of
+a single draw. It is not a knob.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kdakit import reference
+from kdakit.problem import DIFFERENTIABLE, Arrays, Problem
+from kdakit.rounding import UNIT_ROUNDOFF, round_to
+
+SLACK = 4.0
+
+
+def error(got, truth) -> float:
+    """||got - truth|| / ||truth||; infinite for NaN, for infinity and for anything where zero is due."""
+    got, truth = np.asarray(got, np.float64), np.asarray(truth, np.float64)
+    if got.shape != truth.shape:
+        raise ValueError(f"got must have the truth's shape {truth.shape}, got {got.shape}")
+    if not np.isfinite(got).all():
+        return float("inf")
+    size = np.linalg.norm(truth)
+    off = np.linalg.norm(got - truth)
+    return 0.0 if off == 0 else float(off / size) if size > 0 else float("inf")
+
+
+def output_dtypes(problem: Problem) -> dict[str, str]:
+    """The dtype of every result, gradients by the name of their input."""
+    gradients = dict.fromkeys(("q", "k", "v"), problem.dtype) | {"g": problem.gate_dtype, "beta": problem.beta_dtype}
+    rest = dict.fromkeys(("A_log", "dt_bias", "initial_state", "final_state"), problem.compute_dtype)
+    rest["initial_state"] = rest["final_state"] = problem.state_dtype
+    return {"o": problem.dtype} | gradients | rest
+
+
+def truths(problem: Problem, arrays: Arrays, d_o=None, d_final_state=None) -> dict[str, np.ndarray]:
+    """{name: float64 array} of o, final_state and, given d_o, every gradient (by its input's name)."""
+    return _named(problem, arrays, d_o, d_final_state, np.float64, np.einsum)
+
+
+def plain_errors(problem: Problem, arrays: Arrays, truth, d_o=None, d_final_state=None, operand_dtype="float32") -> dict[str, float]:
+    """Error of the plain recurrence for each name in `truth`."""
+
+    def rounding_einsum(spec, *factors):
+        return np.einsum(spec, *(round_to(x, operand_dtype) for x in factors))
+
+    exact = operand_dtype in ("float32", "float64")
+    plain = _named(problem, arrays, d_o, d_final_state, np.float32, np.einsum if exact else rounding_einsum)
+    dtypes = output_dtypes(problem)
+    scale = 1.0 if problem.dtype != "float64" else UNIT_ROUNDOFF["float64"] / UNIT_ROUNDOFF["float32"]
+    return {name: scale * error(plain[name] if scale != 1 else round_to(plain[name], dtypes[name]), truth[name]) for name in truth}
+
+
+def tolerance(plain_error: float, dtype: str) -> float:
+    return SLACK * max(plain_error, UNIT_ROUNDOFF[dtype])
+
+
+def _named(problem, arrays, d_o, d_final_state, dtype, einsum):
+    out = reference.forward(problem, arrays, dtype, einsum)
+    named = {"o": out.o} | ({} if out.final_state is None else {"final_state": out.final_state})
+    if d_o is not None:
+        gradients = reference.backward(problem, arrays, d_o, d_final_state, dtype, einsum)
+        named |= {n: getattr(gradients, n) for n in DIFFERENTIABLE if getattr(gradients, n) is not None}
+    return named

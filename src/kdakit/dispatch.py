@@ -1,0 +1,93 @@
+"""Backends by name, and which of them runs a problem.
+
+A backend is a module with
+
+    supports(problem, device) -> str | None        why it cannot run this problem there; None: it can
+    default_config(problem, device)                how it would run it (tile sizes and the like); plain Python, no device needed
+    forward(problem, arrays, config) -> (Result, saved)
+    backward(problem, arrays, saved, d_o, d_final_state, config) -> Arrays          or None
+    step(problem, arrays, config) -> Result                                         or None: the token recurrence
+
+and, where they apply, `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks) and
+`operand_dtype(problem)` (the dtype in which products take their factors, for accuracy.py; float32 where absent).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from kdakit.problem import Problem, check_backend_name
+
+log = logging.getLogger("kdakit")
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    framework: str  # "torch" or "jax"
+    module: str
+    summary: str
+
+
+# In the order in which 'auto' asks them.
+BACKENDS = (
+    Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
+    Backend("xla", "jax", "kdakit.backends.xla", "pure JAX, any XLA device"),
+)
+
+
+def names(framework: str | None = None) -> list[str]:
+    return [b.name for b in BACKENDS if framework in (None, b.framework)]
+
+
+def load(name: str) -> ModuleType:
+    """The backend's module, imported on first use."""
+    for backend in BACKENDS:
+        if backend.name == name:
+            return importlib.import_module(backend.module)
+    raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
+
+
+def supports(name: str, problem: Problem, device: Any) -> str | None:
+    """Why backend `name` cannot run `problem` on `device`, including what its module does not offer; None: it can."""
+    module = load(name)
+    if problem.op == "recurrent" and module.step is None:
+        return "has no token recurrence"
+    if problem.needs_grad and module.backward is None:
+        return "has no backward"
+    return module.supports(problem, device)
+
+
+def operand_dtype(name: str, problem: Problem) -> str:
+    module = load(name)
+    return module.operand_dtype(problem) if hasattr(module, "operand_dtype") else "float32"
+
+
+def select(framework: str, problem: Problem, device: Any, backend: str = "auto") -> ModuleType:
+    """The module that runs `problem`: the one named, or the first that can."""
+    check_backend_name(backend)
+    candidates = names(framework)
+    if backend != "auto":
+        if backend not in candidates:
+            raise ValueError(f"backend must be 'auto' or one of {', '.join(candidates)} for {framework}, got {backend!r}")
+        reason = supports(backend, problem, device)
+        if reason is not None:
+            raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
+        return load(backend)
+    refusals = []
+    for name in candidates:
+        reason = supports(name, problem, device) or interpreted(name, device)
+        if reason is None:
+            log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
+            return load(name)
+        refusals.append(f"{name}: {reason}")
+    raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
+
+
+def interpreted(name: str, device: Any) -> str | None:
+    module = load(name)
+    return module.interpreted(device) if hasattr(module, "interpreted") else None

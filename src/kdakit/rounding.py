@@ -1,0 +1,20 @@
+"""Rounding to the dtypes of the inputs, in NumPy, which has no bfloat16."""
+
+from __future__ import annotations
+
+import numpy as np
+
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def round_to(x, dtype: str):
+    """x rounded to the nearest value of `dtype`, ties to even, kept in x's own dtype."""
+    x = np.asarray(x)
+    if dtype == "float64":
+        return x
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return x.astype(dtype).astype(x.dtype)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    kept = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(x), x, kept.view(np.float32).reshape(x.shape)).astype(x.dtype)
