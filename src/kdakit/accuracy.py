@@ -1,17 +1,17 @@
 """The one tolerance rule.
 
 Truth is the float64 token recurrence on the inputs as they were rounded to their dtypes. The measure is the relative RMS error. A backend
-may be SLACK times as wrong as a plain implementation of the recurrence with the same arithmetic, and never needs to beat one rounding of the
+may be SLACK times as wrong as a plain implementation of the recurrence with the same arithmetic, and need not beat one rounding of the
 output:
 
     error <= SLACK * max(error of the plain recurrence, unit roundoff of the output's dtype)
 
 "The same arithmetic" means: sums and state in float32, and the factors of every product in the backend's operand dtype. That is float32 for
-most; a backend that feeds bfloat16 or float16 inputs to a matrix unit says so (`operand_dtype`), and its plain counterpart rounds the factors
-too. A float64 problem has no better truth, so its plain error is that of float32 scaled by the two roundoffs.
+most; a backend that feeds bfloat16 or float16 inputs to a matrix unit says so (`operand_dtype`), and its plain counterpart rounds the
+factors too. A float64 problem has no better truth, so its plain error is that of float32 scaled by the two roundoffs.
 
-SLACK is 4: one factor of two because a chunk sums the same terms in another order and grouping, one because the errors compared are those of
-a single draw. It is not a knob.
+SLACK is 4: one factor of two because a chunk sums the same terms in another order and grouping, one because the errors compared are those
+of a single draw. It is not a knob.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Case:
 
 
 def _sometimes(rng, base, rows, low):
-    return np.where(rng.uniform(size=base.shape[:2] + (1, 1)) < rows, low, base)
+    return np.where(rng.uniform(size=(*base.shape[:2], 1, 1)) < rows, low, base)
 
 
 def _mild(rng, shape):
@@ -158,15 +158,16 @@ CASES = {
         Case("beta_two", "beta up to 2", beta="up_to_two", gate="slow"),
         Case("identical_two", "identical keys, beta up to 2", gate="slow", keys="identical", beta="up_to_two"),
         Case("softplus", "everything in the kernel, softplus gate", gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED),
-        Case("softplus_huge", "softplus gate with huge inputs", gate="raw_huge", beta="logits", A_log=True, dt_bias=True, HV=4, options=FUSED),
+        Case("softplus_huge", "softplus gate with huge inputs", gate="raw_huge", beta="logits", A_log=True, dt_bias=True, HV=4,
+             options=FUSED),
         Case("lower_bound", "everything in the kernel, bounded gate", gate="raw", beta="logits", A_log=True, dt_bias=True,
              options=FUSED | {"lower_bound": -5.0, "safe_gate": True}),
         Case("lower_bound_bare", "bounded gate without A_log, dt_bias or safe_gate; beta to 2", gate="raw", beta="logits",
              options=FUSED | {"lower_bound": -2.5, "allow_neg_eigval": True}),
         Case("varlen", "packed sequences: empty, tiny, ragged", T=137, lengths=(0, 5, 32, 0, 1, 64, 35, 0)),
         Case("varlen_many", "more sequences than chunks", T=40, lengths=(1, 2, 3) * 6 + (4,), HV=4),
-        Case("varlen_fused", "packed, everything in the kernel", T=90, lengths=(33, 57), gate="raw", beta="logits", A_log=True, dt_bias=True,
-             options=FUSED | {"state_v_first": True}),
+        Case("varlen_fused", "packed, everything in the kernel", T=90, lengths=(33, 57), gate="raw", beta="logits", A_log=True,
+             dt_bias=True, options=FUSED | {"state_v_first": True}),
         Case("varlen_no_state", "packed, no initial state", T=70, lengths=(0, 48, 22), initial_state=False),
     )
 }  # fmt: skip

@@ -7,6 +7,7 @@ Every other implementation in this library is tested against this file. It is wr
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,7 +113,7 @@ def sequences(problem: Problem, arrays: Arrays):
     if problem.varlen == "cu_seqlens":
         cu = np.asarray(arrays.cu_seqlens)
         check_cu_seqlens(cu, problem.T)
-        return [(slice(0, 1), slice(int(a), int(b)), slice(n, n + 1)) for n, (a, b) in enumerate(zip(cu, cu[1:], strict=False))]
+        return [(slice(0, 1), slice(int(a), int(b)), slice(n, n + 1)) for n, (a, b) in enumerate(pairwise(cu))]
     return [(slice(None), slice(0, problem.T), slice(None))]
 
 

@@ -1,0 +1,208 @@
+"""Vectorised PyTorch on any device: the backend that always works. Stages: gate -> intra -> state -> output, and back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kdakit.backends.torch_native.backward import chunk_backward
+from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
+from kdakit.backends.torch_native.intra import intra
+from kdakit.backends.torch_native.output import output
+from kdakit.backends.torch_native.plan import chunks_per_piece, make_plan, visible_cu_seqlens
+from kdakit.backends.torch_native.state import state
+from kdakit.backends.torch_native.step import recurrence
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+
+def supports(problem: Problem, device: Any) -> str | None:
+    if problem.varlen == "segment_ids":
+        return "takes cu_seqlens, not segment_ids"
+    return None
+
+
+def default_config(problem: Problem, device: Any) -> None:
+    """Nothing to choose."""
+
+
+def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of what `forward` keeps for `backward` beside the inputs: the state before each piece; with disable_recompute
+    the state before each chunk, A, its inverse, uw and v_new."""
+    rows = problem.HV if problem.varlen else problem.B * problem.HV
+    NT, C, K, V = problem.chunks, problem.options.chunk_size, problem.K, problem.V
+    if problem.options.disable_recompute:
+        shapes = [(rows, NT, K, V), (rows, NT, C, 2, C), (rows, NT, C, C), (rows, NT, C, V + K), (rows, NT, C, V)]
+    else:
+        shapes = [(rows, -(-NT // chunks_per_piece(problem, torch.device(device))), K, V)]
+    return [(shape, problem.compute_dtype) for shape in shapes]
+
+
+class Chunks(NamedTuple):
+    """Activated inputs of some chunks of every row; M = rows * chunks."""
+
+    rows: torch.Tensor  # [M, C, 2, K]  q scaled, k beta
+    k: torch.Tensor  # [M, C, K]
+    v: torch.Tensor  # [M, C, V]
+    beta: torch.Tensor  # [M, C, 1]
+    g: torch.Tensor  # [M, C, K]
+
+
+def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Result, list[torch.Tensor]]:
+    plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
+    initial = initial_states(problem, arrays)
+    final = initial.clone()
+    o = plan.empty(arrays.v.shape, arrays.v.dtype, device)
+    keep = problem.needs_grad and problem.options.disable_recompute
+    saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in saved_specs(problem, device)] if problem.needs_grad else []
+    before = None
+    if problem.options.return_intermediate_states:
+        before = torch.empty(plan.rows, plan.NT, problem.K, problem.V, dtype=arrays.q.dtype, device=device)
+    S = initial.new_zeros(plan.rows, problem.K, problem.V)
+    for index, (n0, n1) in enumerate(plan.pieces()):
+        x = _chunk_inputs(problem, _piece(plan, arrays, n0, n1), plan, n0, n1)
+        mixed = intra(*x)
+        states, v_new = _states(problem, plan, n0, S, mixed, initial, final)
+        states, S = states[:, :-1], states[:, -1]
+        out = output(mixed.rows_decayed[:, :, 0], mixed.A[:, :, 0], states.flatten(0, 1), v_new.flatten(0, 1))
+        plan.put(o, plan.from_chunks(_by_row(plan, out), n0, n1), n0, n1)
+        if keep:
+            for kept, a in zip(saved, (states, mixed.A, mixed.inverse, mixed.uw, v_new), strict=True):
+                kept[:, n0:n1] = a if a.dim() == kept.dim() else _by_row(plan, a)
+        elif problem.needs_grad:
+            saved[0][:, index] = states[:, 0]
+        if before is not None:
+            before[:, n0:n1] = states
+    if before is not None:
+        before = _layout(problem, plan.chunk_states(before)).contiguous()
+    return Result(plan.finish(o), _final_state(problem, final), before), saved
+
+
+def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Any = None) -> Arrays:
+    plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
+    initial = initial_states(problem, arrays)
+    if not saved:  # the forward was the token recurrence
+        saved = forward(problem, arrays)[1]
+    d_final = initial_states(problem, arrays._replace(initial_state=d_final_state))
+    d_initial = d_final.clone()
+    grads = [plan.empty(x.shape, x.dtype, device) for x in arrays[:5]]
+    d_A_log, d_dt_bias = (None if x is None else torch.zeros(x.shape, dtype=dtype, device=device) for x in (arrays.A_log, arrays.dt_bias))
+    dS = initial.new_zeros(plan.rows, problem.K, problem.V)
+    for index, (n0, n1) in reversed(list(enumerate(plan.pieces()))):
+        piece = _piece(plan, arrays, n0, n1)
+        x = _chunk_inputs(problem, piece, plan, n0, n1)
+        if problem.options.disable_recompute:
+            states, A, inverse, uw, v_new = (a[:, n0:n1].flatten(0, 1) for a in saved)
+            mixed = intra(*x, kept=(A, inverse, uw))
+        else:
+            mixed = intra(*x)
+            states, v_new = _states(problem, plan, n0, saved[0][:, index], mixed, initial, initial.clone())
+            states, v_new = states[:, :-1].flatten(0, 1), v_new.flatten(0, 1)
+        d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1).flatten(0, 1)
+        d_rows, d_k, d_g, d_v_beta, dS = chunk_backward(plan, n0, dS, x.rows, x.k, mixed, states, v_new, d_out, d_final, d_initial)
+        d = _activated_gradients(problem, plan, n0, n1, x, d_rows, d_k, d_g, d_v_beta)
+        d = activate_backward(problem, piece, d)
+        for out, a in zip(grads, d, strict=False):
+            plan.put(out, a, n0, n1)
+        if d_A_log is not None:
+            d_A_log += d.A_log.view_as(d_A_log)
+        if d_dt_bias is not None:
+            d_dt_bias += d.dt_bias.view_as(d_dt_bias)
+    parameters = ((arrays.A_log, d_A_log), (arrays.dt_bias, d_dt_bias))
+    d_state = None
+    if arrays.initial_state is not None:
+        d_state = _layout(problem, d_initial[: problem.N]).to(arrays.initial_state.dtype).contiguous()
+    return Arrays(*map(plan.finish, grads), *(None if x is None else d.to(x.dtype) for x, d in parameters), d_state)
+
+
+def step(problem: Problem, arrays: Arrays, config: Any = None) -> Result:
+    x = activate(problem, arrays)
+    q, k = (a.repeat_interleave(problem.group, 2) for a in (x.q, x.k))
+    x = x._replace(q=q, k=k)
+    if problem.varlen:
+        x, place = _pad_sequences(problem, arrays, x)
+    o, final = recurrence(x, initial_states(problem, arrays)[: problem.N])
+    if problem.varlen:
+        o = o.flatten(0, 1).index_select(0, place)[None]
+    return Result(o.to(arrays.v.dtype), _final_state(problem, final))
+
+
+def _piece(plan, arrays: Arrays, n0: int, n1: int) -> Arrays:
+    """The call's arrays with their tokens narrowed to chunks n0..n1."""
+    q, k, v, g = (plan.tokens(x, n0, n1) for x in arrays[:4])
+    return arrays._replace(q=q, k=k, v=v, g=g, beta=plan.tokens(arrays.beta[..., None], n0, n1)[..., 0])
+
+
+def _chunk_inputs(problem: Problem, piece: Arrays, plan, n0: int, n1: int) -> Chunks:
+    x = activate(problem, piece)
+    q, k, v, g, beta = (plan.to_chunks(a, n0, n1) for a in (*x[:4], x.beta[..., None]))
+    if problem.group > 1:  # row (batch, head) -> the rows of its value heads
+        q, k = (a.repeat_interleave(problem.group, 0) for a in (q, k))
+    q, k, v, g, beta = (a.flatten(0, 1) for a in (q, k, v, g, beta))
+    return Chunks(torch.stack([q, k * beta], -2), k, v, beta, g)
+
+
+def _activated_gradients(problem: Problem, plan, n0: int, n1: int, x: Chunks, d_rows, d_k, d_g, d_v_beta) -> Activated:
+    """From gradients of q, k beta, k, g and v beta in chunks to those of q, k, v, g and beta by token."""
+    d_k_beta = d_rows[:, :, 1]
+    d_k.addcmul_(d_k_beta, x.beta)
+    d_beta = (x.k * d_k_beta).sum(-1, keepdim=True) + (x.v * d_v_beta).sum(-1, keepdim=True)
+
+    def tokens(a, group=1):
+        a = plan.from_chunks(_by_row(plan, a), n0, n1)
+        return a.unflatten(2, (-1, group)).sum(3) if group > 1 else a
+
+    return Activated(tokens(d_rows[:, :, 0], problem.group), tokens(d_k, problem.group), tokens(d_v_beta * x.beta), tokens(d_g),
+                     tokens(d_beta).squeeze(-1))  # fmt: skip
+
+
+def initial_states(problem: Problem, arrays: Arrays) -> torch.Tensor:
+    """[N, HV, K, V] in the compute dtype, zeros where none are given; packed calls get a row more for their unused chunks."""
+    dtype = compute_dtype(problem)
+    if arrays.initial_state is None:
+        states = arrays.q.new_zeros(problem.N, problem.HV, problem.K, problem.V, dtype=dtype)
+    else:
+        states = _layout(problem, arrays.initial_state.to(dtype)).contiguous()
+    return F.pad(states, (0, 0, 0, 0, 0, 0, 0, 1)) if problem.varlen else states
+
+
+def _states(problem, plan, n0, S, mixed, initial, final):
+    """The state stage on flat chunks: states [R, n + 1, K, V], v_new [R, n, C, V]."""
+    u, w = mixed.uw.split([problem.V, problem.K], -1)
+    return state(plan, n0, S, *(_by_row(plan, a) for a in (u, w, mixed.k_decayed, mixed.decay)), initial, final)
+
+
+def _by_row(plan, x):
+    """[M, ..] -> [rows, chunks, ..]."""
+    return x.unflatten(0, (plan.rows, -1))
+
+
+def _layout(problem, states):
+    """[.., K, V] <-> the caller's layout."""
+    return states.transpose(-1, -2) if problem.options.state_v_first else states
+
+
+def _final_state(problem, final):
+    if not problem.options.output_final_state:
+        return None
+    return _layout(problem, final[: problem.N]).to(getattr(torch, problem.state_dtype)).contiguous()
+
+
+def _pad_sequences(problem, arrays, x: Activated):
+    """Packed [1, T, ..] -> one padded row per sequence [N, L, ..], and for each token its place among N * L."""
+    visible = visible_cu_seqlens(arrays)
+    L = problem.T if visible is None else int((visible[1:] - visible[:-1]).max())
+    cu = arrays.cu_seqlens.long()
+    token = cu[:-1, None] + torch.arange(L, device=cu.device)  # [N, L]
+    padding = token >= cu[1:, None]
+    token = token.clamp(0, max(problem.T - 1, 0)).flatten()
+    t = torch.arange(problem.T, device=cu.device)
+    owner = torch.searchsorted(cu[1:].contiguous(), t, right=True).clamp(max=problem.N - 1)
+
+    def pad(a):
+        a = a[0].index_select(0, token).unflatten(0, (problem.N, L))
+        return a.masked_fill(padding.view(problem.N, L, *[1] * (a.ndim - 2)), 0)
+
+    return Activated(*map(pad, x)), owner * L + t - cu[owner]

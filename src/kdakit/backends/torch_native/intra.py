@@ -1,0 +1,149 @@
+"""Within a chunk: decayed products, the triangular inverse, w and u. Every stage has its backward beside it.
+
+Every decay is the exponential of a sum of the gates between two tokens. Block sums of size 2b come from those of size b: inside each block
+a `prefix` (inclusive, from the block's start) and a `suffix` (exclusive, to the block's end). At level b an odd block meets the even block
+before it, and both are referred to the boundary between them, so both factors are <= 1 for any gate:
+
+    A[i, j] = sum_d rows[i,d] exp(prefix_b[i,d]) * k[j,d] exp(suffix_b[j,d])        i in an odd block, j in the even block before it
+
+M stands for all chunks of all rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+GROUP = 32  # tokens whose blocks of one level share a product: a few more flops, far fewer and larger matrices
+
+
+class Level(NamedTuple):
+    """Level b, for n = C / 2b pairs of blocks."""
+
+    row: torch.Tensor  # [M, n, b, K]     exp(prefix) of the odd blocks
+    column: torch.Tensor  # [M, n, b, K]     exp(suffix) of the even blocks
+    left: torch.Tensor  # [M, n, b, 2, K]  decayed rows of the odd blocks
+    right: torch.Tensor  # [M, n, b, K]     decayed k of the even blocks
+
+
+class Intra(NamedTuple):
+    A: torch.Tensor  # [M, C, 2, C]  A_qk with its diagonal, A_kk strictly lower
+    inverse: torch.Tensor  # [M, C, C]  (I + A_kk)^-1
+    uw: torch.Tensor  # [M, C, V + K]
+    rows_decayed: torch.Tensor  # [M, C, 2, K]  q_decayed and beta k exp(g_cum)
+    k_decayed: torch.Tensor  # [M, C, K]
+    decay: torch.Tensor  # [M, K]
+    from_start: torch.Tensor  # [M, C, K]  exp of the prefix over the chunk
+    to_end: torch.Tensor  # [M, C, K]  exp of the suffix over the chunk
+    levels: list[Level]
+
+
+def level_sizes(C: int) -> list[int]:
+    """1, 2, 4, .. C / 2."""
+    return [1 << i for i in range(C.bit_length() - 1)]
+
+
+def _blocks(x, b):
+    """[M, C, ..] -> even and odd blocks of b tokens, each [M, C / 2b, b, ..]; views."""
+    pairs = x.view(x.shape[0], x.shape[1] // (2 * b), 2, b, *x.shape[2:])
+    return pairs[:, :, 0], pairs[:, :, 1]
+
+
+def _blocks_of_A(A, b):
+    """A [M, C, 2, C] -> the blocks that level b owns, [M, b, 2, b, n]; a view."""
+    M, C = A.shape[0], A.shape[1]
+    n = C // (2 * b)
+    return A.view(M, n, 2, b, 2, n, 2, b)[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4)
+
+
+def _blocks_of_product(P, M, b):
+    """P [groups, 2 p b, p b], the product of p odd blocks (two rows a token) with the p even ones -> [M, b, 2, b, n]; a view or a copy."""
+    p = P.shape[-1] // b
+    own = P.view(M, -1, p, b, 2, p, b).diagonal(dim1=2, dim2=5)  # [M, groups, b, 2, b, p]
+    return own.permute(0, 2, 3, 4, 1, 5).flatten(4)
+
+
+def _grouped(level, b):
+    """left [groups, 2 p b, K] and right [groups, p b, K] of p = GROUP / 2b pairs each."""
+    K = level.right.shape[-1]
+    width = max(b, min(GROUP // 2, level.right.shape[1] * b))
+    return level.left.reshape(-1, 2 * width, K), level.right.reshape(-1, width, K)
+
+
+def make_levels(rows, k, g):
+    """Decayed operands of every level; last, the sums over the whole chunk.   rows [M, C, 2, K], k, g [M, C, K]."""
+    prefix, suffix = g.clone(), torch.zeros_like(g)
+    made = []
+    for b in level_sizes(g.shape[1]):
+        (p_even, p_odd), (s_even, _) = _blocks(prefix, b), _blocks(suffix, b)
+        row, column = p_odd.exp(), s_even.exp()
+        made.append(Level(row, column, _blocks(rows, b)[1] * row.unsqueeze(-2), _blocks(k, b)[0] * column))
+        s_even += p_odd[:, :, -1:]
+        p_odd += p_even[:, :, -1:]
+    return made, prefix, suffix
+
+
+def decayed_products(rows, k, levels):
+    """A [M, C, 2, C] from rows [M, C, 2, K] (q scaled, k beta) and columns k [M, C, K]."""
+    M, C, _, _ = rows.shape
+    A = rows.new_zeros(M, C, 2, C)
+    for b, level in zip(level_sizes(C), levels, strict=True):
+        left, right = _grouped(level, b)
+        _blocks_of_A(A, b).copy_(_blocks_of_product(torch.bmm(left, right.mT), M, b))
+    A[:, :, 0].diagonal(dim1=1, dim2=2).copy_((rows[:, :, 0] * k).sum(-1))
+    return A
+
+
+def decayed_products_backward(rows, k, levels, d_A, d_rows, d_k, d_prefix, d_suffix):
+    """The adjoint of `make_levels` and `decayed_products`, from the widest level down. Adds to d_rows and d_k, returns d_g.
+
+    d_prefix and d_suffix [M, C, K] come in as the gradients of the sums over the whole chunk and are used up. d_g is a sum over the pairs
+    of tokens that a gate lies between: no term is added only to be subtracted again, so a small gradient beside large ones survives.
+    """
+    M, C, _, _ = rows.shape
+    diagonal = d_A[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)  # [M, C, 1]
+    d_rows[:, :, 0].addcmul_(diagonal, k)
+    d_k.addcmul_(diagonal, rows[:, :, 0])
+    for b, level in zip(reversed(level_sizes(C)), reversed(levels), strict=True):
+        (p_even, p_odd), (s_even, _) = _blocks(d_prefix, b), _blocks(d_suffix, b)
+        p_even[:, :, -1] += p_odd.sum(2)
+        p_odd[:, :, -1] += s_even.sum(2)
+        left, right = _grouped(level, b)
+        width = right.shape[1]
+        d_product = d_A.new_zeros(right.shape[0], 2 * width, width)
+        own = d_product.view(M, -1, width // b, b, 2, width // b, b).diagonal(dim1=2, dim2=5)  # [M, groups, b, 2, b, p]
+        own.copy_(_blocks_of_A(d_A, b).unflatten(4, own.shape[1::4]).permute(0, 4, 1, 2, 3, 5))
+        d_left = torch.bmm(d_product, right).view(level.left.shape).mul_(level.row.unsqueeze(-2))
+        d_right = torch.bmm(d_product.mT, left).view(level.right.shape).mul_(level.column)
+        (_, rows_odd), (k_even, _) = _blocks(rows, b), _blocks(k, b)
+        _blocks(d_rows, b)[1].add_(d_left)
+        _blocks(d_k, b)[0].add_(d_right)
+        p_odd += d_left.mul_(rows_odd).sum(-2)
+        s_even += d_right.mul_(k_even)
+    return d_prefix
+
+
+def unit_lower_inverse(A_kk):
+    """(I + A_kk)^-1 by substitution; only the strictly lower triangle of A_kk is read."""
+    eye = torch.eye(A_kk.shape[-1], dtype=A_kk.dtype, device=A_kk.device)
+    return torch.linalg.solve_triangular(A_kk, eye.expand_as(A_kk), upper=False, unitriangular=True)
+
+
+def intra(rows, k, v, beta, g, kept=None) -> Intra:
+    """Everything of a chunk that needs no state: rows [M, C, 2, K], k, g [M, C, K], v [M, C, V], beta [M, C, 1].
+
+    `kept`: A, inverse and uw of an earlier call.
+    """
+    V = v.shape[-1]
+    levels, prefix, suffix = make_levels(rows, k, g)
+    from_start, to_end = prefix.exp_(), suffix.exp_()
+    rows_decayed = rows * from_start.unsqueeze(-2)
+    if kept is None:
+        A = decayed_products(rows, k, levels)
+        inverse = unit_lower_inverse(A[:, :, 1])
+        right_side = rows.new_empty(*k.shape[:2], V + k.shape[-1])
+        torch.mul(v, beta, out=right_side[..., :V])
+        right_side[..., V:] = rows_decayed[:, :, 1]
+        kept = A, inverse, torch.bmm(inverse, right_side)
+    return Intra(*kept, rows_decayed, k * to_end, from_start[:, -1], from_start, to_end, levels)

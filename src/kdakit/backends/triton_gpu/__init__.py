@@ -1,0 +1,65 @@
+"""Triton kernels for NVIDIA and AMD GPUs. Two launches forward: `intra.prepare_kernel` over chunks, `state.scan_kernel` over sequences.
+
+On a machine without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from kdakit.backends.triton_gpu.config import Config, chip_of, choose
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+backward = None
+
+
+def supports(problem: Problem, device: Any) -> str | None:
+    """Why this backend cannot run `problem` on `device`; None: it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton (pip install kdakit[gpu])"
+    if problem.dtype == "float64" or "float64" in (problem.gate_dtype, problem.beta_dtype, problem.state_dtype):
+        return "computes in float32; use backend='torch_native' for float64"
+    if problem.varlen == "segment_ids":
+        return "takes cu_seqlens, not segment_ids"
+    if _kind(device) != "cuda" and interpreted(device) is None:
+        return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {device}"
+    return None
+
+
+def interpreted(device: Any) -> str | None:
+    """Why it would run in Triton's interpreter; None: it would not."""
+    on = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    return "TRITON_INTERPRET=1 is set: Triton's interpreter, not the GPU" if on else None
+
+
+def operand_dtype(problem: Problem) -> str:
+    """Half-precision inputs go to the matrix units as they are; the token recurrence has no matrix products."""
+    return problem.dtype if problem.op == "chunk" else "float32"
+
+
+def default_config(problem: Problem, device: Any) -> Config:
+    return choose(problem, chip_of(device))
+
+
+def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
+    """What `forward` keeps for `backward` beside the inputs: nothing yet."""
+    return []
+
+
+def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
+    from kdakit.backends.triton_gpu import launch
+
+    return launch.forward(problem, arrays, config)
+
+
+def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
+    from kdakit.backends.triton_gpu import launch
+
+    return launch.step(problem, arrays, config)
+
+
+def _kind(device: Any) -> str:
+    return getattr(device, "type", str(device)).partition(":")[0]

@@ -1,0 +1,70 @@
+"""Small device functions shared by every kernel: operand rounding, products, and which tokens a program owns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 x rounded to nearest even in DTYPE. The interpreter truncates to bfloat16, so there the rounding is spelled out."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a @ b with float32 sums. The interpreter stores bfloat16 as integers, so there the factors are widened first."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def product_add(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def first_slot(p_cu_seqlens, i_n, C: tl.constexpr):
+    """Where sequence n's chunks start in the workspace: cu[n] // C + n. Gaps are possible, overlaps are not, and no prefix sum is needed."""
+    return tl.load(p_cu_seqlens + i_n).to(tl.int64) // C + i_n
+
+
+@triton.jit
+def find_sequence(p_cu_seqlens, i_s, N, C: tl.constexpr):
+    """The sequence n with first_slot(n) <= i_s < first_slot(n + 1), by a 128-way search."""
+    low = i_s * 0
+    width = low + N
+    while width > 1:
+        stride = (width + 127) // 128
+        i_n = low + tl.arange(0, 128) * stride  # [128]
+        m_n = i_n < low + width
+        slot = tl.load(p_cu_seqlens + i_n, mask=m_n, other=0).to(tl.int64) // C + i_n
+        hit = tl.sum((m_n & (slot <= i_s)).to(tl.int32), 0)
+        end = low + width
+        low += (hit - 1) * stride
+        width = tl.minimum(stride, end - low)
+    return low
+
+
+@triton.jit
+def row_tokens(C: tl.constexpr, GROUP: tl.constexpr):
+    """[C]: the token that each row of a chunk's tiles holds.
+
+    Row r is token (r % (C / GROUP)) * GROUP + r // (C / GROUP): GROUP consecutive tokens end up in the registers of one thread, where scans
+    over them cost nothing. Everything inside a chunk lives in this order; only loads of inputs and stores of outputs know tokens.
+    """
+    o_c = tl.arange(0, C)
+    return (o_c % (C // GROUP)) * GROUP + o_c // (C // GROUP)

@@ -1,0 +1,29 @@
+"""The token recurrence, for decoding and short sequences.
+
+    S <- Diag(e^g) S;   S <- S + beta k (v - k^T S)^T;   o = S^T q
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdakit.backends.xla.gate import Activated
+from kdakit.backends.xla.products import product
+
+
+def recurrence(x: Activated, initial_state, sequence=None):
+    """o [B, T, HV, V] and the final states. initial_state [B, HV, K, V]; with `sequence` [T], the sequence of each token, [N, HV, K, V]."""
+
+    def token(carry, x):
+        q, k, v, g, beta, row = x  # [B, HV, K] x 2, [B, HV, V], [B, HV, K], [B, HV], []
+        state = carry if row is None else lax.dynamic_index_in_dim(carry, row)
+        state = jnp.exp(g)[..., None] * state
+        error = v - product("...k,...kv->...v", k, state)
+        state = state + (beta[..., None] * k)[..., None] * error[..., None, :]
+        carry = state if row is None else lax.dynamic_update_index_in_dim(carry, state, row, 0)
+        return carry, product("...k,...kv->...v", q, state)
+
+    tokens = tuple(jnp.moveaxis(a, 1, 0) for a in x)
+    final, o = lax.scan(token, initial_state, (*tokens, sequence))
+    return jnp.moveaxis(o, 0, 1), final

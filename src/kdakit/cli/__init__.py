@@ -1,0 +1,1 @@
+"""The `kdakit` command. Nothing else in the package imports this folder."""

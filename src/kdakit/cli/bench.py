@@ -1,0 +1,182 @@
+"""Time backends, and peers, against each other in one run: medians of interleaved repetitions.
+
+Ratios only mean something within one run on one machine; the JSON records which machine that was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends to time (default: all)")
+    parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: cpu = 1x2048x4x128)")
+    parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode (default: fwd fwdbwd)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
+    parser.add_argument("--gate", choices=("bounded", "softplus", "log_decay"), help="default: bounded, or log_decay with --against")
+    parser.add_argument("--against", nargs="+", metavar="PEER", help="fla: flash-linear-attention's naive_chunk_kda (pip install fla-core)")
+    parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions of each contestant (default: 20)")
+    parser.add_argument("--seconds", type=float, default=30, metavar="S", help="stop repeating after about S seconds (default: 30)")
+    parser.add_argument("--memory", action="store_true", help="also run each contestant in a process of its own and report its peak memory")
+    parser.add_argument("--scaling", action="store_true", help="T from 2048 to 32768, time and peak memory, a process per point")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="other lengths for --scaling")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all medians to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
+    parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")
+    parser.add_argument("--table", metavar="FILE", help="with --render: rewrite the generated section of a Markdown file")
+
+
+def run(args) -> int:
+    from kdakit.cli import results
+    from kdakit.cli.choices import UsageError
+
+    if args.table and not args.render:
+        raise UsageError("--table writes recorded results: name them with --render JSON ...")
+    if args.render:
+        records = [json.loads(Path(path).read_text()) for path in args.render]
+    else:
+        records = [scaling(args) if args.scaling else compete(args)]
+    for record in records:
+        results.show(record)
+    if args.json and not args.render:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(records[0], indent=1) + "\n")
+        print(f"wrote {args.json}")
+    if args.plot:
+        from kdakit.cli import plots
+
+        plots.save(records[0], args.plot)
+        print(f"wrote {args.plot}")
+    if args.table:
+        from kdakit.cli import generated
+
+        generated.write(args.table, "measurements", results.markdown(records))
+        print(f"wrote the measurements of {args.table}")
+    return 0 if all(record["results"] for record in records) else 1
+
+
+def _chosen(args, default_modes):
+    from kdakit.cli.choices import UsageError, pick
+    from kdakit.cli.contestants import MODES, PEERS
+    from kdakit.dispatch import names
+
+    peers = pick("against", args.against, PEERS) if args.against else []
+    if args.repeat < 1 or args.seconds <= 0:
+        raise UsageError(f"--repeat and --seconds must be positive, got {args.repeat} and {args.seconds}")
+    return pick("backend", args.backend, names()) + peers, pick("mode", args.mode or default_modes, MODES), args.gate or _gate(peers)
+
+
+def _gate(peers) -> str:
+    return "log_decay" if peers else "bounded"
+
+
+def compete(args) -> dict[str, Any]:
+    """All contestants on every shape and mode."""
+    from kdakit.cli import console, contestants, worker
+
+    names, modes, gate = _chosen(args, ("fwd", "fwdbwd"))
+    measured, missing = [], []
+    with console.progress() as bar:
+        for text in args.shape or ["cpu"]:
+            shape = contestants.parse_shape(text)
+            for mode in modes:
+                job = contestants.Job(shape, mode, args.dtype, gate)
+                task = bar.add_task(f"{text} {mode}", total=len(names) * args.repeat)
+                rows, out = race(names, job, args.repeat, args.seconds, lambda name, task=task: bar.update(task, advance=1))
+                bar.remove_task(task)
+                for row in rows:
+                    if args.memory:
+                        row |= {k: v for k, v in worker.measure(row["contestant"], job, 1, 1.0).items() if k.endswith("_mib")}
+                    measured.append({"shape_name": text, **row})
+                missing += [{"shape_name": text, **row} for row in out]
+    return _record("bench", args, gate, measured, missing)
+
+
+def race(names, job, repeat: int, seconds: float, tick=lambda name: None):
+    """One job, all contestants: rows of results, and of those who cannot take part with the reason."""
+    import numpy as np
+
+    from kdakit.cli import contestants, timing
+
+    runs, outputs, missing = {}, {}, []
+    about = {"shape": _sizes(job.shape), "mode": job.mode}
+    for name in names:
+        try:
+            run = contestants.prepare(name, job)
+            outputs[name] = np.asarray(_to_numpy(run()), np.float64)
+            runs[name] = run
+        except contestants.Unavailable as problem:
+            missing.append({"contestant": name, **about, "reason": str(problem)})
+        except Exception as problem:
+            missing.append({"contestant": name, **about, "reason": f"raised {type(problem).__name__}: {problem}"})
+    if not runs:
+        return [], missing
+    first = next(iter(outputs.values()))
+    samples = timing.interleaved(runs, repeat, seconds, tick)
+    rows = []
+    for name, taken in samples.items():
+        middle = timing.median(taken)
+        rows.append({
+            "contestant": name, **about, "median_ms": middle, "best_ms": min(taken), "samples_ms": taken,
+            "tokens_per_s": 1000 * job.tokens / middle,
+            "difference": float(np.linalg.norm(outputs[name] - first) / np.linalg.norm(first)),
+        })  # fmt: skip
+    return rows, missing
+
+
+def _to_numpy(o):
+    if type(o).__module__.startswith("torch"):
+        return o.double().cpu().numpy()
+    return o
+
+
+def scaling(args) -> dict[str, Any]:
+    """Every contestant at growing T, a process per point, so that peak memory is its own."""
+    from dataclasses import replace
+
+    from kdakit.cli import console, contestants, worker
+
+    names, modes, gate = _chosen(args, ("fwdbwd",))
+    base = contestants.parse_shape((args.shape or ["cpu"])[0])
+    lengths = args.lengths or [2048, 4096, 8192, 16384, 32768]
+    measured, missing = [], []
+    with console.progress() as bar:
+        task = bar.add_task("scaling", total=len(names) * len(modes) * len(lengths))
+        for name in names:
+            for mode in modes:
+                for T in lengths:
+                    bar.update(task, advance=1, description=f"{name} {mode} T={T}")
+                    shape = replace(base, T=T, lengths=())
+                    job = contestants.Job(shape, mode, args.dtype, gate)
+                    got = worker.measure(name, job, min(args.repeat, 5), args.seconds)
+                    about = {"contestant": name, "shape": _sizes(shape), "mode": mode}
+                    (missing if "reason" in got else measured).append(about | got)
+    return _record("scaling", args, gate, measured, missing)
+
+
+def _sizes(shape) -> dict[str, Any]:
+    return {"B": shape.B, "T": shape.T, "H": shape.H, "K": shape.K, "lengths": list(shape.lengths)}
+
+
+def _record(kind: str, args, gate: str, measured, missing) -> dict[str, Any]:
+    from kdakit.cli import machine
+
+    settings = {"dtype": args.dtype, "gate": gate, "repeat": args.repeat}
+    return {"kind": kind, **machine.describe(_device()), "settings": settings, "results": measured, "missing": missing}
+
+
+def _device() -> str:
+    """The accelerators that the frameworks would use, or 'cpu'."""
+    from kdakit.cli import checking, doctor
+
+    def name(framework: str) -> str:
+        device = checking.default_device(framework)
+        if framework == "jax":
+            return device.device_kind
+        return importlib.import_module("torch").cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    found = {doctor.attempt(name, framework) for framework in ("torch", "jax")}
+    return ", ".join(sorted(d for d in found if not d.startswith("failed"))) or "cpu"

@@ -1,0 +1,204 @@
+"""Run one (backend, case, dtype) through the public frontends and hold the numbers against the truth.
+
+`kdakit verify`, `kdakit demo` and the contract test all go through here, so they measure the same thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kdakit import accuracy, dispatch
+from kdakit.cases import Case
+from kdakit.problem import DIFFERENTIABLE, Arrays, Problem
+
+CALLS = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda"}
+
+
+class Row(NamedTuple):
+    """One output of one run: its error, that of the plain recurrence, and what the rule allows."""
+
+    name: str
+    error: float
+    plain: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance
+
+    @property
+    def used(self) -> float:
+        """The share of the tolerance that is used up; above 1 is a failure."""
+        return self.error / self.tolerance
+
+
+def framework_of(backend: str) -> str:
+    for entry in dispatch.BACKENDS:
+        if entry.name == backend:
+            return entry.framework
+    raise ValueError(f"backend must be one of {', '.join(dispatch.names())}, got {backend!r}")
+
+
+def default_device(framework: str) -> Any:
+    """Where `run_case` puts its arrays: the first accelerator, or the CPU."""
+    if framework == "torch":
+        import torch
+
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    import jax
+
+    return jax.devices()[0]
+
+
+def refusal(backend: str, case: Case, dtype: str, op: str = "chunk", grad: bool = False) -> str | None:
+    """Why this combination cannot run here; None: it can. Never raises."""
+    framework = framework_of(backend)
+    if importlib.util.find_spec(framework) is None:
+        return f"{framework} is not installed: pip install 'kdakit[{framework}]'"
+    if case.segments and framework != "jax":
+        return f"kdakit.{framework} takes no segment_ids"
+    try:
+        return dispatch.supports(backend, case.problem(dtype, op, grad), default_device(framework))
+    except Exception as problem:
+        return f"cannot be loaded: {type(problem).__name__}: {problem}"
+
+
+def run_case(
+    backend: str, case: Case, dtype: str = "float32", seed: int = 0, grad: bool = True, op: str = "chunk"
+) -> dict[str, np.ndarray]:
+    """{name: float64 array} of o, final_state and, with `grad`, the gradient of every input by the input's name."""
+    run = {"torch": _run_torch, "jax": _run_jax}[framework_of(backend)]
+    arrays = case.arrays(dtype, seed)
+    return run(backend, case, dtype, arrays, case.cotangents(dtype) if grad else None, op)
+
+
+def call(framework: str, backend: str, case: Case, op: str):
+    """The public call as a function of the arrays alone: call(arrays) -> (o, final_state)."""
+    function = getattr(importlib.import_module(f"kdakit.{framework}"), CALLS[op])
+    takes = inspect.signature(function).parameters
+    # The token recurrence has no chunks: options that only steer them may be absent there.
+    options = {n: x for n, x in case.call_options.items() if n in takes or n not in ("chunk_size", "disable_recompute")}
+
+    def run(arrays: Arrays):
+        given = {name: x for name, x in arrays._asdict().items() if x is not None}
+        return function(**given, **options, backend=backend)[:2]
+
+    return run
+
+
+def to_torch(arrays: Arrays, dtypes: Arrays, device: Any) -> Arrays:
+    """The same values as torch tensors, bit for bit: they are exact in the dtypes they go to."""
+    import torch
+
+    def convert(x, dtype):
+        return None if x is None else torch.from_numpy(np.ascontiguousarray(x)).to(device=device, dtype=getattr(torch, dtype))
+
+    return Arrays(*(convert(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
+
+
+def to_jax(arrays: Arrays, dtypes: Arrays) -> Arrays:
+    """The same values as JAX arrays, bit for bit; integers are int32 unless 64-bit types are on."""
+    import jax
+    import jax.numpy as jnp
+
+    def convert(x, dtype):
+        if dtype == "int64" and not jax.config.jax_enable_x64:
+            dtype = "int32"
+        return None if x is None else jnp.asarray(np.asarray(x).astype(jnp.dtype(dtype)))
+
+    return Arrays(*(convert(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
+
+
+def jax_precision(dtype: str):
+    """The context in which JAX computes in `dtype`: float64 exists only with 64-bit types switched on."""
+    import jax
+
+    return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
+
+
+def _run_torch(backend, case, dtype, arrays, cotangents, op):
+    import torch
+
+    device = default_device("torch")
+    tensors = to_torch(arrays, case.dtypes(dtype), device)
+    named = {n: getattr(tensors, n) for n in DIFFERENTIABLE if getattr(tensors, n) is not None}
+    for x in named.values():
+        x.requires_grad_(cotangents is not None)
+    out = dict(zip(("o", "final_state"), call("torch", backend, case, op)(tensors), strict=True))
+    out = {n: x for n, x in out.items() if x is not None}
+    results = {n: x.detach().to("cpu", torch.float64).numpy() for n, x in out.items()}
+    if cotangents is not None:
+        seeds = dict(zip(("o", "final_state"), cotangents, strict=True))
+        reached = [n for n in out if out[n].requires_grad]
+        weights = [torch.from_numpy(seeds[n]).to(out[n]) for n in reached]
+        gradients = torch.autograd.grad([out[n] for n in reached], list(named.values()), weights, allow_unused=True)
+        for (name, x), d in zip(named.items(), gradients, strict=True):
+            results[name] = np.zeros(x.shape) if d is None else d.to("cpu", torch.float64).numpy()
+    return results
+
+
+def _run_jax(backend, case, dtype, arrays, cotangents, op):
+    import jax
+    import jax.numpy as jnp
+
+    with jax_precision(dtype):
+        given = to_jax(arrays, case.dtypes(dtype))
+        names = [n for n in DIFFERENTIABLE if getattr(given, n) is not None]
+        function = call("jax", backend, case, op)
+
+        def forward(*values):
+            out = zip(("o", "final_state"), function(given._replace(**dict(zip(names, values, strict=True)))), strict=True)
+            return {n: x for n, x in out if x is not None}
+
+        def with_gradients(values, d_o, d_final_state):
+            out, pullback = jax.vjp(forward, *values)
+            seeds = {n: jnp.asarray(d).astype(out[n].dtype) for n, d in (("o", d_o), ("final_state", d_final_state)) if n in out}
+            return out, pullback(seeds)
+
+        values = tuple(getattr(given, n) for n in names)
+        if cotangents is None:
+            out, gradients = jax.jit(forward)(*values), ()
+        else:
+            out, gradients = jax.jit(with_gradients)(values, *cotangents)
+        results = out | (dict(zip(names, gradients, strict=True)) if gradients else {})
+        return {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
+
+
+class Expected(NamedTuple):
+    truth: dict[str, np.ndarray]
+    plain: dict[str, float]
+
+
+def expect(problem: Problem, arrays: Arrays, cotangents=None, operand_dtype: str = "float32") -> Expected:
+    """The float64 truth of every output and the plain recurrence's error against it. `cotangents` None: no gradients."""
+    seeds = cotangents or (None, None)
+    if not problem.options.output_final_state:
+        seeds = (seeds[0], None)
+    truth = accuracy.truths(problem, arrays, *seeds)
+    return Expected(truth, accuracy.plain_errors(problem, arrays, truth, *seeds, operand_dtype=operand_dtype))
+
+
+def compare(
+    problem: Problem, arrays: Arrays, results: dict, cotangents=None, operand_dtype: str = "float32", expected: Expected | None = None
+) -> list[Row]:
+    """A row per output that is due; one that is missing has infinite error. `expected` saves computing the truth twice."""
+    truth, plain = expected or expect(problem, arrays, cotangents, operand_dtype)
+    dtypes = accuracy.output_dtypes(problem)
+    rows = []
+    for name in truth:
+        error = accuracy.error(results[name], truth[name]) if name in results else float("inf")
+        rows.append(Row(name, error, plain[name], accuracy.tolerance(plain[name], dtypes[name])))
+    return rows
+
+
+def check(backend: str, case: Case, dtype: str = "float32", seed: int = 0, grad: bool = True, op: str = "chunk") -> list[Row]:
+    """`run_case` and `compare` in one."""
+    problem, arrays = case.problem(dtype, op, grad), case.arrays(dtype, seed)
+    cotangents = case.cotangents(dtype) if grad else None
+    return compare(problem, arrays, run_case(backend, case, dtype, seed, grad, op), cotangents, dispatch.operand_dtype(backend, problem))

@@ -1,0 +1,215 @@
+"""What is installed, which devices are there, and which backend can run which problem, or why not.
+
+Every probe is isolated: whatever is broken on a machine becomes a line of the report.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from typing import Any
+
+OK = "yes"
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print the support table as Markdown")
+    parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the generated support table of Markdown files")
+
+
+def run(args) -> int:
+    if args.markdown or args.table:
+        from kdakit.cli import generated
+
+        text = support_markdown()
+        for path in args.table:
+            generated.write(path, "support", text)
+            print(f"wrote the support table of {path}")
+        if args.markdown:
+            print(text)
+        return 0
+    report = examine()
+    if args.json:
+        print(json.dumps(report, indent=2, default=str))
+    else:
+        show(report)
+    return 0
+
+
+def attempt(probe, *args) -> Any:
+    """probe(*args), or the reason it failed, in one line."""
+    try:
+        return probe(*args)
+    except (Exception, SystemExit) as problem:
+        return failure(problem)
+
+
+def failure(problem: BaseException) -> str:
+    first = (str(problem).strip() or "no message").splitlines()[0]
+    return f"failed: {type(problem).__name__}: {first}"
+
+
+def examine() -> dict[str, Any]:
+    """The whole report as plain data."""
+    return {
+        "system": {"python": platform.python_version(), "platform": platform.platform(), "cpu": attempt(_cpu)},
+        "packages": attempt(_packages),
+        "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
+        "support": attempt(support),
+    }
+
+
+def _cpu() -> str:
+    from kdakit.cli import machine
+
+    return f"{machine.cpu_model()}, {machine.cores()} cores, {machine.memory_gib()} GiB"
+
+
+def _packages() -> list[dict[str, str]]:
+    from kdakit.cli import machine
+
+    return [{"name": name, "for": purpose, "state": attempt(_package_state, name)} for name, purpose in machine.PACKAGES.items()]
+
+
+def _package_state(name: str) -> str:
+    """The version; an installed package that does not import says why."""
+    from kdakit.cli import machine
+
+    version = machine.version(name)
+    if version is None:
+        return "not installed"
+    if name in ("numpy", "torch", "jax", "triton"):
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as problem:
+            return f"{version}, but importing it {failure(problem)}"
+    return version
+
+
+def _torch_devices() -> list[str]:
+    import torch
+
+    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    if torch.cuda.is_available():
+        found += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
+    return found
+
+
+def _jax_devices() -> list[str]:
+    import jax
+
+    return [f"{d.platform}:{d.id} ({d.device_kind})" for d in jax.devices()]
+
+
+def problems() -> dict[str, Any]:
+    """{label: Problem}: one of every kind that a backend might refuse."""
+    from kdakit.cases import CASES, SEGMENT_CASES, SHAPES, Shape
+
+    made = {
+        "forward": CASES["plain"].problem(),
+        "forward + backward": CASES["plain"].problem(needs_grad=True),
+        "token recurrence (decode)": CASES["one_token"].problem(op="recurrent"),
+    }
+    for dtype in ("bfloat16", "float16", "float64"):
+        made[f"{dtype}, gradients"] = CASES["plain"].problem(dtype, needs_grad=True)
+    for label, name in (
+        ("log-decays to -3000", "gate_huge"), ("softplus gate in the kernel", "softplus"), ("bounded gate in the kernel", "lower_bound"),
+        ("grouped value heads", "grouped"), ("K = V = 256", "wide"), ("odd K and V", "odd_sizes"), ("[V, K] states", "v_first"),
+        ("chunk size 16", "chunk16"), ("chunk size 128", "chunk128"), ("packed sequences (cu_seqlens)", "varlen"),
+    ):  # fmt: skip
+        made[label + ", gradients"] = CASES[name].problem(needs_grad=True)
+    made["segment_ids, gradients"] = SEGMENT_CASES["segments"].problem(needs_grad=True)
+    for name in ("cpu", "h96"):
+        size = SHAPES[name]
+        # One token is enough to describe the call; no array of the real length is drawn.
+        problem = Shape(size.B, 1, size.H, size.K).case().problem("bfloat16", needs_grad=True).replace(T=size.T)
+        made[f"bench shape {name}: B{size.B} T{size.T} H{size.H} K{size.K}, bfloat16, gradients"] = problem
+    return made
+
+
+def support(device: str | None = None) -> dict[str, dict[str, str]]:
+    """{backend: {problem: 'yes' or why not}} on this machine's default device, or on 'cpu'."""
+    from kdakit import dispatch
+
+    table = {}
+    wanted = problems()
+    for backend in dispatch.BACKENDS:
+        where = attempt(_device, backend.framework, device)
+        table[backend.name] = {label: attempt(_answer, backend, problem, where) for label, problem in wanted.items()}
+    return table
+
+
+def _device(framework: str, device: str | None) -> Any:
+    from kdakit.cli import checking
+
+    if device is None:
+        return checking.default_device(framework)
+    return importlib.import_module(framework).device(device) if framework == "torch" else importlib.import_module("jax").devices(device)[0]
+
+
+def _answer(backend, problem, where) -> str:
+    from kdakit import dispatch
+
+    if isinstance(where, str):
+        return where
+    if problem.varlen == "segment_ids" and backend.framework != "jax":
+        return f"kdakit.{backend.framework} takes no segment_ids"
+    return dispatch.supports(backend.name, problem, where) or OK
+
+
+def support_markdown() -> str:
+    """Problems down, backends across, on a CPU: the table in README.md and docs/backends.md."""
+    from kdakit.cli.generated import markdown_table
+
+    table = support("cpu")
+    labels = list(next(iter(table.values())))
+    return markdown_table(["on a CPU", *(f"`{name}`" for name in table)], [[label, *(table[b][label] for b in table)] for label in labels])
+
+
+def show(report: dict[str, Any]) -> None:
+    try:
+        _show(report)
+    except (Exception, SystemExit) as problem:
+        print(f"The tables cannot be drawn ({failure(problem)}); the plain report:")
+        print(json.dumps(report, indent=2, default=str))
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.markup import escape
+
+    from kdakit.cli import console
+
+    out = console.output()
+    for name, value in report["system"].items():
+        out.print(f"[bold]{name:9}[/bold] {value}")
+    out.print()
+    packages = report["packages"]
+    if isinstance(packages, str):
+        out.print(f"packages {packages}", markup=False)
+    else:
+        shown = console.table("Packages", "package", "version", "needed for")
+        for row in packages:
+            shown.add_row(row["name"], escape(row["state"]), row["for"])
+        out.print(shown)
+    shown = console.table("Devices", "framework", "devices")
+    for framework, found in report["devices"].items():
+        shown.add_row(framework, escape(found if isinstance(found, str) else "\n".join(found)))
+    out.print(shown)
+    _show_support(out, report["support"])
+
+
+def _show_support(out, table) -> None:
+    from rich.markup import escape
+
+    from kdakit.cli import console
+
+    if isinstance(table, str):
+        out.print(f"support {table}", markup=False)
+        return
+    shown = console.table("Which backend can run which problem here", "problem", *table)
+    for label in next(iter(table.values()), {}):
+        given = [answers[label] for answers in table.values()]
+        shown.add_row(escape(label), *(f"[green]{OK}[/green]" if answer == OK else escape(answer) for answer in given))
+    out.print(shown)

@@ -1,0 +1,38 @@
+"""Entry point of the `kdakit` command: one module per subcommand, imported lightly so that --help stays fast."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from kdakit import __version__
+from kdakit.cli import bench, demo, doctor, verify
+from kdakit.cli.choices import UsageError
+
+COMMANDS = {"doctor": doctor, "verify": verify, "bench": bench, "demo": demo}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kdakit", description="Kimi Delta Attention: what runs here, is it right, is it fast.")
+    parser.add_argument("--version", action="version", version=f"kdakit {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        summary = module.__doc__.splitlines()[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return COMMANDS[args.command].run(args)
+    except (UsageError, FileNotFoundError) as problem:
+        print(f"kdakit {args.command}: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,73 @@
+"""Charts of recorded measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kdakit.cli.choices import UsageError
+from kdakit.cli.results import label
+
+COLOURS = ("#2f6f9f", "#d98032", "#4c9a6a", "#8a5fa8", "#777777")
+
+
+def save(record: dict[str, Any], path: str) -> None:
+    """A PNG of the record: bars for a race, lines for a scaling run."""
+    try:
+        import matplotlib
+    except ImportError as problem:
+        raise UsageError("--plot needs matplotlib: pip install 'kdakit[bench]'") from problem
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    if not record["results"]:
+        raise UsageError("there is nothing to plot: no contestant ran")
+    draw = _scaling if record["kind"] == "scaling" else _bars
+    figure = draw(plt, record)
+    machine, settings = record["machine"], record["settings"]
+    note = f"{machine['cpu']}, {machine['cores']} cores; {settings['dtype']}, {settings['gate']} gate; {record['date']}"
+    figure.text(0.01, 0.01, note, fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _bars(plt, record):
+    groups: dict[str, list] = {}
+    for row in record["results"]:
+        groups.setdefault(label(row), []).append(row)
+    names = list(dict.fromkeys(r["contestant"] for r in record["results"]))
+    figure, panels = plt.subplots(1, len(groups), figsize=(max(4.2 * len(groups), 5), 3.6), squeeze=False)
+    for panel, (title, rows) in zip(panels[0], groups.items(), strict=True):
+        times = [r["median_ms"] for r in rows]
+        bars = panel.bar([r["contestant"] for r in rows], times, color=[COLOURS[names.index(r["contestant"]) % len(COLOURS)] for r in rows])
+        panel.set_ylim(top=max(times) * 1.25)
+        for bar, r in zip(bars, rows, strict=True):
+            text = f"{r['median_ms']:.3g} ms\n{max(times) / r['median_ms']:.3g}x"
+            panel.text(bar.get_x() + bar.get_width() / 2, bar.get_height(), text, ha="center", va="bottom", fontsize=8)
+        panel.set_title(title, fontsize=10)
+        panel.set_ylabel("median milliseconds", fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _scaling(plt, record):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8))
+    lines = list(dict.fromkeys((r["contestant"], r["mode"]) for r in record["results"]))
+    for colour, line in zip(COLOURS * len(lines), lines, strict=False):
+        rows = [r for r in record["results"] if (r["contestant"], r["mode"]) == line]
+        T = [r["shape"]["T"] for r in rows]
+        for panel, field in ((left, "median_ms"), (right, "extra_mib")):
+            panel.plot(T, [r[field] for r in rows], "o-", color=colour, label=" ".join(line))
+            panel.plot(T, [rows[0][field] * t / T[0] for t in T], ":", color=colour, linewidth=1)
+    for panel, title in ((left, "median milliseconds"), (right, "peak memory above the inputs, MiB")):
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log", base=2)
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:.2g}")
+        panel.set_xlabel("T (tokens); dotted: linear growth")
+        panel.set_title(title, fontsize=10)
+        panel.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    return figure

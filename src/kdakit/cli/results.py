@@ -1,0 +1,95 @@
+"""Recorded measurements as tables, on the terminal and in Markdown."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kdakit.cli import console, generated
+
+
+def show(record: dict[str, Any]) -> None:
+    out = console.output()
+    for title, header, rows in tables(record):
+        shown = console.table(title, *header, right=tuple(header[1:]))
+        for row in rows:
+            shown.add_row(*row)
+        out.print(shown)
+    for gone in record["missing"]:
+        out.print(f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}", markup=False)
+    out.print(provenance(record), markup=False)
+
+
+def markdown(records: list[dict[str, Any]]) -> str:
+    parts = []
+    for record in records:
+        for title, header, rows in tables(record):
+            parts += [f"**{title}**", generated.markdown_table(header, rows, right=tuple(range(1, len(header))))]
+        parts += [f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}." for gone in record["missing"]]
+        parts.append(provenance(record))
+    return "\n\n".join(parts)
+
+
+def provenance(record: dict[str, Any]) -> str:
+    """Machine, versions and commit in one line."""
+    m = record["machine"]
+    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in ("python", "torch", "jax", "numpy", "fla-core"))
+    commit = (record.get("commit") or "unknown")[:12]
+    return f"{record['date']}: {m['cpu']} ({m['cores']} cores, {m['architecture']}); {software}; commit {commit}; `{record['command']}`"
+
+
+def tables(record: dict[str, Any]):
+    """(title, header, rows of strings) for each shape and mode, or for each contestant of a scaling run."""
+    return _scaling_tables(record) if record["kind"] == "scaling" else _bench_tables(record)
+
+
+def _bench_tables(record):
+    groups: dict[str, list] = {}
+    for row in record["results"]:
+        groups.setdefault(label(row), []).append(row)
+    for title, rows in groups.items():
+        slowest = max(rows, key=lambda r: r["median_ms"])
+        header = ["contestant", "median ms", "best ms", "runs", "tokens/s", f"times as fast as {slowest['contestant']}", "o differs by"]
+        memory = any("peak_mib" in r for r in rows)
+        header += ["peak MiB", "extra MiB"] if memory else []
+        made = []
+        for r in sorted(rows, key=lambda r: r["median_ms"]):
+            made.append([
+                r["contestant"], f"{r['median_ms']:.2f}", f"{r['best_ms']:.2f}", str(len(r["samples_ms"])), f"{r['tokens_per_s']:,.0f}",
+                f"{slowest['median_ms'] / r['median_ms']:.2f}", f"{r['difference']:.0e}",
+            ] + ([f"{r[n]:.0f}" if n in r else "–" for n in ("peak_mib", "extra_mib")] if memory else []))  # fmt: skip
+        yield f"{title}, {record['settings']['dtype']}, {record['settings']['gate']} gate", header, made
+
+
+def _scaling_tables(record):
+    for name, mode in dict.fromkeys((r["contestant"], r["mode"]) for r in record["results"]):
+        rows = [r for r in record["results"] if (r["contestant"], r["mode"]) == (name, mode)]
+        made, before = [], None
+        for r in rows:
+            T = r["shape"]["T"]
+            growth = f"{r['median_ms'] / before['median_ms']:.2f}" if before else ""
+            more = f"{r['extra_mib'] / before['extra_mib']:.2f}" if before and before["extra_mib"] else ""
+            per_token = f"{1000 * r['median_ms'] / T:.1f}"
+            made.append([str(T), f"{r['median_ms']:.0f}", per_token, growth, f"{r['peak_mib']:.0f}", f"{r['extra_mib']:.0f}", more])
+            before = r
+        s, settings = rows[0]["shape"], record["settings"]
+        title = f"{name} {mode}, B{s['B']} H{s['H']} K{s['K']}, {settings['dtype']}, {settings['gate']} gate" + _exponents(rows)
+        yield title, ["T", "median ms", "us/token", "time vs row above", "peak MiB", "extra MiB", "extra vs row above"], made
+
+
+def _exponents(rows) -> str:
+    """The p of time ~ T^p and memory ~ T^p between the first and the last row; 1 is linear."""
+    first, last = rows[0], rows[-1]
+    if len(rows) < 2:
+        return ""
+    span = math.log(last["shape"]["T"] / first["shape"]["T"])
+    time = math.log(last["median_ms"] / first["median_ms"]) / span
+    if not first["extra_mib"] or not last["extra_mib"]:
+        return f": time grows as T^{time:.2f}"
+    return f": time grows as T^{time:.2f}, memory as T^{math.log(last['extra_mib'] / first['extra_mib']) / span:.2f}"
+
+
+def label(row) -> str:
+    s = row["shape"]
+    sizes = f"B{s['B']} H{s['H']} K{s['K']}" if row["mode"] == "decode" else f"B{s['B']} T{s['T']} H{s['H']} K{s['K']}"
+    return f"{row['mode']} {sizes}" + (f" in {len(s['lengths'])} sequences" if s["lengths"] else "")
