@@ -78,10 +78,11 @@ def forward(problem: Problem, arrays: Arrays, chunk_size: int | None = None, dty
     C = chunk_size or problem.options.chunk_size
     x = activate(problem, arrays, dtype)
     o = np.zeros((problem.B, problem.T, problem.HV, problem.V), dtype)
-    final = initial_states(problem, arrays, dtype).copy()
+    initial = initial_states(problem, arrays, dtype)
+    final = initial.copy()
     states = []
     for rows, tokens, index in sequences(problem, arrays):
-        state = final[index]
+        state = initial[index]
         for start in range(tokens.start, tokens.stop, C):
             chunk = slice(start, min(start + C, tokens.stop))
             q, k, v, g, beta = (np.moveaxis(a[rows, chunk], 2, 1) for a in x)  # [B, HV, C, ..]

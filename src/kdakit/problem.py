@@ -48,7 +48,7 @@ DIFFERENTIABLE = Arrays._fields[:8]
 class Options:
     """What is computed, whatever the sizes."""
 
-    scale: float
+    scale: float | None = None  # None until the problem's K is known: K ** -0.5
     gate: str = "log_decay"  # one of GATES
     lower_bound: float | None = None  # the bounded gate's bound, or the bound that safe_gate promises
     safe_gate: bool = False  # the log-decay lies in [lower_bound, 0): a fast path may rely on it
@@ -173,12 +173,8 @@ def make_options(
             if getattr(arrays, name) is not None:
                 raise ValueError(f"{name} is used only with use_gate_in_kernel=True; without it g must already be the log-decay")
         bound = bound if safe_gate else None
-    if scale is None:
-        if getattr(arrays.q, "ndim", 0) != 4:
-            raise ValueError(f"q must be [B, T, H, K], got {_shape_of(arrays.q)}")
-        scale = int(arrays.q.shape[-1]) ** -0.5 if arrays.q.shape[-1] else 1.0
     return Options(
-        scale=_real("scale", scale),
+        scale=None if scale is None else _real("scale", scale),
         gate=gate,
         lower_bound=bound,
         safe_gate=bool(safe_gate),
@@ -220,6 +216,8 @@ def make_problem(op: str, arrays: Arrays, options: Options, needs_grad: bool = F
     varlen, N = _check_sequences(arrays, B, T)
     _check_parameter("A_log", arrays.A_log, "HV", HV)
     _check_parameter("dt_bias", arrays.dt_bias, "HV * K", HV * K)
+    if options.scale is None:
+        options = replace(options, scale=K**-0.5)
     state_dtype = _check_state(op, arrays.initial_state, options, (N, HV, K, V), dtype)
     return Problem(
         op=op, B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, dtype=dtype,

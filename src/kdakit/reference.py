@@ -56,14 +56,18 @@ def step_backward(previous, q, k, v, log_decay, beta, d_state, d_o, einsum=np.ei
     return decay * d_decayed, d_q, d_k, d_v, (d_decayed * decayed).sum(-1), d_beta
 
 
-def forward(problem: Problem, arrays: Arrays, dtype=np.float64, einsum=np.einsum) -> Result:
-    """o, the final states and, if asked for, the state before every chunk. `einsum` does the products (accuracy.py rounds there)."""
-    x = activate(problem, arrays, dtype)
+def forward(problem: Problem, arrays: Arrays, dtype=np.float64, einsum=np.einsum, disturb=None) -> Result:
+    """o, the final states and, if asked for, the state before every chunk.
+
+    For accuracy.py: `einsum` does the products, `disturb` is applied to the activated inputs.
+    """
+    x = activate(problem, arrays, dtype) if disturb is None else disturb(activate(problem, arrays, dtype))
     o = np.zeros((problem.B, problem.T, problem.HV, problem.V), dtype)
-    final = initial_states(problem, arrays, dtype).copy()
+    initial = initial_states(problem, arrays, dtype)
+    final = initial.copy()
     states = []
     for rows, tokens, index in sequences(problem, arrays):
-        state = final[index]
+        state = initial[index]
         before = []
         for t in range(tokens.start, tokens.stop):
             if (t - tokens.start) % problem.options.chunk_size == 0:
@@ -78,9 +82,9 @@ def forward(problem: Problem, arrays: Arrays, dtype=np.float64, einsum=np.einsum
     return Result(o, _layout(problem, final) if problem.options.output_final_state else None, out)
 
 
-def backward(problem: Problem, arrays: Arrays, d_o, d_final_state=None, dtype=np.float64, einsum=np.einsum) -> Arrays:
+def backward(problem: Problem, arrays: Arrays, d_o, d_final_state=None, dtype=np.float64, einsum=np.einsum, disturb=None) -> Arrays:
     """Gradients of sum(o * d_o) + sum(final_state * d_final_state), derived by hand from the recurrence."""
-    x = activate(problem, arrays, dtype)
+    x = activate(problem, arrays, dtype) if disturb is None else disturb(activate(problem, arrays, dtype))
     d_x = [np.zeros_like(a) for a in x]
     d_o = np.asarray(d_o, dtype)
     start = initial_states(problem, arrays, dtype)

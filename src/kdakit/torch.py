@@ -335,7 +335,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
-    arrays, saved = ctx.saved_tensors[:10], list(ctx.saved_tensors[10:])
+    kept = ctx.saved_tensors  # once: activation checkpointing unpacks them on access
+    arrays, saved = kept[:10], list(kept[10:])
     if d_o is None:
         d_o = torch.zeros_like(arrays[2])
     d_final = d_final_state if ctx.has_final_state else None
@@ -345,3 +346,10 @@ def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
 
 
 torch.library.register_autograd("kdakit::forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("KDA has no second derivative: call backward without create_graph=True")
+
+
+torch.library.register_autograd("kdakit::backward", _no_second_derivative, lib=_LIBRARY)

@@ -1,12 +1,14 @@
 """Within a chunk: decayed products, the triangular inverse, w and u. Every stage has its backward beside it.
 
-Every decay is the exponential of a sum of the gates between two tokens. Block sums of size 2b come from those of size b: inside each block
-a `prefix` (inclusive, from the block's start) and a `suffix` (exclusive, to the block's end). At level b an odd block meets the even block
-before it, and both are referred to the boundary between them, so both factors are <= 1 for any gate:
+The decay between two tokens is the product of the decays of the tokens between them, never a quotient of running products (and never the
+exponential of a difference of running sums). Products over blocks of size 2b come from those of size b: inside each block a `prefix`
+(inclusive, from the block's start) and a `suffix` (exclusive, to the block's end). At level b an odd block meets the even block before it,
+and both are referred to the boundary between them, so both factors are <= 1 for any gate:
 
-    A[i, j] = sum_d rows[i,d] exp(prefix_b[i,d]) * k[j,d] exp(suffix_b[j,d])        i in an odd block, j in the even block before it
+    A[i, j] = sum_d rows[i,d] prefix_b[i,d] * k[j,d] suffix_b[j,d]        i in an odd block, j in the even block before it
 
-M stands for all chunks of all rows.
+One exponential per token and channel, and the rounding errors of the recurrence itself: exp of a sum of gates would be off by the sum's
+rounding error, |sum| times as much. M stands for all chunks of all rows.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ GROUP = 32  # tokens whose blocks of one level share a product: a few more flops
 class Level(NamedTuple):
     """Level b, for n = C / 2b pairs of blocks."""
 
-    row: torch.Tensor  # [M, n, b, K]     exp(prefix) of the odd blocks
-    column: torch.Tensor  # [M, n, b, K]     exp(suffix) of the even blocks
+    row: torch.Tensor  # [M, n, b, K]     prefix of the odd blocks
+    column: torch.Tensor  # [M, n, b, K]     suffix of the even blocks
     left: torch.Tensor  # [M, n, b, 2, K]  decayed rows of the odd blocks
     right: torch.Tensor  # [M, n, b, K]     decayed k of the even blocks
 
@@ -34,8 +36,8 @@ class Intra(NamedTuple):
     rows_decayed: torch.Tensor  # [M, C, 2, K]  q_decayed and beta k exp(g_cum)
     k_decayed: torch.Tensor  # [M, C, K]
     decay: torch.Tensor  # [M, K]
-    from_start: torch.Tensor  # [M, C, K]  exp of the prefix over the chunk
-    to_end: torch.Tensor  # [M, C, K]  exp of the suffix over the chunk
+    from_start: torch.Tensor  # [M, C, K]  decay from the chunk's start through each token
+    to_end: torch.Tensor  # [M, C, K]  decay after each token to the chunk's end
     levels: list[Level]
 
 
@@ -72,15 +74,14 @@ def _grouped(level, b):
 
 
 def make_levels(rows, k, g):
-    """Decayed operands of every level; last, the sums over the whole chunk.   rows [M, C, 2, K], k, g [M, C, K]."""
-    prefix, suffix = g.clone(), torch.zeros_like(g)
+    """Decayed operands of every level; last, prefix and suffix over the whole chunk.   rows [M, C, 2, K], k, g [M, C, K]."""
+    prefix, suffix = g.exp(), torch.ones_like(g)
     made = []
     for b in level_sizes(g.shape[1]):
         (p_even, p_odd), (s_even, _) = _blocks(prefix, b), _blocks(suffix, b)
-        row, column = p_odd.exp(), s_even.exp()
-        made.append(Level(row, column, _blocks(rows, b)[1] * row.unsqueeze(-2), _blocks(k, b)[0] * column))
-        s_even += p_odd[:, :, -1:]
-        p_odd += p_even[:, :, -1:]
+        made.append(Level(p_odd.clone(), s_even.clone(), _blocks(rows, b)[1] * p_odd.unsqueeze(-2), _blocks(k, b)[0] * s_even))
+        s_even *= p_odd[:, :, -1:]
+        p_odd *= p_even[:, :, -1:]
     return made, prefix, suffix
 
 
@@ -98,8 +99,9 @@ def decayed_products(rows, k, levels):
 def decayed_products_backward(rows, k, levels, d_A, d_rows, d_k, d_prefix, d_suffix):
     """The adjoint of `make_levels` and `decayed_products`, from the widest level down. Adds to d_rows and d_k, returns d_g.
 
-    d_prefix and d_suffix [M, C, K] come in as the gradients of the sums over the whole chunk and are used up. d_g is a sum over the pairs
-    of tokens that a gate lies between: no term is added only to be subtracted again, so a small gradient beside large ones survives.
+    d_prefix and d_suffix [M, C, K] come in as the gradients of the logarithms of prefix and suffix over the whole chunk and are used up.
+    d_g is a sum over the pairs of tokens that a gate lies between: no term is added only to be subtracted again, so a small gradient beside
+    large ones survives.
     """
     M, C, _, _ = rows.shape
     diagonal = d_A[:, :, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)  # [M, C, 1]
@@ -136,8 +138,7 @@ def intra(rows, k, v, beta, g, kept=None) -> Intra:
     `kept`: A, inverse and uw of an earlier call.
     """
     V = v.shape[-1]
-    levels, prefix, suffix = make_levels(rows, k, g)
-    from_start, to_end = prefix.exp_(), suffix.exp_()
+    levels, from_start, to_end = make_levels(rows, k, g)
     rows_decayed = rows * from_start.unsqueeze(-2)
     if kept is None:
         A = decayed_products(rows, k, levels)

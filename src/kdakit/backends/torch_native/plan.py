@@ -46,11 +46,12 @@ class DensePlan:
     """B sequences of one length."""
 
     def __init__(self, problem: Problem, arrays: Arrays):
-        self.B, self.T, self.rows = problem.B, problem.T, problem.B * problem.HV
+        self.B, self.T, self.HV, self.rows = problem.B, problem.T, problem.HV, problem.B * problem.HV
         # A single short chunk may be shorter, unless its intermediates are kept for the backward.
         keeps = problem.needs_grad and problem.options.disable_recompute
         self.C = problem.options.chunk_size if keeps else covering_chunk(problem.T, problem.options.chunk_size)
-        self.NT = self.used = -(-problem.T // self.C)
+        self.NT = -(-problem.T // self.C)
+        self.used = self.NT if problem.B else 0
         self.stride = chunks_per_piece(problem, arrays.q.device)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -102,7 +103,7 @@ class DensePlan:
 
     def chunk_states(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, NT, K, V] -> [B, NT, HV, K, V]."""
-        return states.unflatten(0, (self.B, self.rows // max(self.B, 1))).transpose(1, 2)
+        return states.unflatten(0, (self.B, self.HV)).transpose(1, 2)
 
 
 class PackedPlan:

@@ -1,0 +1,112 @@
+"""The tolerance rule must reject the mistakes it exists for: a rule that accepts everything would pass every other test."""
+
+import numpy as np
+import pytest
+
+from kdakit import accuracy, chunked, reference
+from kdakit.cases import CASES
+from kdakit.rounding import UNIT_ROUNDOFF, round_to
+
+
+def allowed(name, dtype="float32", operand_dtype="float32"):
+    case = CASES[name]
+    problem, arrays = case.problem(dtype), case.arrays(dtype)
+    d_o, d_final_state = case.cotangents(dtype)
+    truth = accuracy.truths(problem, arrays, d_o, d_final_state)
+    plain = accuracy.plain_errors(problem, arrays, truth, d_o, d_final_state, operand_dtype)
+    dtypes = accuracy.output_dtypes(problem)
+    return problem, arrays, truth, {n: accuracy.tolerance(e, dtypes[n]) for n, e in plain.items()}
+
+
+@pytest.mark.parametrize("name", ["plain", "gate_resets", "gate_huge", "keys_identical", "beta_two"])
+def test_accepts_the_chunk_form_in_float32(name):
+    problem, arrays, truth, tolerance = allowed(name)
+    out = chunked.forward(problem, arrays, dtype=np.float32)
+    assert accuracy.error(out.o, truth["o"]) <= tolerance["o"]
+    assert accuracy.error(out.final_state, truth["final_state"]) <= tolerance["final_state"]
+
+
+@pytest.mark.parametrize("name", ["gate_resets", "gate_spikes", "gate_huge"])
+def test_rejects_differences_of_cumulative_sums(name, monkeypatch):
+    original = chunked.intra
+
+    def intra(q, k, v, g, beta):
+        right = original(q, k, v, g, beta)
+        C, g_cum = g.shape[-2], right.g_cum
+        lower = np.tril(np.ones((C, C), bool))[..., None]
+        decays = np.exp(np.where(lower, g_cum[..., :, None, :] - g_cum[..., None, :, :], -np.inf))
+        A_qk = np.einsum("...ik,...jk,...ijk->...ij", q, k, decays)
+        return right._replace(A_qk=A_qk, k_decayed=k * np.exp(g_cum[..., -1:, :] - g_cum))
+
+    problem, arrays, truth, tolerance = allowed(name)
+    monkeypatch.setattr(chunked, "intra", intra)
+    assert accuracy.error(chunked.forward(problem, arrays, dtype=np.float32).o, truth["o"]) > tolerance["o"]
+
+
+@pytest.mark.parametrize("name", ["keys_identical", "keys_parallel"])
+def test_rejects_a_neumann_series(name, monkeypatch):
+    def neumann(A):
+        eye = np.eye(A.shape[-1], dtype=A.dtype)
+        total, power = eye - A, A @ A
+        for _ in range(int(np.log2(A.shape[-1]))):
+            total, power = total + power @ total, power @ power
+        return total
+
+    problem, arrays, truth, tolerance = allowed(name)
+    monkeypatch.setattr(chunked, "unit_lower_inverse", neumann)
+    assert accuracy.error(chunked.forward(problem, arrays, dtype=np.float32).o, truth["o"]) > tolerance["o"]
+
+
+def test_rejects_a_bfloat16_state():
+    """float32 problems and bfloat16 problems alike: the state is float32."""
+    problem, arrays, truth, tolerance = allowed("gate_slow", "bfloat16")
+    x = reference.activate(problem, arrays, np.float32)
+    state = reference.initial_states(problem, arrays, np.float32)
+    for t in range(problem.T):
+        state, _ = reference.step(round_to(state, "bfloat16"), *(a[:, t] for a in x))
+    assert accuracy.error(state, truth["final_state"]) > tolerance["final_state"]
+
+
+def test_rejects_a_telescoping_gate_gradient():
+    """d_g as the running sum of q d_q - k d_k is right on paper and drowns where gates are strong."""
+    problem, arrays, truth, tolerance = allowed("gate_strong")
+    d_o, d_final_state = CASES["gate_strong"].cotangents("float32")
+    grads = reference.backward(problem, arrays, d_o, d_final_state, np.float32)
+    q, k = (np.asarray(x, np.float32) for x in (arrays.q, arrays.k))
+    local = q * grads.q - k * grads.k
+    final = reference.forward(problem, arrays, np.float32).final_state
+    at_end = (final * d_final_state.astype(np.float32)).sum(-1)[:, None]
+    telescoped = np.cumsum(local[:, ::-1], 1, dtype=np.float32)[:, ::-1] + at_end.astype(np.float32)
+    assert accuracy.error(telescoped, truth["g"]) > 1e3 * tolerance["g"]
+    assert accuracy.error(grads.g, truth["g"]) <= tolerance["g"]
+
+
+def test_rejects_noise_nan_and_wrong_zeros():
+    problem, arrays, truth, tolerance = allowed("plain")
+    noise = np.random.default_rng(0).normal(size=truth["o"].shape) * 1e-5
+    assert accuracy.error(truth["o"] * (1 + noise), truth["o"]) > tolerance["o"]
+    broken = truth["o"].copy()
+    broken.flat[0] = np.nan
+    assert accuracy.error(broken, truth["o"]) == np.inf
+    assert accuracy.error(np.ones(3), np.zeros(3)) == np.inf
+    assert accuracy.error(np.zeros(3), np.zeros(3)) == 0
+    with pytest.raises(ValueError, match="shape"):
+        accuracy.error(np.zeros(3), np.zeros((3, 1)))
+
+
+def test_matrix_unit_operands_are_judged_by_their_own_plain_version():
+    _, _, _, float32 = allowed("plain", "bfloat16")
+    _, _, _, matrix = allowed("plain", "bfloat16", operand_dtype="bfloat16")
+    assert matrix["final_state"] > 1000 * float32["final_state"]
+    assert matrix["o"] < 4 * float32["o"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rounding_is_to_nearest_even(dtype):
+    u = UNIT_ROUNDOFF[dtype]
+    one_up = 1 + 2 * u
+    values = np.array([1 + u, 1 + u * 1.001, one_up + u, -1 - u * 1.001, 0.0, np.inf, np.nan])
+    assert np.array_equal(round_to(values, dtype), [1, one_up, 1 + 4 * u, -one_up, 0, np.inf, np.nan], equal_nan=True)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=1000)
+    assert (np.abs(round_to(x, dtype) - x) <= u * np.abs(x)).all()

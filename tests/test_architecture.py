@@ -1,0 +1,87 @@
+"""Who may import whom, and how large a room may grow."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "kdakit"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# What each part may import of the library, by the first names that match; backends also import their own package.
+DEFINITION = {"problem", "rounding", "gates", "reference"}
+ALLOWED = {
+    "problem": set(),
+    "rounding": set(),
+    "gates": set(),
+    "reference": {"problem", "gates"},
+    "chunked": {"problem", "reference"},
+    "cases": {"problem", "gates", "rounding"},
+    "accuracy": {"problem", "reference", "rounding"},
+    "dispatch": {"problem"},
+    "torch": {"problem", "dispatch", "gates"},
+    "jax": {"problem", "dispatch", "gates"},
+    "backends": DEFINITION,
+    "cli": None,  # anything
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted kdakit modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "kdakit"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kdakit":
+            base = node.module
+            found |= {f"{base}.{alias.name}" if (SOURCE.parent / base.replace(".", "/")).is_dir() else base for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise AssertionError(f"{path}: relative imports hide who imports whom; write them out")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_arrows(path):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    part = parts[0]
+    if part == "__init__":
+        assert not imports_of(path), "the package itself imports nothing"
+        return
+    allowed = ALLOWED[part]
+    if allowed is None:
+        return
+    for name in imports_of(path):
+        target = name.split(".")[1:] or ["__version__"]
+        if part == "backends" and target[0] == "backends":
+            assert target[1] == parts[1], f"backend {parts[1]} imports {name}: backends do not import each other"
+        else:
+            assert target[0] in allowed, f"{'/'.join(parts)} imports {name}, allowed: {', '.join(sorted(allowed)) or 'nothing'}"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if "cli" not in p.parts], ids=lambda p: str(p.relative_to(SOURCE)))
+def test_nobody_imports_the_command_line(path):
+    assert not [name for name in imports_of(path) if name.startswith("kdakit.cli")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_rooms_stay_small(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_no_assert_on_user_input():
+    for path in FILES:
+        bare = [n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)]
+        assert not bare, f"{path}:{bare}: raise ValueError or TypeError instead"
+
+
+def test_import_is_light():
+    """`import kdakit` takes under 0.2 s and brings neither framework; the definition needs only NumPy."""
+    code = (
+        "import time; t = time.perf_counter(); import kdakit; t = time.perf_counter() - t; import sys; import kdakit.reference, kdakit.dispatch;"
+        "print(t, [m for m in ('jax', 'torch', 'triton', 'rich', 'matplotlib') if m in sys.modules])"
+    )
+    seconds, loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 1)
+    assert float(seconds) < 0.2 and loaded.strip() == "[]"

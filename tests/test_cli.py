@@ -1,0 +1,404 @@
+"""The command line: what it prints, what it writes, and that doctor survives anything."""
+
+import builtins
+import importlib
+import json
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kdakit import accuracy, dispatch
+from kdakit.cases import CASES, SEGMENT_CASES, Shape
+from kdakit.cli import bench, checking, contestants, doctor, generated, machine, plots, results, timing, verify, worker
+from kdakit.cli.choices import UsageError, pick
+from kdakit.cli.main import main
+from kdakit.dispatch import Backend
+from kdakit.problem import Arrays
+
+SMALL = replace(CASES["short"], name="small")
+
+
+def backends():
+    return [name for name in dispatch.names() if importlib.util.find_spec(checking.framework_of(name))]
+
+
+def frameworks_of(*names):
+    for name in names:
+        pytest.importorskip(name)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """A torch backend whose outputs are wrong by 1 % and which refuses packed sequences."""
+    torch = pytest.importorskip("torch")
+    native = dispatch.load("torch_native")
+    module = types.ModuleType("broken_backend")
+    module.supports = lambda problem, device: "refuses packed sequences" if problem.varlen else None
+    module.default_config, module.step, module.backward = native.default_config, native.step, native.backward
+    module.saved_specs = native.saved_specs
+
+    def forward(problem, arrays, config):
+        result, saved = native.forward(problem, arrays, config)
+        if problem.B == 2:
+            raise RuntimeError("two is too many")
+        return result._replace(o=torch.as_tensor(1.01) * result.o), saved
+
+    module.forward = forward
+    monkeypatch.setitem(sys.modules, "broken_backend", module)
+    monkeypatch.setattr(dispatch, "BACKENDS", (*dispatch.BACKENDS, Backend("broken", "torch", "broken_backend", "wrong")))
+
+
+# The command itself
+
+
+def test_help_is_fast_and_imports_no_framework():
+    loaded = "[m for m in ('torch', 'jax', 'numpy') if m in sys.modules]"
+    code = f"import sys; from kdakit.cli.main import build_parser; build_parser(); print({loaded})"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("command", ["doctor", "verify", "bench", "demo"])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["verify", "--case", "plane"], "did you mean 'plain'"),
+        (["verify", "--backend", "torch_nativ"], "did you mean 'torch_native'"),
+        (["verify", "--dtype", "int8"], "--dtype must be 'all' or some of"),
+        (["bench", "--shape", "1x2x3"], "BxTxHxK such as 1x2048x4x128, got '1x2x3'"),
+        (["bench", "--mode", "backward"], "--mode must be"),
+        (["bench", "--against", "flash"], "--against must be"),
+        (["bench", "--repeat", "0"], "must be positive"),
+        (["bench", "--table", "x.md"], "--render"),
+        (["bench", "--render", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_mistakes_exit_with_2_and_say_what_to_do(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_pick():
+    assert pick("case", None, "abc") == pick("case", ["all"], "abc") == ["a", "b", "c"]
+    assert pick("case", ["b", "a", "b"], "abc") == ["b", "a"]
+
+
+# doctor
+
+
+def test_doctor_prints_every_backend(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for name in dispatch.names():
+        assert name in out
+    assert "numpy" in out
+
+
+def test_doctor_json(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["support"]) == set(dispatch.names())
+    assert {row["name"] for row in report["packages"]} == set(machine.PACKAGES)
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no such library"), OSError("libfoo.so: cannot open"), SystemExit(3), RuntimeError("[/bad markup")]
+)
+@pytest.mark.parametrize("package", ["torch", "jax", "kdakit.backends.xla"])
+def test_doctor_survives_a_broken_import(package, error, monkeypatch, capsys):
+    real_import, real_module = builtins.__import__, importlib.import_module
+
+    def fail(name, *args, **kwargs):
+        if name == package or name.startswith(package + "."):
+            raise error
+        return real_import(name, *args, **kwargs)
+
+    def fail_module(name, *args):
+        return fail(name) if name == package else real_module(name, *args)
+
+    for name in [m for m in sys.modules if m == package or m.startswith(package + ".")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", fail)
+    monkeypatch.setattr(importlib, "import_module", fail_module)
+    assert main(["doctor"]) == 0
+    assert f"failed: {type(error).__name__}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("probe", ["_packages", "_cpu", "support", "_torch_devices", "_jax_devices"])
+def test_doctor_survives_a_broken_probe(probe, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, probe, lambda *args: 1 / 0)
+    assert main(["doctor"]) == 0
+    assert "failed: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_doctor_survives_without_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "kdakit.cli.console", None)
+    monkeypatch.delattr(sys.modules["kdakit.cli"], "console", raising=False)
+    assert main(["doctor"]) == 0
+    assert '"support"' in capsys.readouterr().out
+
+
+def test_doctor_reports_a_backend_whose_supports_raises(broken, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["broken_backend"], "supports", lambda problem, device: 1 / 0)
+    assert main(["doctor"]) == 0
+    assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_doctor_writes_its_table(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- generated: support -->\nold\n<!-- end generated: support -->\nafter\n")
+    assert main(["doctor", "--markdown", "--table", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert generated.read(page, "support") in capsys.readouterr().out
+    page.write_text("no markers")
+    assert main(["doctor", "--table", str(page)]) == 2
+
+
+# checking and verify
+
+
+@pytest.mark.parametrize("backend", dispatch.names())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_run_case_returns_every_output_in_float64(backend, dtype):
+    pytest.importorskip(checking.framework_of(backend))
+    got = checking.run_case(backend, SMALL, dtype)
+    arrays = SMALL.arrays(dtype)
+    assert set(got) == {"o", "final_state", "q", "k", "v", "g", "beta", "initial_state"}
+    for name, x in got.items():
+        assert x.dtype == np.float64
+        if name in Arrays._fields:
+            assert x.shape == getattr(arrays, name).shape
+    assert set(checking.run_case(backend, SMALL, dtype, grad=False)) == {"o", "final_state"}
+
+
+@pytest.mark.parametrize("backend", dispatch.names())
+@pytest.mark.parametrize("op, grad", [("chunk", True), ("recurrent", False)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_small_case_is_within_tolerance(backend, op, grad, dtype):
+    pytest.importorskip(checking.framework_of(backend))
+    for row in checking.check(backend, SMALL, dtype, grad=grad, op=op):
+        assert row.ok, row
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_conversion_is_exact(framework, dtype):
+    pytest.importorskip(framework)
+    case = CASES["softplus"]
+    arrays = case.arrays(dtype)
+    if framework == "torch":
+        back = [None if x is None else x.double().numpy() for x in checking.to_torch(arrays, case.dtypes(dtype), "cpu")[:8]]
+    else:
+        with checking.jax_precision(dtype):
+            back = [None if x is None else np.asarray(x).astype(np.float64) for x in checking.to_jax(arrays, case.dtypes(dtype))[:8]]
+    for got, given in zip(back, arrays[:8], strict=True):
+        assert (got is None and given is None) or np.array_equal(got, given)
+
+
+def test_compare_fails_missing_nan_and_slightly_wrong_results():
+    problem, arrays, cotangents = SMALL.problem(needs_grad=True), SMALL.arrays(), SMALL.cotangents()
+    truth = accuracy.truths(problem, arrays, *cotangents)
+    assert all(row.ok for row in checking.compare(problem, arrays, truth, cotangents))
+    wrong = dict(truth, o=truth["o"] * (1 + 1e-5), k=np.full_like(truth["k"], np.nan))
+    del wrong["g"]
+    bad = [row.name for row in checking.compare(problem, arrays, wrong, cotangents) if not row.ok]
+    assert sorted(bad) == ["g", "k", "o"]
+
+
+def test_verify_passes_and_writes_json(tmp_path, capsys):
+    if not backends():
+        pytest.skip("no framework is installed")
+    path = tmp_path / "v.json"
+    words = ["verify", "--case", "short", "one_token", "no_final", "--dtype", "float32", "--json", str(path)]
+    assert main([*words, "-v", "--backend", *backends()]) == 0
+    out = capsys.readouterr().out
+    assert "d_initial_state" in out and "within tolerance" in out
+    record = json.loads(path.read_text())
+    assert record["machine"]["cores"] >= 1 and record["versions"]["numpy"]
+    assert len(record["results"]) == 3 * len(backends())
+    assert record["results"][0]["outputs"]["d_q"]["error"] <= record["results"][0]["outputs"]["d_q"]["tolerance"]
+
+
+def test_verify_lists_what_is_not_supported(capsys):
+    frameworks_of("torch")
+    assert main(["verify", "--backend", "torch_native", "--case", "segments", "--dtype", "float32"]) == 1
+    out = capsys.readouterr().out
+    assert "segments" in out and "takes no segment_ids" in out and "Nothing was verified" in out
+
+
+def test_verify_runs_segments_on_jax():
+    frameworks_of("jax")
+    outcomes, refusals = verify.verify(["xla"], [SEGMENT_CASES["segments_fused"]], ["float32"])
+    assert not refusals and outcomes[0].ok, outcomes
+
+
+def test_verify_fails_on_wrong_numbers_raises_and_refusals(broken, tmp_path, capsys):
+    path = tmp_path / "v.json"
+    words = ["verify", "--backend", "broken", "--case", "short", "plain", "varlen", "--dtype", "float32", "--json", str(path)]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out and "two is too many" in out and "refuses packed sequences" in out and "2 of 2 runs" in out
+    record = json.loads(path.read_text())
+    assert [r["ok"] for r in record["results"]] == [False, False]
+    assert record["refusals"][0]["reason"] == "refuses packed sequences"
+
+
+def test_verify_names_a_missing_framework(monkeypatch):
+    monkeypatch.setattr(checking.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'kdakit[torch]'" in checking.refusal("torch_native", SMALL, "float32")
+
+
+def test_verify_writes_the_error_table(tmp_path):
+    frameworks_of("torch")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- generated: errors -->\n<!-- end generated: errors -->\n")
+    words = ["verify", "--backend", "torch_native", "--case", "short", "--dtype", "float32", "bfloat16", "--table", str(page)]
+    assert main(words) == 0
+    text = page.read_text()
+    assert "### float32" in text and "### bfloat16" in text and "| `short` |" in text
+
+
+# bench
+
+
+def bench_args(*words):
+    from kdakit.cli.main import build_parser
+
+    return build_parser().parse_args(["bench", *words])
+
+
+def test_bench_times_writes_and_renders(tmp_path, capsys):
+    frameworks_of("matplotlib")
+    record, chart, page = tmp_path / "b.json", tmp_path / "b.png", tmp_path / "p.md"
+    words = ["--shape", "1x64x1x16", "--mode", "fwd", "fwdbwd", "decode", "--repeat", "3", "--seconds", "1"]
+    assert main(["bench", *words, "--backend", *backends(), "--json", str(record), "--plot", str(chart)]) == 0
+    out = capsys.readouterr().out
+    assert "median ms" in out and "fwdbwd B1 T64 H1 K16" in out and "decode B1 H1 K16" in out
+    data = json.loads(record.read_text())
+    assert {"machine", "versions", "commit", "command", "date", "settings"} <= set(data)
+    assert len(data["results"]) == 3 * len(backends())
+    for row in data["results"]:
+        assert row["median_ms"] > 0 and len(row["samples_ms"]) == 3 and row["difference"] < 1e-4
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    page.write_text("<!-- generated: measurements -->\n<!-- end generated: measurements -->\n")
+    assert main(["bench", "--render", str(record), "--table", str(page)]) == 0
+    assert generated.read(page, "measurements") == results.markdown([data])
+
+
+def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
+    frameworks_of("torch")
+    monkeypatch.setattr(
+        contestants.importlib.util, "find_spec", lambda name: None if name == "fla" else importlib.machinery.ModuleSpec(name, None)
+    )
+    assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 0
+    assert "fla did not run fwd B1 T64 H1 K16: fla is not installed: pip install fla-core" in capsys.readouterr().out
+
+
+def test_bench_against_fla(capsys):
+    frameworks_of("torch", "einops")
+    try:
+        contestants.load_fla()
+    except contestants.Unavailable as reason:
+        pytest.skip(str(reason))
+    args = bench_args(
+        "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwdbwd", "decode", "--against", "fla", "--repeat", "2"
+    )
+    record = bench.compete(args)
+    assert {r["contestant"] for r in record["results"]} == {"torch_native", "fla"}
+    assert record["settings"]["gate"] == "log_decay"
+    assert all(r["difference"] < 1e-4 for r in record["results"])
+    assert "fla_kda_naive" not in sys.modules and "fla.ops.kda" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "job, reason",
+    [
+        (contestants.Job(Shape(1, 64, 1, 16), gate="bounded"), "--gate log_decay"),
+        (contestants.Job(Shape(1, 65, 1, 16), gate="log_decay"), "multiple of 64"),
+        (contestants.Job(Shape(1, 64, 1, 16, (32, 32)), gate="log_decay"), "no packed sequences"),
+    ],
+)
+def test_peer_refuses_what_it_cannot_do(job, reason, monkeypatch):
+    frameworks_of("torch")
+    monkeypatch.setattr(contestants, "load_fla", lambda: types.SimpleNamespace(naive_chunk_kda=None, naive_recurrent_kda=None))
+    with pytest.raises(contestants.Unavailable, match=reason):
+        contestants.prepare("fla", job)
+
+
+@pytest.mark.parametrize("gate", contestants.GATES)
+def test_jobs_of_every_gate_give_the_same_numbers_on_every_backend(gate):
+    rows, missing = bench.race(backends(), contestants.Job(Shape(1, 32, 1, 16), "fwd", "float32", gate), 1, 0.1)
+    assert not missing and all(row["difference"] < 1e-4 for row in rows)
+
+
+def test_scaling_measures_each_point_in_its_own_process(tmp_path, capsys):
+    frameworks_of("torch", "matplotlib")
+    chart = tmp_path / "s.png"
+    words = ["--scaling", "--backend", "torch_native", "--shape", "1x64x1x16", "--lengths", "64", "128", "--mode", "fwd", "--repeat", "1"]
+    assert main(["bench", *words, "--plot", str(chart)]) == 0
+    out = capsys.readouterr().out
+    assert "time grows as T^" in out and "peak MiB" in out
+    assert chart.exists()
+
+
+def test_worker_reports_why_it_failed():
+    got = worker.measure("no_such_backend", contestants.Job(Shape(1, 64, 1, 16)), 1)
+    assert "no_such_backend" in got["reason"]
+
+
+def test_interleaving_takes_turns_and_keeps_to_the_budget():
+    order = []
+    runs = {"quick": lambda: order.append("quick"), "slow": lambda: (order.append("slow"), time.sleep(0.02))}
+    samples = timing.interleaved(runs, repeat=9, seconds=0.08)
+    assert len(samples["quick"]) == 9 and 3 <= len(samples["slow"]) < 9
+    first = order.index("slow", 2)
+    assert "quick" in order[first + 1 :], "the slow one must not come last only"
+
+
+def test_plot_of_nothing_says_so():
+    frameworks_of("matplotlib")
+    with pytest.raises(UsageError, match="nothing to plot"):
+        plots.save({"kind": "bench", "results": []}, "x.png")
+
+
+def test_commit_is_none_outside_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine.kdakit, "__file__", str(tmp_path / "__init__.py"))
+    assert machine.commit() is None
+
+
+# demo
+
+
+def test_demo_runs(tmp_path, capsys, monkeypatch):
+    frameworks_of("torch", "matplotlib")
+    from kdakit.cli import demo
+
+    monkeypatch.setattr(demo, "CASES", ("short", "one_token"))
+    monkeypatch.setattr(demo, "what_runs", lambda out: ["torch_native"])
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "Is it right?" in out and "nudging" in out and "differ by" in out and "How fast?" in out
+    assert (tmp_path / "demo.png").exists()
+
+
+def test_demo_says_what_to_install_when_nothing_runs(tmp_path, capsys, monkeypatch):
+    from kdakit.cli import demo
+
+    monkeypatch.setattr(demo, "what_runs", lambda out: [])
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert "pip install 'kdakit[torch]'" in capsys.readouterr().out

@@ -1,0 +1,263 @@
+"""The contract, for every backend: backends x cases x {forward, gradients, packed, hand-off, causality, layouts, memory, determinism}.
+
+A new backend appears here by its entry in dispatch.BACKENDS. What it cannot run is skipped with its own reason.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kdakit import accuracy, dispatch, reference
+from kdakit.cases import CASES, SEGMENT_CASES, Case
+from kdakit.cli import checking
+from kdakit.problem import DIFFERENTIABLE
+
+BACKENDS = dispatch.names()
+TORCH = dispatch.names("torch")
+ALL = CASES | SEGMENT_CASES
+# Half precision changes how inputs and outputs are rounded, not what is computed between: a few cases of each kind tell.
+FEW = ["plain", "gate_huge", "gate_resets", "keys_identical", "identical_two", "lower_bound", "softplus_huge", "varlen_fused", "grouped"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+def skip_unless_able(backend, case, dtype="float32", op="chunk", grad=False):
+    reason = checking.refusal(backend, case, dtype, op, grad)
+    if reason:
+        pytest.skip(f"{backend}: {reason}")
+
+
+def assert_within(rows):
+    bad = [f"{r.name}: error {r.error:.2e}, plain {r.plain:.2e}, allowed {r.tolerance:.2e}" for r in rows if not r.ok]
+    assert not bad, "; ".join(bad)
+
+
+def forward(backend, case, arrays, dtype="float32", op="chunk"):
+    return checking.run_arrays(backend, case, dtype, arrays, op=op)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_forward_and_gradients(backend, name):
+    skip_unless_able(backend, ALL[name], grad=True)
+    assert_within(checking.check(backend, ALL[name]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("name", FEW)
+def test_other_dtypes(backend, name, dtype):
+    skip_unless_able(backend, CASES[name], dtype, grad=True)
+    assert_within(checking.check(backend, CASES[name], dtype))
+
+
+@pytest.mark.parametrize("name", ["plain", "one_token", "no_tokens", "gate_huge", "v_first", "lower_bound", "varlen", "varlen_many", "segments"])
+def test_token_recurrence(backend, name):
+    skip_unless_able(backend, ALL[name], op="recurrent")
+    assert_within(checking.check(backend, ALL[name], op="recurrent", grad=False))
+
+
+@pytest.mark.parametrize("name", ["softplus", "varlen_fused"])
+def test_gradients_of_the_token_recurrence(backend, name):
+    skip_unless_able(backend, CASES[name], op="recurrent", grad=True)
+    assert_within(checking.check(backend, CASES[name], op="recurrent"))
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+@pytest.mark.parametrize("at", [1, 32, 45])
+@pytest.mark.parametrize("name", ["plain", "gate_resets", "v_first"])
+def test_hand_off(backend, name, at, op):
+    """Split anywhere, hand the state over, and be as close to the truth as in one piece."""
+    case = CASES[name]
+    skip_unless_able(backend, case, op=op)
+    arrays, o = case.arrays(), []
+    state = arrays.initial_state
+    for part in (slice(0, at), slice(at, case.T)):
+        piece = arrays._replace(**{n: getattr(arrays, n)[:, part] for n in ("q", "k", "v", "g", "beta")}, initial_state=state)
+        out = forward(backend, replace(case, T=part.stop - part.start), piece, op=op)
+        o.append(out["o"])
+        state = out["final_state"]
+    results = {"o": np.concatenate(o, 1), "final_state": state}
+    assert_within(checking.compare(case.problem(), arrays, results))
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+@pytest.mark.parametrize("name", ["plain", "gate_spikes", "softplus", "varlen"])
+def test_prefix_causality(backend, name, op):
+    """Changing tokens from t on, to anything, changes no bit of the output before t."""
+    case = CASES[name]
+    skip_unless_able(backend, case, op=op)
+    arrays, other = case.arrays(), case.arrays(seed=1)
+    before = forward(backend, case, arrays, op=op)["o"]
+    for at in (1, 17, 32, 50, case.T - 1):
+        mixed = {n: np.concatenate([getattr(arrays, n)[:, :at], 3 * getattr(other, n)[:, at:]], 1) for n in ("q", "k", "v", "g", "beta")}
+        after = forward(backend, case, arrays._replace(**mixed), op=op)["o"]
+        assert np.array_equal(before[:, :at], after[:, :at]), f"tokens from {at} on changed the output before them"
+        assert not np.array_equal(before[:, at:], after[:, at:])
+
+
+@pytest.mark.parametrize("name", ["softplus", "varlen", "gate_huge"])
+def test_same_call_same_bits(backend, name):
+    case = CASES[name]
+    skip_unless_able(backend, case, grad=True)
+    first, second = (checking.run_case(backend, case) for _ in range(2))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("name", ["plain", "varlen_fused", "lower_bound"])
+def test_disable_recompute_gives_the_same_numbers(backend, name):
+    case = CASES[name]
+    skip_unless_able(backend, case, grad=True)
+    keep = replace(case, options=case.options | {"disable_recompute": True})
+    first, second = checking.run_case(backend, case), checking.run_case(backend, keep)
+    assert all(np.array_equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+def test_state_layouts_hold_the_same_numbers(backend, op):
+    case = CASES["plain"]
+    skip_unless_able(backend, case, op=op)
+    arrays = case.arrays()
+    k_first = forward(backend, case, arrays, op=op)
+    flipped = arrays._replace(initial_state=arrays.initial_state.swapaxes(-1, -2))
+    v_first = forward(backend, replace(case, options={"state_v_first": True}), flipped, op=op)
+    assert np.array_equal(k_first["o"], v_first["o"])
+    assert np.array_equal(k_first["final_state"].swapaxes(-1, -2), v_first["final_state"])
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+def test_empty_sequences_keep_their_state(backend, op):
+    case = CASES["varlen"]
+    skip_unless_able(backend, case, op=op)
+    arrays = case.arrays()
+    final = forward(backend, case, arrays, op=op)["final_state"]
+    empty = [n for n, length in enumerate(case.lengths) if length == 0]
+    assert np.array_equal(final[empty], arrays.initial_state[empty])
+    nothing = Case("nothing", "only empty sequences", T=0, lengths=(0, 0))
+    arrays = nothing.arrays()
+    out = forward(backend, nothing, arrays, op=op)
+    assert out["o"].shape == (1, 0, 2, 16) and np.array_equal(out["final_state"], arrays.initial_state)
+
+
+def test_no_batch(backend):
+    case = Case("no_batch", "B = 0", B=0, T=20)
+    skip_unless_able(backend, case, grad=True)
+    results = checking.run_case(backend, case)
+    assert results["o"].shape == (0, 20, 2, 16) and results["final_state"].shape == (0, 2, 32, 16)
+
+
+@pytest.mark.parametrize("name", ["plain", "v_first", "varlen", "grouped"])
+def test_intermediate_states(backend, name):
+    case = CASES[name]
+    case = replace(case, options=case.options | {"return_intermediate_states": True})
+    skip_unless_able(backend, case)
+    arrays = case.arrays()
+    truth = reference.forward(case.problem(), arrays).states
+    got = checking.run_arrays(backend, case, "float32", arrays)["states"]
+    assert got.shape[1] >= truth.shape[1], "chunks are missing"
+    assert accuracy.error(got[:, : truth.shape[1]], truth) <= accuracy.tolerance(1e-7, "float32")
+
+
+def test_integer_widths_of_cu_seqlens_agree(backend):
+    case = CASES["varlen"]
+    skip_unless_able(backend, case)
+    arrays = case.arrays()
+    wide = forward(backend, case, arrays)
+    narrow = forward(backend, case, arrays._replace(cu_seqlens=arrays.cu_seqlens.astype(np.int32)))
+    assert all(np.array_equal(wide[n], narrow[n]) for n in wide)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_problems(backend, seed):
+    """Sizes, options and packings nobody picked by hand."""
+    rng = np.random.default_rng(seed)
+    H, group = rng.integers(1, 4), rng.integers(1, 3)
+    fused = bool(rng.integers(2))
+    lengths = tuple(rng.integers(0, 60, size=rng.integers(1, 6)).tolist()) if rng.integers(2) else ()
+    options = {"chunk_size": int(rng.choice([16, 32, 64, 128])), "state_v_first": bool(rng.integers(2)), "scale": float(rng.uniform(0.1, 2))}
+    if fused:
+        options |= {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+        options |= {"allow_neg_eigval": bool(rng.integers(2))}
+        options |= {"lower_bound": float(rng.uniform(-5, -0.1))} if rng.integers(2) else {}
+    gate = rng.choice(["raw", "raw_huge"]) if fused else rng.choice(["mild", "huge", "resets", "spikes", "zero", "strong"])
+    case = Case(
+        f"drawn{seed}", "drawn", B=1 if lengths else int(rng.integers(1, 4)), T=sum(lengths) if lengths else int(rng.integers(0, 150)),
+        H=int(H), HV=int(H * group), K=int(rng.integers(1, 70)), V=int(rng.integers(1, 70)), gate=str(gate), keys=str(rng.choice(["random", "parallel"])),
+        beta="logits" if fused else str(rng.choice(["uniform", "one", "up_to_two"])), lengths=lengths, initial_state=bool(rng.integers(2)),
+        A_log=fused, dt_bias=fused and bool(rng.integers(2)), options=options,
+    )  # fmt: skip
+    skip_unless_able(backend, case, grad=True)
+    assert_within(checking.check(backend, case))
+
+
+# What follows is about memory that a caller can see, which only torch tensors have.
+
+
+def torch_call(backend, case, tensors, op="chunk"):
+    return checking.call("torch", backend, case, op)(tensors)
+
+
+def tensors_of(case, dtype="float32"):
+    return checking.to_torch(case.arrays(dtype), case.dtypes(dtype), checking.default_device("torch"))
+
+
+def same(results, others):
+    import torch
+
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(results, others, strict=True))
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+@pytest.mark.parametrize("name", ["softplus", "varlen"])
+@pytest.mark.parametrize("backend", TORCH)
+def test_strided_inputs(backend, name, op):
+    """[B, H, T, K] storage seen as [B, T, H, K], every second channel of a wider tensor, a state seen through a transpose."""
+    import torch
+
+    case = CASES[name]
+    skip_unless_able(backend, case, op=op)
+    tensors = tensors_of(case)
+    want = torch_call(backend, case, tensors, op)
+    strided = tensors._replace(
+        q=tensors.q.transpose(1, 2).contiguous().transpose(1, 2),
+        k=torch.stack([tensors.k, torch.full_like(tensors.k, torch.nan)], -1).flatten(-2)[..., ::2],
+        v=torch.cat([tensors.v, torch.full_like(tensors.v, torch.nan)], 2)[:, :, : case.HV],
+        g=tensors.g.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        initial_state=tensors.initial_state.transpose(-1, -2).contiguous().transpose(-1, -2),
+    )
+    assert not any(x.is_contiguous() for x in (strided.q, strided.k, strided.v, strided.g, strided.initial_state))
+    assert same(torch_call(backend, case, strided, op), want)
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+@pytest.mark.parametrize("name", ["odd_sizes", "softplus", "varlen_fused", "grouped"])
+@pytest.mark.parametrize("backend", TORCH)
+def test_memory_around_the_tensors(backend, name, op):
+    """Inputs lie in the middle of poisoned memory: NaN read from it would show, and nothing there, nor in the inputs, may change."""
+    import torch
+
+    case = CASES[name]
+    skip_unless_able(backend, case, op=op)
+    tensors = tensors_of(case)
+    want = torch_call(backend, case, tensors, op)
+    pools, placed = [], []
+    for x in tensors:
+        if x is None:
+            placed.append(None)
+            continue
+        poison = float("nan") if x.is_floating_point() else 10**6
+        pool = torch.full((x.numel() + 512,), poison, dtype=x.dtype, device=x.device)
+        view = pool[256 : 256 + x.numel()].view(x.shape)
+        view.copy_(x)
+        pools.append((pool, pool.clone()))
+        placed.append(view.requires_grad_(op == "chunk" and x.is_floating_point()))
+    results = torch_call(backend, case, type(tensors)(*placed), op)
+    if op == "chunk":
+        sum(x.sum() for x in results if x is not None).backward()
+        grads = [placed[i].grad for i, n in enumerate(type(tensors)._fields) if n in DIFFERENTIABLE and placed[i] is not None]
+        assert all(torch.isfinite(x).all() for x in grads)
+    assert same([None if x is None else x.detach() for x in results], want)
+    assert all(np.array_equal(a.detach().cpu().numpy(), b.cpu().numpy(), equal_nan=True) for a, b in pools)

@@ -1,0 +1,151 @@
+"""The documentation is true: its code runs, its tables are those the commands write, its site builds."""
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdakit import dispatch, reference
+from kdakit.cases import CASES
+from kdakit.cli import checking, doctor, generated, results
+from kdakit.dispatch import Backend
+
+ROOT = Path(__file__).parents[1]
+
+
+def code_blocks(path):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / path).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def needs(code):
+    for framework in ("torch", "jax"):
+        if re.search(rf"^import {framework}\b", code, re.MULTILINE):
+            pytest.importorskip(framework)
+
+
+@pytest.mark.parametrize(
+    "path, index", [("README.md", 0), ("README.md", 1), ("docs/index.md", 0), ("docs/index.md", 1), ("docs/api.md", 0)]
+)
+def test_examples_run(path, index):
+    code = code_blocks(path)[index]
+    needs(code)
+    exec(compile(code, f"{path}[{index}]", "exec"), {})
+
+
+def test_readme_examples_have_five_lines():
+    assert [len(code.splitlines()) for code in code_blocks("README.md")] == [5, 5]
+
+
+def test_chunk_backward_of_the_math_page_is_that_of_the_recurrence():
+    (code,) = code_blocks("docs/math.md")
+    space = {}
+    exec(compile(code, "docs/math.md", "exec"), space)
+    rng = np.random.default_rng(0)
+    C, K, V = 9, 5, 4
+    q, k = rng.normal(size=(2, C, K))
+    v, d_o = rng.normal(size=(2, C, V))
+    g, beta = -rng.exponential(size=(C, K)), rng.uniform(0, 2, size=C)
+    S, d_S_next = rng.normal(size=(2, K, V))
+    tokens = [tuple(np.asarray(a[t])[None, None] for a in (q, k, v, g, beta)) for t in range(C)]
+    before, state = [], S[None, None]
+    for token in tokens:
+        before.append(state)
+        state, _ = reference.step(state, *token)
+    d_state, rows = d_S_next[None, None], []
+    for t in reversed(range(C)):
+        d_state, *grads = reference.step_backward(before[t], *tokens[t], d_state, d_o[t][None, None])
+        rows.insert(0, [d[0, 0] for d in grads])
+    want = [d_state[0, 0], *(np.array(column) for column in zip(*rows, strict=True))]
+    for got, expected in zip(space["chunk_backward"](q, k, v, g, beta, S, d_o, d_S_next), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.fixture
+def my_backend(monkeypatch):
+    """The backend of docs/adding-a-backend.md, registered."""
+    pytest.importorskip("torch")
+    (code,) = code_blocks("docs/adding-a-backend.md")
+    module = types.ModuleType("my_backend")
+    exec(compile(code, "my_backend.py", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_backend", module)
+    entry = Backend("my_backend", "torch", "my_backend", "the NumPy definition")
+    monkeypatch.setattr(dispatch, "BACKENDS", (*dispatch.BACKENDS, entry))
+    return "my_backend"
+
+
+@pytest.mark.parametrize("case", ["short", "one_token", "no_tokens", "no_final", "v_first", "varlen_many", "softplus"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_documented_backend_passes(my_backend, case, dtype):
+    assert checking.refusal(my_backend, CASES[case], dtype, grad=True) is None
+    for row in checking.check(my_backend, CASES[case], dtype):
+        assert row.ok, row
+
+
+def test_documented_backend_refuses_with_its_reason(my_backend):
+    import torch
+
+    from kdakit.torch import chunk_kda
+
+    x = torch.zeros(1, 5000, 1, 1)
+    with pytest.raises(ValueError, match="loop over tokens"):
+        chunk_kda(x, x, x, x, x[..., 0], backend=my_backend)
+    assert "loop over tokens" in doctor.support()[my_backend]["bench shape h96: B1 T8192 H96 K128, bfloat16, gradients"]
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/backends.md"])
+def test_support_table_is_current(path):
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    assert generated.read(ROOT / path, "support") == doctor.support_markdown(), f"run: kdakit doctor --table {path}"
+
+
+def test_error_table_has_every_case_and_backend():
+    table = generated.read(ROOT / "docs/numerics.md", "errors")
+    missing = [name for name in CASES if f"`{name}`" not in table]
+    assert not missing, f"run: make tables (no {missing})"
+    for name in dispatch.names():
+        assert f"{name}: o" in table
+
+
+def test_measurements_are_those_recorded():
+    records = [json.loads(p.read_text()) for p in sorted((ROOT / "benchmarks/results").glob("*.json"))]
+    if not records:
+        pytest.skip("no measurements in benchmarks/results")
+    assert generated.read(ROOT / "docs/performance.md", "measurements") == results.markdown(records), "run: make tables"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_every_argument_is_documented(framework):
+    pytest.importorskip(framework)
+    module = importlib.import_module(f"kdakit.{framework}")
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    for name in ("chunk_kda", "fused_recurrent_kda", "naive_recurrent_kda", "naive_chunk_kda", "kda_gate"):
+        assert f"## {name}" in text or f", {name}" in text
+    for call in (module.chunk_kda, module.fused_recurrent_kda):
+        for argument, parameter in inspect.signature(call).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                assert f"`{argument}`" in text, f"docs/api.md says nothing about {argument}"
+
+
+def test_links_between_repository_files_resolve():
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_site_builds_without_warnings(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: pip install 'kdakit[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    assert (tmp_path / "math" / "index.html").exists()

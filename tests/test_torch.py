@@ -1,0 +1,279 @@
+"""What is PyTorch's own: autograd, torch.compile, export, autocast, checkpointing, and being a drop-in for fla.ops.kda."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import kdakit.torch as kt  # noqa: E402
+from kdakit import accuracy, reference  # noqa: E402
+from kdakit.cases import CASES  # noqa: E402
+from kdakit.cli import checking  # noqa: E402
+from kdakit.problem import Arrays, make_options  # noqa: E402
+
+FUSED = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True, chunk_size=32)
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def inputs(T=70, B=2, H=2, HV=4, K=16, V=24, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+
+    return [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V), normal(B, T, HV, K), normal(B, T, HV), normal(HV),
+            normal(HV * K), normal(B, HV, K, V)]  # fmt: skip
+
+
+def fused(*tensors, **options):
+    return kt.chunk_kda(**dict(zip(NAMES, tensors, strict=True)), **FUSED | options)
+
+
+def log_decay_inputs(**sizes):
+    q, k, v, g, beta, *_ = (x.detach() for x in inputs(**sizes))
+    return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, -F.softplus(g), beta.sigmoid()
+
+
+def gradients(function, tensors):
+    o, state = function(*tensors)
+    return torch.autograd.grad(o.sin().sum() + state.square().sum(), tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"disable_recompute": True}, {"lower_bound": -3.0, "allow_neg_eigval": True}, {"state_v_first": True}])
+def test_gradcheck(options):
+    tensors = inputs(T=9, B=1, H=1, HV=2, K=3, V=2, dtype=torch.float64)
+    if options.get("state_v_first"):
+        tensors[-1] = tensors[-1].detach().transpose(-1, -2).contiguous().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: fused(*a, **options | {"chunk_size": 16}), tensors)
+
+
+def test_gradcheck_packed():
+    q, k, v, g, beta = (x.requires_grad_() for x in log_decay_inputs(T=8, B=1, H=1, HV=1, K=2, V=2, dtype=torch.float64))
+    cu = torch.tensor([0, 3, 3, 8])
+    state = torch.randn(3, 1, 2, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, g, beta, s: kt.chunk_kda(q, k, v, g, beta, initial_state=s, cu_seqlens=cu, output_final_state=True), (q, k, v, g, beta, state)
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"disable_recompute": True}])
+def test_compile_without_graph_breaks(options, dynamic):
+    compiled = torch.compile(lambda *a: fused(*a, **options), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for T in (33, 70):
+        tensors = inputs(T=T)
+        for want, got in zip(gradients(fused, tensors), gradients(compiled, tensors), strict=True):
+            assert torch.equal(want, got)
+
+
+def test_compile_reuses_one_graph_for_all_lengths():
+    compilations = []
+
+    def counting(graph, example):
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda *a: kt.chunk_kda(*a)[0], fullgraph=True, backend=counting, dynamic=True)
+    for T in (5, 33, 70, 129):
+        compiled(*log_decay_inputs(T=T))
+    assert len(compilations) == 1
+
+
+def test_compile_packed():
+    tensors = [x.requires_grad_() for x in log_decay_inputs(B=1)]
+    cu = torch.tensor([0, 10, 10, 70])
+
+    def packed(*a):
+        return kt.chunk_kda(*a, cu_seqlens=cu, output_final_state=True)
+
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    for want, got in zip(gradients(packed, tensors), gradients(compiled, tensors), strict=True):
+        assert torch.equal(want, got)
+    with torch.no_grad():
+        states = torch.compile(lambda *a: kt.chunk_kda(*a, cu_seqlens=cu, return_intermediate_states=True, chunk_size=16)[2], fullgraph=True,
+                               backend="aot_eager")(*tensors)  # fmt: skip
+    assert states.shape == (1, 5, 4, 16, 24)
+
+
+def test_compile_the_token_recurrence():
+    tensors = log_decay_inputs(T=3)
+    compiled = torch.compile(lambda *a: kt.fused_recurrent_kda(*a)[0], fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), kt.fused_recurrent_kda(*tensors)[0])
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+def test_operator_registration(op, needs_grad):
+    tensors = inputs(T=20)
+    options = make_options(Arrays(*tensors), **FUSED)
+    if not needs_grad:
+        tensors = [x.detach() for x in tensors]
+    torch.library.opcheck(torch.ops.kdakit.forward.default, (*tensors, None, None, op, options.encode(), "auto", needs_grad))
+
+
+def test_export():
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, g, beta):
+            return kt.chunk_kda(q, k, v, g, beta, output_final_state=True)
+
+    tensors = log_decay_inputs(T=20)
+    exported = torch.export.export(Layer(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(exported.module()(*tensors), Layer()(*tensors), strict=True))
+
+
+def test_autocast_leaves_the_arithmetic_alone():
+    """No product inside runs in bfloat16, and inputs from layers of different dtypes meet in the autocast dtype."""
+    tensors = log_decay_inputs()
+    want, _ = kt.chunk_kda(*tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = kt.chunk_kda(*tensors)
+        assert torch.equal(want, got)
+        q = torch.nn.Linear(16, 16)(tensors[0])
+        mixed, _ = kt.chunk_kda(q, *tensors[1:])
+    assert q.dtype == mixed.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="k must have q's dtype bfloat16, got float32"):
+        kt.chunk_kda(q, *tensors[1:])
+
+
+def test_activation_checkpointing():
+    tensors = inputs()
+    want = gradients(fused, tensors)
+    got = gradients(lambda *a: checkpoint(fused, *a, use_reentrant=False), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_gradient_of_the_final_state_alone():
+    q, k, v, g, beta = (x.requires_grad_() for x in log_decay_inputs(T=20))
+    _, state = kt.chunk_kda(q, k, v, g, beta, output_final_state=True)
+    d_q, d_v = torch.autograd.grad(state.sum(), (q, v))
+    assert (d_q == 0).all() and (d_v != 0).any()
+
+
+def test_second_derivatives_are_refused():
+    q, k, v, g, beta = (x.requires_grad_() for x in log_decay_inputs(T=5))
+    (d_q,) = torch.autograd.grad(kt.chunk_kda(q, k, v, g, beta)[0].sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        d_q.sum().backward()
+
+
+def test_inference_mode_keeps_nothing():
+    tensors = inputs(T=20)
+    with torch.inference_mode():
+        o, state, h = fused(*tensors, return_intermediate_states=True)
+    assert not o.requires_grad and state.shape == (2, 4, 16, 24) and h.shape == (2, 1, 4, 16, 24) and h.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "gate_huge", "keys_identical", "no_tokens"])
+@pytest.mark.parametrize("function", ["naive_recurrent_kda", "naive_chunk_kda"])
+def test_naive_references(function, name):
+    case = CASES[name]
+    arrays = case.arrays("float64")
+    truth = reference.forward(case.problem("float64"), arrays)
+    tensors = [torch.from_numpy(x) for x in arrays[:5]]
+    extra = {"chunk_size": 16} if "chunk" in function else {}
+    o, state = getattr(kt, function)(*tensors, initial_state=torch.from_numpy(arrays.initial_state), output_final_state=True, **extra)
+    assert accuracy.error(o, truth.o) < 1e-12 and accuracy.error(state, truth.final_state) < 1e-12
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gate_outside_equals_gate_inside(lower_bound, with_bias):
+    q, k, v, g, beta, A_log, dt_bias, _ = (x.detach() for x in inputs(dtype=torch.float64))
+    bias = dt_bias if with_bias else None
+    outside = kt.kda_gate(g, A_log, bias, lower_bound, output_dtype=torch.float64)
+    inside, _ = kt.chunk_kda(q, k, v, g, beta, use_gate_in_kernel=True, A_log=A_log, dt_bias=bias, lower_bound=lower_bound)
+    assert torch.allclose(inside, kt.chunk_kda(q, k, v, outside, beta)[0], rtol=1e-12)
+    assert kt.kda_gate(g.bfloat16(), A_log, bias, lower_bound).dtype == torch.float32
+
+
+def test_gate_refuses():
+    g = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="A_log is required"):
+        kt.kda_gate(g)
+    with pytest.raises(ValueError, match=r"lower_bound must lie in \[-5, 0\), got -6"):
+        kt.kda_gate(g, lower_bound=-6)
+    with pytest.raises(ValueError, match="dt_bias must hold 12 elements"):
+        kt.kda_gate(g, torch.zeros(3), torch.zeros(3))
+
+
+def test_positions_of_flash_linear_attention():
+    """Code that passes arguments by position keeps working."""
+    chunk = ["q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
+             "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound"]  # fmt: skip
+    recurrent = ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
+                 "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first", "cu_seqlens"]  # fmt: skip
+    assert list(inspect.signature(kt.chunk_kda).parameters)[: len(chunk)] == chunk
+    assert list(inspect.signature(kt.fused_recurrent_kda).parameters)[: len(recurrent)] == recurrent
+
+
+def test_compatible_keywords():
+    tensors = log_decay_inputs(T=5, V=16)
+    for call in (kt.chunk_kda, kt.fused_recurrent_kda):
+        call(*tensors, use_graph=True, max_num_seqs=4, cp_context=None)
+        with pytest.warns(DeprecationWarning, match="state_v_first"):
+            call(*tensors, transpose_state_layout=True)
+        with pytest.raises(ValueError, match="got both"):
+            call(*tensors, state_v_first=True, transpose_state_layout=True)
+        with pytest.raises(TypeError, match=r"kdakit\.parallel"):
+            call(*tensors, cp_context=object())
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'cu_seqlen'; did you mean 'cu_seqlens'\?"):
+            call(*tensors, cu_seqlen=None)
+
+
+def test_refusals_reach_the_user():
+    tensors = log_decay_inputs(T=6, B=1)
+    with pytest.raises(TypeError, match=r"q must be a torch\.Tensor, got ndarray"):
+        kt.chunk_kda(np.zeros((1, 6, 2, 16)), *tensors[1:])
+    with pytest.raises(ValueError, match=r"k must be \[B, T, H, K\]"):
+        kt.chunk_kda(tensors[0], tensors[1][:, :3], *tensors[2:])
+    with pytest.raises(ValueError, match=r"backend must be 'auto' or one of torch_native.*, got 'xla'"):
+        kt.chunk_kda(*tensors, backend="xla")
+    with pytest.raises(TypeError, match="backend must be a string"):
+        kt.chunk_kda(*tensors, backend=None)
+    with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at T = 6, got \[0, 7, 6\]"):
+        kt.chunk_kda(*tensors, cu_seqlens=torch.tensor([0, 7, 6]))
+    with pytest.raises(ValueError, match="cu_seqlens_cpu must start at 0"):
+        kt.fused_recurrent_kda(*tensors, cu_seqlens=torch.tensor([0, 6]), cu_seqlens_cpu=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="v must be on q's device cpu, got meta"):
+        kt.chunk_kda(*tensors[:2], tensors[2].to("meta"), *tensors[3:])
+
+
+def test_state_in_half_precision():
+    """The recurrence reads and writes a bfloat16 state; arithmetic between is float32."""
+    case = CASES["plain"]
+    tensors = checking.to_torch(case.arrays(), case.dtypes(), "cpu")
+    given = {n: x for n, x in tensors._asdict().items() if x is not None}
+    stored = given["initial_state"].bfloat16()
+    o, state = kt.fused_recurrent_kda(**given | {"initial_state": stored}, output_final_state=True)
+    want, exact = kt.fused_recurrent_kda(**given | {"initial_state": stored.float()}, output_final_state=True)
+    assert torch.equal(o, want) and state.dtype == torch.bfloat16 and torch.equal(state, exact.bfloat16())
+
+
+def test_unseen_cu_seqlens_use_the_bound(monkeypatch):
+    """Where the host cannot see cu_seqlens, as on a GPU, the number of chunks is an upper bound and the numbers are the same."""
+    from kdakit.backends.torch_native import plan
+
+    case = CASES["varlen_fused"]
+    want = checking.run_case("torch_native", case)
+    monkeypatch.setattr(plan, "visible_cu_seqlens", lambda arrays: None)
+    got = checking.run_case("torch_native", case)
+    assert all(np.array_equal(want[n], got[n]) for n in want)
+    many = CASES["varlen_many"]
+    rows = checking.compare(many.problem(), many.arrays(), checking.run_case("torch_native", many), many.cotangents())
+    assert all(row.ok for row in rows)
+
+
+def test_log_decay_of_minus_infinity_is_a_reset():
+    q, k, v, g, beta = log_decay_inputs(T=50, B=1)
+    g = g.clone()
+    g[:, 20] = -torch.inf
+    tensors = [x.requires_grad_() for x in (q, k, v, g, beta)]
+    o, _ = kt.chunk_kda(*tensors)
+    tail, _ = kt.chunk_kda(*(x[:, 20:] for x in (q, k, v, g, beta)))
+    assert torch.allclose(o[:, 20:], tail, atol=1e-6)
+    assert all(torch.isfinite(x).all() for x in torch.autograd.grad(o.sum(), tensors))
