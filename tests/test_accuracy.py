@@ -82,7 +82,7 @@ def test_rejects_a_telescoping_gate_gradient():
 
 
 def test_rejects_noise_nan_and_wrong_zeros():
-    problem, arrays, truth, tolerance = allowed("plain")
+    _, _, truth, tolerance = allowed("plain")
     noise = np.random.default_rng(0).normal(size=truth["o"].shape) * 1e-5
     assert accuracy.error(truth["o"] * (1 + noise), truth["o"]) > tolerance["o"]
     broken = truth["o"].copy()

@@ -80,7 +80,8 @@ def test_no_assert_on_user_input():
 def test_import_is_light():
     """`import kdakit` takes under 0.2 s and brings neither framework; the definition needs only NumPy."""
     code = (
-        "import time; t = time.perf_counter(); import kdakit; t = time.perf_counter() - t; import sys; import kdakit.reference, kdakit.dispatch;"
+        "import time; t = time.perf_counter(); import kdakit; t = time.perf_counter() - t;"
+        "import sys; import kdakit.reference, kdakit.dispatch;"
         "print(t, [m for m in ('jax', 'torch', 'triton', 'rich', 'matplotlib') if m in sys.modules])"
     )
     seconds, loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(" ", 1)

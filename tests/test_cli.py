@@ -1,6 +1,5 @@
 """The command line: what it prints, what it writes, and that doctor survives anything."""
 
-import builtins
 import importlib
 import json
 import subprocess
@@ -116,26 +115,33 @@ def test_doctor_json(capsys):
 
 
 @pytest.mark.parametrize(
-    "error", [ImportError("no such library"), OSError("libfoo.so: cannot open"), SystemExit(3), RuntimeError("[/bad markup")]
+    "package, error",
+    [
+        ("torch", "ImportError('no such library')"),
+        ("jax", "SystemExit(3)"),
+        ("kdakit.backends.xla", "OSError('libfoo.so: cannot open')"),
+        ("kdakit.dispatch", "RuntimeError('[/bad markup')"),
+        ("numpy", "ImportError('wrong architecture')"),
+    ],
 )
-@pytest.mark.parametrize("package", ["torch", "jax", "kdakit.backends.xla"])
-def test_doctor_survives_a_broken_import(package, error, monkeypatch, capsys):
-    real_import, real_module = builtins.__import__, importlib.import_module
+def test_doctor_survives_a_broken_import(package, error):
+    """In a process of its own: a framework that was half imported would haunt the other tests."""
+    code = f"""
+import sys
+from kdakit.cli.main import main
 
-    def fail(name, *args, **kwargs):
-        if name == package or name.startswith(package + "."):
-            raise error
-        return real_import(name, *args, **kwargs)
+class Breaks:
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}:
+            raise {error}
 
-    def fail_module(name, *args):
-        return fail(name) if name == package else real_module(name, *args)
-
-    for name in [m for m in sys.modules if m == package or m.startswith(package + ".")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", fail)
-    monkeypatch.setattr(importlib, "import_module", fail_module)
-    assert main(["doctor"]) == 0
-    assert f"failed: {type(error).__name__}" in " ".join(capsys.readouterr().out.split())
+sys.meta_path.insert(0, Breaks())
+sys.exit(main(["doctor"]))
+"""
+    installed = importlib.util.find_spec(package) is not None
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not installed or f"failed: {error.partition('(')[0]}" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize("probe", ["_packages", "_cpu", "support", "_torch_devices", "_jax_devices"])
@@ -173,7 +179,7 @@ def test_doctor_writes_its_table(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("backend", dispatch.names())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_run_case_returns_every_output_in_float64(backend, dtype):
     pytest.importorskip(checking.framework_of(backend))
     got = checking.run_case(backend, SMALL, dtype)
@@ -183,15 +189,13 @@ def test_run_case_returns_every_output_in_float64(backend, dtype):
         assert x.dtype == np.float64
         if name in Arrays._fields:
             assert x.shape == getattr(arrays, name).shape
-    assert set(checking.run_case(backend, SMALL, dtype, grad=False)) == {"o", "final_state"}
 
 
 @pytest.mark.parametrize("backend", dispatch.names())
-@pytest.mark.parametrize("op, grad", [("chunk", True), ("recurrent", False)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_small_case_is_within_tolerance(backend, op, grad, dtype):
+@pytest.mark.parametrize("op, dtype", [("recurrent", "float16"), ("recurrent", "bfloat16"), ("chunk", "bfloat16")])
+def test_forward_is_within_tolerance(backend, op, dtype):
     pytest.importorskip(checking.framework_of(backend))
-    for row in checking.check(backend, SMALL, dtype, grad=grad, op=op):
+    for row in checking.check(backend, SMALL, dtype, grad=False, op=op):
         assert row.ok, row
 
 
@@ -224,13 +228,13 @@ def test_verify_passes_and_writes_json(tmp_path, capsys):
     if not backends():
         pytest.skip("no framework is installed")
     path = tmp_path / "v.json"
-    words = ["verify", "--case", "short", "one_token", "no_final", "--dtype", "float32", "--json", str(path)]
+    words = ["verify", "--case", "short", "no_tokens", "--dtype", "float32", "--json", str(path)]
     assert main([*words, "-v", "--backend", *backends()]) == 0
     out = capsys.readouterr().out
     assert "d_initial_state" in out and "within tolerance" in out
     record = json.loads(path.read_text())
     assert record["machine"]["cores"] >= 1 and record["versions"]["numpy"]
-    assert len(record["results"]) == 3 * len(backends())
+    assert len(record["results"]) == 2 * len(backends())
     assert record["results"][0]["outputs"]["d_q"]["error"] <= record["results"][0]["outputs"]["d_q"]["tolerance"]
 
 
@@ -285,13 +289,13 @@ def bench_args(*words):
 def test_bench_times_writes_and_renders(tmp_path, capsys):
     frameworks_of("matplotlib")
     record, chart, page = tmp_path / "b.json", tmp_path / "b.png", tmp_path / "p.md"
-    words = ["--shape", "1x64x1x16", "--mode", "fwd", "fwdbwd", "decode", "--repeat", "3", "--seconds", "1"]
+    words = ["--shape", "1x64x1x16", "--mode", "fwd", "decode", "--repeat", "3", "--seconds", "1"]
     assert main(["bench", *words, "--backend", *backends(), "--json", str(record), "--plot", str(chart)]) == 0
     out = capsys.readouterr().out
-    assert "median ms" in out and "fwdbwd B1 T64 H1 K16" in out and "decode B1 H1 K16" in out
+    assert "median ms" in out and "fwd B1 T64 H1 K16" in out and "decode B1 H1 K16" in out
     data = json.loads(record.read_text())
     assert {"machine", "versions", "commit", "command", "date", "settings"} <= set(data)
-    assert len(data["results"]) == 3 * len(backends())
+    assert len(data["results"]) == 2 * len(backends())
     for row in data["results"]:
         assert row["median_ms"] > 0 and len(row["samples_ms"]) == 3 and row["difference"] < 1e-4
     assert chart.read_bytes().startswith(b"\x89PNG")

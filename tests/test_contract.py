@@ -53,7 +53,9 @@ def test_other_dtypes(backend, name, dtype):
     assert_within(checking.check(backend, CASES[name], dtype))
 
 
-@pytest.mark.parametrize("name", ["plain", "one_token", "no_tokens", "gate_huge", "v_first", "lower_bound", "varlen", "varlen_many", "segments"])
+@pytest.mark.parametrize(
+    "name", ["plain", "one_token", "no_tokens", "gate_huge", "v_first", "lower_bound", "varlen", "varlen_many", "segments"]
+)
 def test_token_recurrence(backend, name):
     skip_unless_able(backend, ALL[name], op="recurrent")
     assert_within(checking.check(backend, ALL[name], op="recurrent", grad=False))
@@ -177,7 +179,11 @@ def test_drawn_problems(backend, seed):
     H, group = rng.integers(1, 4), rng.integers(1, 3)
     fused = bool(rng.integers(2))
     lengths = tuple(rng.integers(0, 60, size=rng.integers(1, 6)).tolist()) if rng.integers(2) else ()
-    options = {"chunk_size": int(rng.choice([16, 32, 64, 128])), "state_v_first": bool(rng.integers(2)), "scale": float(rng.uniform(0.1, 2))}
+    options = {
+        "chunk_size": int(rng.choice([16, 32, 64, 128])),
+        "state_v_first": bool(rng.integers(2)),
+        "scale": float(rng.uniform(0.1, 2)),
+    }
     if fused:
         options |= {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
         options |= {"allow_neg_eigval": bool(rng.integers(2))}
@@ -185,7 +191,8 @@ def test_drawn_problems(backend, seed):
     gate = rng.choice(["raw", "raw_huge"]) if fused else rng.choice(["mild", "huge", "resets", "spikes", "zero", "strong"])
     case = Case(
         f"drawn{seed}", "drawn", B=1 if lengths else int(rng.integers(1, 4)), T=sum(lengths) if lengths else int(rng.integers(0, 150)),
-        H=int(H), HV=int(H * group), K=int(rng.integers(1, 70)), V=int(rng.integers(1, 70)), gate=str(gate), keys=str(rng.choice(["random", "parallel"])),
+        H=int(H), HV=int(H * group), K=int(rng.integers(1, 70)), V=int(rng.integers(1, 70)), gate=str(gate),
+        keys=str(rng.choice(["random", "parallel"])),
         beta="logits" if fused else str(rng.choice(["uniform", "one", "up_to_two"])), lengths=lengths, initial_state=bool(rng.integers(2)),
         A_log=fused, dt_bias=fused and bool(rng.integers(2)), options=options,
     )  # fmt: skip

@@ -111,7 +111,9 @@ def test_describes_a_call():
 
 def test_options_survive_as_text():
     arrays = valid(A_log=np.zeros(HV))
-    options = make_options(arrays, scale=0.1, use_gate_in_kernel=True, lower_bound=-2.5, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+    options = make_options(
+        arrays, scale=0.1, use_gate_in_kernel=True, lower_bound=-2.5, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True
+    )
     assert options.gate == "bounded" and options.beta == "double_sigmoid"
     assert Options.decode(options.encode()) == options
 
@@ -143,7 +145,9 @@ def test_values_of_cu_seqlens(cu):
 
 class OnDevice:
     def __init__(self, kind):
-        self.device = type("Device", (), {"type": kind, "__eq__": lambda a, b: a.type == b.type, "__str__": lambda a: a.type, "__hash__": None})()
+        self.device = type(
+            "Device", (), {"type": kind, "__eq__": lambda a, b: a.type == b.type, "__str__": lambda a: a.type, "__hash__": None}
+        )()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_devices(name, kind, message):
 def test_unknown_arguments_name_the_nearest():
     with pytest.raises(TypeError, match=r"f\(\) got an unexpected keyword argument 'inital_state'; did you mean 'initial_state'\?"):
         fold_compatibility("f", ["q", "initial_state"], False, {"inital_state": 1})
-    with pytest.raises(TypeError, match="context parallel calls live in kdakit.parallel"):
+    with pytest.raises(TypeError, match=r"context parallel calls live in kdakit\.parallel"):
         fold_compatibility("f", ["q"], False, {"cp_context": object()})
     assert fold_compatibility("f", ["q"], False, {"cp_context": None, "use_graph": True, "max_num_seqs": 3}) is False
 

@@ -44,7 +44,9 @@ def gradients(function, tensors):
     return torch.autograd.grad(o.sin().sum() + state.square().sum(), tensors)
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_recompute": True}, {"lower_bound": -3.0, "allow_neg_eigval": True}, {"state_v_first": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"disable_recompute": True}, {"lower_bound": -3.0, "allow_neg_eigval": True}, {"state_v_first": True}]
+)
 def test_gradcheck(options):
     tensors = inputs(T=9, B=1, H=1, HV=2, K=3, V=2, dtype=torch.float64)
     if options.get("state_v_first"):
@@ -56,9 +58,11 @@ def test_gradcheck_packed():
     q, k, v, g, beta = (x.requires_grad_() for x in log_decay_inputs(T=8, B=1, H=1, HV=1, K=2, V=2, dtype=torch.float64))
     cu = torch.tensor([0, 3, 3, 8])
     state = torch.randn(3, 1, 2, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda q, k, v, g, beta, s: kt.chunk_kda(q, k, v, g, beta, initial_state=s, cu_seqlens=cu, output_final_state=True), (q, k, v, g, beta, state)
-    )
+
+    def packed(*tensors):
+        return kt.chunk_kda(*tensors[:5], initial_state=tensors[5], cu_seqlens=cu, output_final_state=True)
+
+    assert torch.autograd.gradcheck(packed, (q, k, v, g, beta, state))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -95,8 +99,8 @@ def test_compile_packed():
     for want, got in zip(gradients(packed, tensors), gradients(compiled, tensors), strict=True):
         assert torch.equal(want, got)
     with torch.no_grad():
-        states = torch.compile(lambda *a: kt.chunk_kda(*a, cu_seqlens=cu, return_intermediate_states=True, chunk_size=16)[2], fullgraph=True,
-                               backend="aot_eager")(*tensors)  # fmt: skip
+        options = dict(cu_seqlens=cu, return_intermediate_states=True, chunk_size=16)
+        states = torch.compile(lambda *a: kt.chunk_kda(*a, **options)[2], fullgraph=True, backend="aot_eager")(*tensors)
     assert states.shape == (1, 5, 4, 16, 24)
 
 
@@ -206,7 +210,8 @@ def test_positions_of_flash_linear_attention():
     chunk = ["q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel",
              "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "lower_bound"]  # fmt: skip
     recurrent = ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "scale", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel",
-                 "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first", "cu_seqlens"]  # fmt: skip
+                 "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "lower_bound", "state_v_first",
+                 "cu_seqlens"]  # fmt: skip
     assert list(inspect.signature(kt.chunk_kda).parameters)[: len(chunk)] == chunk
     assert list(inspect.signature(kt.fused_recurrent_kda).parameters)[: len(recurrent)] == recurrent
 

@@ -7,6 +7,7 @@ A backend is a module with
     forward(problem, arrays, config) -> (Result, saved)
     backward(problem, arrays, saved, d_o, d_final_state, config) -> Arrays          or None
     step(problem, arrays, config) -> Result                                         or None: the token recurrence
+    saved_specs(problem, device) -> [(shape, dtype name)]       torch backends: the tensors that `forward` saves when problem.needs_grad
 
 and, where they apply, `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks) and
 `operand_dtype(problem)` (the dtype in which products take their factors, for accuracy.py; float32 where absent).
@@ -78,7 +79,7 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
         if reason is not None:
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
-    refusals = []
+    refusals: list[str] = []
     for name in candidates:
         reason = supports(name, problem, device) or interpreted(name, device)
         if reason is None:

@@ -127,8 +127,7 @@ class Problem:
         o = self.options
         extras = [f"{self.varlen} N{self.N}"] if self.varlen else []
         extras += [f"{o.gate} gate" + (f" >= {o.lower_bound:g}" if o.lower_bound is not None else "")]
-        extras += [name for name, on in (("l2norm", o.l2norm), (f"beta {o.beta}", o.beta != "given"),
-                                         ("grad", self.needs_grad)) if on]
+        extras += [name for name, on in (("l2norm", o.l2norm), (f"beta {o.beta}", o.beta != "given"), ("grad", self.needs_grad)) if on]
         return f"{shape} K{self.K} V{self.V} C{o.chunk_size} {self.dtype}, " + ", ".join(extras)
 
 

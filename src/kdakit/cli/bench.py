@@ -175,7 +175,7 @@ def _device() -> str:
     def name(framework: str) -> str:
         device = checking.default_device(framework)
         if framework == "jax":
-            return device.device_kind
+            return importlib.import_module("jax").devices()[0].device_kind
         return importlib.import_module("torch").cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     found = {doctor.attempt(name, framework) for framework in ("torch", "jax")}

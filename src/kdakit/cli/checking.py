@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from kdakit import accuracy, dispatch
 from kdakit.cases import Case
 from kdakit.problem import DIFFERENTIABLE, Arrays, Problem
 
+OUTPUTS = ("o", "final_state", "states")
 CALLS = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda"}
 
 
@@ -46,14 +48,14 @@ def framework_of(backend: str) -> str:
 
 
 def default_device(framework: str) -> Any:
-    """Where `run_case` puts its arrays: the first accelerator, or the CPU."""
+    """Where `run_case` puts its arrays, as the frontends name it to `supports`: the first accelerator, or the CPU."""
     if framework == "torch":
         import torch
 
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     import jax
 
-    return jax.devices()[0]
+    return jax.default_backend()
 
 
 def refusal(backend: str, case: Case, dtype: str, op: str = "chunk", grad: bool = False) -> str | None:
@@ -73,21 +75,29 @@ def run_case(
     backend: str, case: Case, dtype: str = "float32", seed: int = 0, grad: bool = True, op: str = "chunk"
 ) -> dict[str, np.ndarray]:
     """{name: float64 array} of o, final_state and, with `grad`, the gradient of every input by the input's name."""
+    return run_arrays(backend, case, dtype, case.arrays(dtype, seed), case.cotangents(dtype) if grad else None, op)
+
+
+def run_arrays(backend: str, case: Case, dtype: str, arrays: Arrays, cotangents=None, op: str = "chunk") -> dict[str, np.ndarray]:
+    """`run_case` on arrays of the caller's; `case` gives options and dtypes. With return_intermediate_states there are `states` too."""
     run = {"torch": _run_torch, "jax": _run_jax}[framework_of(backend)]
-    arrays = case.arrays(dtype, seed)
-    return run(backend, case, dtype, arrays, case.cotangents(dtype) if grad else None, op)
+    return run(backend, case, dtype, arrays, cotangents, op)
 
 
 def call(framework: str, backend: str, case: Case, op: str):
-    """The public call as a function of the arrays alone: call(arrays) -> (o, final_state)."""
+    """The public call as a function of the arrays alone: call(arrays) -> (o, final_state[, states])."""
+    return _call(framework, backend, case.call_options, op)
+
+
+def _call(framework: str, backend: str, options: dict[str, Any], op: str):
     function = getattr(importlib.import_module(f"kdakit.{framework}"), CALLS[op])
     takes = inspect.signature(function).parameters
     # The token recurrence has no chunks: options that only steer them may be absent there.
-    options = {n: x for n, x in case.call_options.items() if n in takes or n not in ("chunk_size", "disable_recompute")}
+    options = {n: x for n, x in options.items() if n in takes or n not in ("chunk_size", "disable_recompute")}
 
     def run(arrays: Arrays):
         given = {name: x for name, x in arrays._asdict().items() if x is not None}
-        return function(**given, **options, backend=backend)[:2]
+        return function(**given, **options, backend=backend)
 
     return run
 
@@ -130,7 +140,7 @@ def _run_torch(backend, case, dtype, arrays, cotangents, op):
     named = {n: getattr(tensors, n) for n in DIFFERENTIABLE if getattr(tensors, n) is not None}
     for x in named.values():
         x.requires_grad_(cotangents is not None)
-    out = dict(zip(("o", "final_state"), call("torch", backend, case, op)(tensors), strict=True))
+    out = dict(zip(OUTPUTS, call("torch", backend, case, op)(tensors), strict=False))
     out = {n: x for n, x in out.items() if x is not None}
     results = {n: x.detach().to("cpu", torch.float64).numpy() for n, x in out.items()}
     if cotangents is not None:
@@ -144,30 +154,39 @@ def _run_torch(backend, case, dtype, arrays, cotangents, op):
 
 
 def _run_jax(backend, case, dtype, arrays, cotangents, op):
-    import jax
     import jax.numpy as jnp
 
     with jax_precision(dtype):
         given = to_jax(arrays, case.dtypes(dtype))
-        names = [n for n in DIFFERENTIABLE if getattr(given, n) is not None]
-        function = call("jax", backend, case, op)
-
-        def forward(*values):
-            out = zip(("o", "final_state"), function(given._replace(**dict(zip(names, values, strict=True)))), strict=True)
-            return {n: x for n, x in out if x is not None}
-
-        def with_gradients(values, d_o, d_final_state):
-            out, pullback = jax.vjp(forward, *values)
-            seeds = {n: jnp.asarray(d).astype(out[n].dtype) for n, d in (("o", d_o), ("final_state", d_final_state)) if n in out}
-            return out, pullback(seeds)
-
-        values = tuple(getattr(given, n) for n in names)
+        inputs = {n: getattr(given, n) for n in DIFFERENTIABLE if getattr(given, n) is not None}
+        rest = {n: x for n, x in given._asdict().items() if x is not None and n not in inputs}
+        forward, with_gradients = _jax_functions(backend, tuple(sorted(case.call_options.items())), op)
         if cotangents is None:
-            out, gradients = jax.jit(forward)(*values), ()
+            results = forward(inputs, rest)
         else:
-            out, gradients = jax.jit(with_gradients)(values, *cotangents)
-        results = out | (dict(zip(names, gradients, strict=True)) if gradients else {})
+            out, gradients = with_gradients(inputs, rest, *(jnp.asarray(d) for d in cotangents))
+            results = out | gradients
         return {n: np.asarray(x).astype(np.float64) for n, x in results.items()}
+
+
+@lru_cache(maxsize=64)
+def _jax_functions(backend: str, options: tuple[tuple[str, Any], ...], op: str):
+    """The jitted call, and the call with its gradients. Kept: cases of equal sizes and options differ in values only."""
+    import jax
+    import jax.numpy as jnp
+
+    function = _call("jax", backend, dict(options), op)
+
+    def forward(inputs, rest):
+        arrays = Arrays(**dict.fromkeys(Arrays._fields) | inputs | rest)
+        return {n: x for n, x in zip(OUTPUTS, function(arrays), strict=False) if x is not None}
+
+    def with_gradients(inputs, rest, d_o, d_final_state):
+        out, pullback = jax.vjp(lambda inputs: forward(inputs, rest), inputs)
+        seeds = {"o": d_o, "final_state": d_final_state}
+        return out, pullback({n: seeds[n].astype(x.dtype) if n in seeds else jnp.zeros_like(x) for n, x in out.items()})[0]
+
+    return jax.jit(forward), jax.jit(with_gradients)
 
 
 class Expected(NamedTuple):

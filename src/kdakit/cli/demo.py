@@ -79,44 +79,30 @@ def gradient_and_handoff(out, backend: str) -> bool:
     from kdakit.cli import checking
 
     out.rule(f"3. {backend}: a gradient and a hand-off", align="left")
-    case = ALL["no_final"]
-    arrays, (d_o, _) = case.arrays(), case.cotangents()
-    got = checking.run_case(backend, case)
+    case = ALL["plain"]
+    arrays, (d_o, d_final_state) = case.arrays(), case.cotangents()
+    whole = checking.run_case(backend, case)
     index, h = (0, 10, 1, 3), 1e-4
     sides = []
     for sign in (+1, -1):
         k = arrays.k.copy()
         k[index] += sign * h
-        sides.append((reference.forward(case.problem(), arrays._replace(k=k)).o * d_o).sum())
+        result = reference.forward(case.problem(), arrays._replace(k=k))
+        sides.append((result.o * d_o).sum() + (result.final_state * d_final_state).sum())
     slope = (sides[0] - sides[1]) / (2 * h)
     out.print("Nudge channel 3 of the key of token 10 (head 1) and see how a weighted sum of all outputs changes:")
-    out.print(f"    nudging, in float64: {slope:+.7f}      the backward pass, in float32: {got['k'][index]:+.7f}", markup=False)
+    out.print(f"    nudging, in float64: {slope:+.7f}      the backward pass, in float32: {whole['k'][index]:+.7f}", markup=False)
 
-    cut = 37
-    whole = checking.run_case(backend, ALL["plain"], grad=False)
-    o, state = _in_two_parts(backend, ALL["plain"], cut)
-    o_off, state_off = accuracy.error(o, whole["o"]), accuracy.error(state, whole["final_state"])
-    out.print(f"Run 100 tokens at once, or {cut} tokens, keep the final state, and later the other {100 - cut} from that state:")
-    out.print(f"    the outputs differ by {o_off:.1e}, the final states by {state_off:.1e} (relative)\n", markup=False)
-    return bool(np.isclose(slope, got["k"][index], rtol=1e-3, atol=1e-5)) and max(o_off, state_off) < 1e-5
-
-
-def _in_two_parts(backend: str, case, cut: int):
-    import numpy as np
-
-    from kdakit.cli import checking
-
-    framework = checking.framework_of(backend)
-    function = checking.call(framework, backend, case, "chunk")
-    arrays, dtypes = case.arrays(), case.dtypes()
-    device = checking.default_device("torch") if framework == "torch" else None
-    convert = (lambda a: checking.to_torch(a, dtypes, device)) if device is not None else (lambda a: checking.to_jax(a, dtypes))
     parts, state = [], arrays.initial_state
-    for tokens in (slice(0, cut), slice(cut, None)):
-        given = arrays._replace(initial_state=state, **{n: getattr(arrays, n)[:, tokens] for n in ("q", "k", "v", "g", "beta")})
-        o, state = (np.asarray(x.cpu() if device is not None else x, np.float64) for x in function(convert(given)))
-        parts.append(o)
-    return np.concatenate(parts, axis=1), state
+    for tokens in (slice(0, case.T // 2), slice(case.T // 2, None)):
+        given = {name: getattr(arrays, name)[:, tokens] for name in ("q", "k", "v", "g", "beta")}
+        got = checking.run_arrays(backend, case, "float32", arrays._replace(initial_state=state, **given))
+        parts.append(got["o"])
+        state = got["final_state"]
+    o_off, state_off = accuracy.error(np.concatenate(parts, 1), whole["o"]), accuracy.error(state, whole["final_state"])
+    out.print(f"Run {case.T} tokens at once, or the first {case.T // 2}, keep the state, and later the rest from that state:")
+    out.print(f"    the outputs differ by {o_off:.1e}, the final states by {state_off:.1e} (relative)\n", markup=False)
+    return bool(np.isclose(slope, whole["k"][index], rtol=1e-3, atol=1e-5)) and max(o_off, state_off) < 1e-5
 
 
 def how_fast(out, backends, folder: Path) -> None:

@@ -11,6 +11,7 @@ import platform
 from typing import Any
 
 OK = "yes"
+FAILED = "failed: "
 
 
 def add_arguments(parser) -> None:
@@ -48,7 +49,7 @@ def attempt(probe, *args) -> Any:
 
 def failure(problem: BaseException) -> str:
     first = (str(problem).strip() or "no message").splitlines()[0]
-    return f"failed: {type(problem).__name__}: {first}"
+    return f"{FAILED}{type(problem).__name__}: {first}"
 
 
 def examine() -> dict[str, Any]:
@@ -146,13 +147,13 @@ def _device(framework: str, device: str | None) -> Any:
 
     if device is None:
         return checking.default_device(framework)
-    return importlib.import_module(framework).device(device) if framework == "torch" else importlib.import_module("jax").devices(device)[0]
+    return importlib.import_module("torch").device(device) if framework == "torch" else device
 
 
 def _answer(backend, problem, where) -> str:
     from kdakit import dispatch
 
-    if isinstance(where, str):
+    if str(where).startswith(FAILED):
         return where
     if problem.varlen == "segment_ids" and backend.framework != "jax":
         return f"kdakit.{backend.framework} takes no segment_ids"

@@ -67,12 +67,15 @@ def run(args) -> int:
     show(outcomes, refusals, args.verbose)
     if args.json:
         Path(args.json).write_text(json.dumps(as_json(args, outcomes, refusals), indent=1) + "\n")
-    if args.table:
-        from kdakit.cli import generated
+    passed = bool(outcomes) and all(outcome.ok for outcome in outcomes)
+    if args.table and not passed:
+        print(f"left {args.table} as it is: the table is written when everything passes")
+    elif args.table:
+        from kdakit.cli import generated, machine, results
 
-        generated.write(args.table, "errors", error_markdown(outcomes))
+        generated.write(args.table, "errors", error_markdown(outcomes) + "\n\n" + results.provenance(machine.describe()))
         print(f"wrote the error table of {args.table}")
-    return 0 if outcomes and all(outcome.ok for outcome in outcomes) else 1
+    return 0 if passed else 1
 
 
 def verify(backends, cases: list[Case], dtypes, seed=0, grad=True, op="chunk", tick=lambda what: None):

@@ -1,7 +1,9 @@
-"""The chunk-parallel backward: one reverse scan over the states, everything else batched over all chunks at once.
+"""The chunk-parallel backward: one reverse scan over the states, everything else batched over the chunks of a piece.
 
     d_A_qk = lower(d_o v_new^T)    d_q_decayed = d_o S^T    d_k_decayed = v_new dS'^T    d_decay = sum_v S * dS'
     y = (I + A_kk)^-T [d_v_new, -d_v_new S^T]        d_A_kk = -strictly_lower(y [u, w]^T)
+
+Derivation: docs/math.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The token recurrence, for decoding and short sequences: a loop over tokens, one batched product over sequences and heads each.
 
     S <- Diag(e^g) S;   S <- S + beta k (v - k^T S)^T;   o = q^T S
+
+Packed sequences are padded to the longest one first; padding changes no state.
 """
 
 from __future__ import annotations

@@ -1,0 +1,45 @@
+# `make demo` and `make test` set everything up from nothing. PYTHON chooses the interpreter for the virtual environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+# One thread per test process: more would fight for the same cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint docs tables clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## virtual environment in .venv with pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kdakit needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,jax,torch,bench,docs]'
+	@touch $@
+
+demo: $(STAMP)  ## what runs here, is it right, how fast: under two minutes
+	$(BIN)/kdakit demo
+
+test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+docs: $(STAMP)  ## the site, into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
+	$(BIN)/kdakit doctor --table README.md docs/backends.md
+	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
+
+clean:  ## remove everything that make has made
+	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
