@@ -34,14 +34,14 @@ def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], st
     rows = problem.HV if problem.varlen else problem.B * problem.HV
     NT, C, K, V = problem.chunks, problem.options.chunk_size, problem.K, problem.V
     if problem.options.disable_recompute:
-        shapes = [(rows, NT, K, V), (rows, NT, C, 2, C), (rows, NT, C, C), (rows, NT, C, V + K), (rows, NT, C, V)]
+        shapes = [(NT, rows, K, V), (NT, rows, C, 2, C), (NT, rows, C, C), (NT, rows, C, V + K), (NT, rows, C, V)]
     else:
-        shapes = [(rows, -(-NT // chunks_per_piece(problem, torch.device(device))), K, V)]
+        shapes = [(-(-NT // chunks_per_piece(problem, torch.device(device))), rows, K, V)]
     return [(shape, problem.compute_dtype) for shape in shapes]
 
 
 class Chunks(NamedTuple):
-    """Activated inputs of some chunks of every row; M = rows * chunks."""
+    """Activated inputs of some chunks of every row; M = chunks * rows."""
 
     rows: torch.Tensor  # [M, C, 2, K]  q scaled, k beta
     k: torch.Tensor  # [M, C, K]
@@ -59,22 +59,23 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
     saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in saved_specs(problem, device)] if problem.needs_grad else []
     before = None
     if problem.options.return_intermediate_states:
-        before = torch.empty(plan.rows, plan.NT, problem.K, problem.V, dtype=arrays.q.dtype, device=device)
-    S = initial.new_zeros(plan.rows, problem.K, problem.V)
+        before = torch.empty(plan.NT, plan.rows, problem.K, problem.V, dtype=arrays.q.dtype, device=device)
+    buffer = plan.state_buffer(initial)
+    S = buffer[0].zero_()
     for index, (n0, n1) in enumerate(plan.pieces()):
         x = _chunk_inputs(problem, _piece(plan, arrays, n0, n1), plan, n0, n1)
         mixed = intra(*x)
-        states, v_new = _states(problem, plan, n0, S, mixed, initial, final)
-        states, S = states[:, :-1], states[:, -1]
+        states, v_new = _states(problem, plan, n0, S, mixed, initial, final, buffer)
+        states, S = states[:-1], states[-1]
         out = output(mixed.rows_decayed[:, :, 0], mixed.A[:, :, 0], states.flatten(0, 1), v_new.flatten(0, 1))
-        plan.put(o, plan.from_chunks(_by_row(plan, out), n0, n1), n0, n1)
+        plan.put(o, plan.from_chunks(_by_chunk(plan, out), n0, n1), n0, n1)
         if keep:
             for kept, a in zip(saved, (states, mixed.A, mixed.inverse, mixed.uw, v_new), strict=True):
-                kept[:, n0:n1] = a if a.dim() == kept.dim() else _by_row(plan, a)
+                kept[n0:n1] = a if a.dim() == kept.dim() else _by_chunk(plan, a)
         elif problem.needs_grad:
-            saved[0][:, index] = states[:, 0]
+            saved[0][index] = states[0]
         if before is not None:
-            before[:, n0:n1] = states
+            before[n0:n1] = states
     if before is not None:
         before = _layout(problem, plan.chunk_states(before)).contiguous()
     return Result(plan.finish(o), _final_state(problem, final), before), saved
@@ -89,19 +90,22 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
     d_initial = d_final.clone()
     grads = [plan.empty(x.shape, x.dtype, device) for x in arrays[:5]]
     d_A_log, d_dt_bias = (None if x is None else torch.zeros(x.shape, dtype=dtype, device=device) for x in (arrays.A_log, arrays.dt_bias))
-    dS = initial.new_zeros(plan.rows, problem.K, problem.V)
+    buffer, d_buffer = plan.state_buffer(initial), plan.state_buffer(initial)
+    dS = d_buffer[0].zero_()
     for index, (n0, n1) in reversed(list(enumerate(plan.pieces()))):
         piece = _piece(plan, arrays, n0, n1)
         x = _chunk_inputs(problem, piece, plan, n0, n1)
         if problem.options.disable_recompute:
-            states, A, inverse, uw, v_new = (a[:, n0:n1].flatten(0, 1) for a in saved)
-            mixed = intra(*x, kept=(A, inverse, uw))
+            states, A, inverse, uw, v_new = (a[n0:n1].flatten(0, 1) for a in saved)
+            mixed = intra(*x, kept=(A, inverse, uw), keep_levels=True)
         else:
-            mixed = intra(*x)
-            states, v_new = _states(problem, plan, n0, saved[0][:, index], mixed, initial, initial.clone())
-            states, v_new = states[:, :-1].flatten(0, 1), v_new.flatten(0, 1)
+            mixed = intra(*x, keep_levels=True)
+            states, v_new = _states(problem, plan, n0, saved[0][index], mixed, initial, initial.clone(), buffer)
+            states, v_new = states[:-1].flatten(0, 1), v_new.flatten(0, 1)
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1).flatten(0, 1)
-        d_rows, d_k, d_g, d_v_beta, dS = chunk_backward(plan, n0, dS, x.rows, x.k, mixed, states, v_new, d_out, d_final, d_initial)
+        d_rows, d_k, d_g, d_v_beta, dS = chunk_backward(
+            plan, n0, dS, x.rows, x.k, mixed, states, v_new, d_out, d_final, d_initial, d_buffer
+        )
         d = _activated_gradients(problem, plan, n0, n1, x, d_rows, d_k, d_g, d_v_beta)
         d = activate_backward(problem, piece, d)
         for out, a in zip(grads, d, strict=False):
@@ -119,7 +123,7 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
 
 def step(problem: Problem, arrays: Arrays, config: Any = None) -> Result:
     x = activate(problem, arrays)
-    q, k = (a.repeat_interleave(problem.group, 2) for a in (x.q, x.k))
+    q, k = (a.repeat_interleave(problem.group, 2) for a in (x.q * problem.options.scale, x.k))
     x = x._replace(q=q, k=k)
     if problem.varlen:
         x, place = _pad_sequences(problem, arrays, x)
@@ -139,22 +143,25 @@ def _chunk_inputs(problem: Problem, piece: Arrays, plan, n0: int, n1: int) -> Ch
     x = activate(problem, piece)
     q, k, v, g, beta = (plan.to_chunks(a, n0, n1) for a in (*x[:4], x.beta[..., None]))
     if problem.group > 1:  # row (batch, head) -> the rows of its value heads
-        q, k = (a.repeat_interleave(problem.group, 0) for a in (q, k))
+        q, k = (a.repeat_interleave(problem.group, 1) for a in (q, k))
     q, k, v, g, beta = (a.flatten(0, 1) for a in (q, k, v, g, beta))
-    return Chunks(torch.stack([q, k * beta], -2), k, v, beta, g)
+    rows = q.new_empty(*q.shape[:2], 2, problem.K)
+    torch.mul(q, problem.options.scale, out=rows[:, :, 0])
+    torch.mul(k, beta, out=rows[:, :, 1])
+    return Chunks(rows, k, v, beta, g)
 
 
 def _activated_gradients(problem: Problem, plan, n0: int, n1: int, x: Chunks, d_rows, d_k, d_g, d_v_beta) -> Activated:
     """From gradients of q, k beta, k, g and v beta in chunks to those of q, k, v, g and beta by token."""
-    d_k_beta = d_rows[:, :, 1]
+    d_q, d_k_beta = d_rows[:, :, 0].mul_(problem.options.scale), d_rows[:, :, 1]
     d_k.addcmul_(d_k_beta, x.beta)
     d_beta = (x.k * d_k_beta).sum(-1, keepdim=True) + (x.v * d_v_beta).sum(-1, keepdim=True)
 
     def tokens(a, group=1):
-        a = plan.from_chunks(_by_row(plan, a), n0, n1)
+        a = plan.from_chunks(_by_chunk(plan, a), n0, n1)
         return a.unflatten(2, (-1, group)).sum(3) if group > 1 else a
 
-    return Activated(tokens(d_rows[:, :, 0], problem.group), tokens(d_k, problem.group), tokens(d_v_beta * x.beta), tokens(d_g),
+    return Activated(tokens(d_q, problem.group), tokens(d_k, problem.group), tokens(d_v_beta * x.beta), tokens(d_g),
                      tokens(d_beta).squeeze(-1))  # fmt: skip
 
 
@@ -168,15 +175,15 @@ def initial_states(problem: Problem, arrays: Arrays) -> torch.Tensor:
     return F.pad(states, (0, 0, 0, 0, 0, 0, 0, 1)) if problem.varlen else states
 
 
-def _states(problem, plan, n0, S, mixed, initial, final):
-    """The state stage on flat chunks: states [R, n + 1, K, V], v_new [R, n, C, V]."""
+def _states(problem, plan, n0, S, mixed, initial, final, buffer):
+    """The state stage on flat chunks: states [n + 1, R, K, V], v_new [n, R, C, V]."""
     u, w = mixed.uw.split([problem.V, problem.K], -1)
-    return state(plan, n0, S, *(_by_row(plan, a) for a in (u, w, mixed.k_decayed, mixed.decay)), initial, final)
+    return state(plan, n0, S, *(_by_chunk(plan, a) for a in (u, w, mixed.k_decayed, mixed.decay)), initial, final, buffer)
 
 
-def _by_row(plan, x):
-    """[M, ..] -> [rows, chunks, ..]."""
-    return x.unflatten(0, (plan.rows, -1))
+def _by_chunk(plan, x):
+    """[M, ..] -> [chunks, rows, ..]."""
+    return x.unflatten(0, (-1, plan.rows))
 
 
 def _layout(problem, states):

@@ -15,15 +15,15 @@ from kdakit.backends.torch_native.output import output_backward
 from kdakit.backends.torch_native.state import state_backward
 
 
-def chunk_backward(plan, first, dS, rows, k, x: Intra, states, v_new, d_o, d_final, d_initial):
+def chunk_backward(plan, first, dS, rows, k, x: Intra, states, v_new, d_o, d_final, d_initial, buffer):
     """Chunks first, first + 1, ..: rows [M, C, 2, K], k [M, C, K], states [M, K, V], v_new, d_o [M, C, V], dS [R, K, V]
     -> d_rows, d_k, d_g like rows, k, k; d_v_beta [M, C, V]; dS of the state before them."""
     V = v_new.shape[-1]
     A_qk, q_decayed, w = x.A[:, :, 0], x.rows_decayed[:, :, 0], x.uw[..., V:]
     d_v_new = torch.bmm(A_qk.mT, d_o)
-    by_row = (a.unflatten(0, (plan.rows, -1)) for a in (w, x.k_decayed, x.decay, q_decayed, d_o, d_v_new))
-    d_states = state_backward(plan, first, dS, *by_row, d_final, d_initial)
-    d_after = d_states[:, 1:].flatten(0, 1)
+    by_row = (a.unflatten(0, (-1, plan.rows)) for a in (w, x.k_decayed, x.decay, q_decayed, d_o, d_v_new))
+    d_states = state_backward(plan, first, dS, *by_row, d_final, d_initial, buffer)
+    d_after = d_states[1:].flatten(0, 1)
 
     d_A = torch.empty_like(x.A)
     d_q_decayed, d_A[:, :, 0] = output_backward(states, v_new, d_o)
@@ -32,11 +32,12 @@ def chunk_backward(plan, first, dS, rows, k, x: Intra, states, v_new, d_o, d_fin
     d_A[:, :, 1] = torch.bmm(y, x.uw.mT).tril_(-1).neg_()
 
     d_k_decayed = torch.bmm(v_new, d_after.mT)
-    d_rows_decayed = torch.stack([d_q_decayed, y[..., V:]], -2)
+    d_rows_decayed = torch.empty_like(rows)
+    d_rows_decayed[:, :, 0], d_rows_decayed[:, :, 1] = d_q_decayed, y[..., V:]
     d_prefix = (x.rows_decayed * d_rows_decayed).sum(-2)
     d_prefix[:, -1] += x.decay * (states * d_after).sum(-1)
     d_suffix = x.k_decayed * d_k_decayed
     d_rows = d_rows_decayed.mul_(x.from_start.unsqueeze(-2))
     d_k = d_k_decayed.mul_(x.to_end)
     d_g = decayed_products_backward(rows, k, x.levels, d_A, d_rows, d_k, d_prefix, d_suffix)
-    return d_rows, d_k, d_g, y[..., :V], d_states[:, 0]
+    return d_rows, d_k, d_g, y[..., :V], d_states[0]

@@ -1,4 +1,4 @@
-"""Activations of the inputs in the compute dtype, and their backward: l2norm, gate, beta, scale. Formulas as in kdakit.gates."""
+"""Activations of the inputs in the compute dtype, and their backward: l2norm, gate, beta. Formulas as in kdakit.gates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOFTPLUS_LINEAR = 40.0  # above it softplus(x) = x to double precision
 
 
 class Activated(NamedTuple):
-    q: torch.Tensor  # [B, T, H, K], scaled
+    q: torch.Tensor  # [B, T, H, K]
     k: torch.Tensor  # [B, T, H, K]
     v: torch.Tensor  # [B, T, HV, V]
     g: torch.Tensor  # [B, T, HV, K], log-decay
@@ -35,14 +35,14 @@ def activate(problem: Problem, arrays: Arrays) -> Activated:
         g = -a * F.softplus(x, threshold=SOFTPLUS_LINEAR) if o.gate == "softplus" else o.lower_bound * torch.sigmoid(a * x)
     if o.beta != "given":
         beta = torch.sigmoid(beta) * (2 if o.beta == "double_sigmoid" else 1)
-    return Activated(q * o.scale, k, v, g, beta)
+    return Activated(q, k, v, g, beta)
 
 
 def activate_backward(problem: Problem, arrays: Arrays, d: Activated) -> Arrays:
     """Gradients of the inputs from those of the activated ones, in the compute dtype; d_A_log [HV], d_dt_bias [HV, K], or None."""
     o, dtype = problem.options, compute_dtype(problem)
     q, k, _, g, beta = (x.to(dtype) for x in arrays[:5])
-    d_q, d_k, d_g, d_beta, d_A_log, d_dt_bias = d.q * o.scale, d.k, d.g, d.beta, None, None
+    d_q, d_k, d_g, d_beta, d_A_log, d_dt_bias = d.q, d.k, d.g, d.beta, None, None
     if o.l2norm:
         d_q, d_k = _l2norm_backward(q, d_q), _l2norm_backward(k, d_k)
     if o.gate != "log_decay":

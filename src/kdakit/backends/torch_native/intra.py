@@ -13,6 +13,7 @@ rounding error, |sum| times as much. M stands for all chunks of all rows.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -73,31 +74,52 @@ def _grouped(level, b):
     return level.left.reshape(-1, 2 * width, K), level.right.reshape(-1, width, K)
 
 
-def make_levels(rows, k, g):
-    """Decayed operands of every level; last, prefix and suffix over the whole chunk.   rows [M, C, 2, K], k, g [M, C, K]."""
+def meets_subnormals(g):
+    """Whether a CPU would run into subnormal numbers, each of which costs it as much as a hundred normal ones. g [M, C, K]."""
+    return g.device.type == "cpu" and g.numel() > 0 and bool(g.sum(1).min() < math.log(torch.finfo(g.dtype).tiny))
+
+
+def _flush(x, margin=1.0):
+    """In place: what is smaller than the smallest normal number, times a margin that keeps products with x normal, becomes zero."""
+    return torch.hardshrink(x, margin * torch.finfo(x.dtype).tiny, out=x)
+
+
+PRODUCT_MARGIN = 2.0**10
+
+
+def decayed_products(rows, k, g, A=None, keep=False, flush=False):
+    """A [M, C, 2, C] from rows [M, C, 2, K] (q scaled, k beta), columns k and log-decays g [M, C, K]; prefix and suffix over the chunk;
+    and, to keep for the backward, the levels. A that is given is not computed."""
+    M, C, _, _ = rows.shape
     prefix, suffix = g.exp(), torch.ones_like(g)
-    made = []
-    for b in level_sizes(g.shape[1]):
+    if flush:
+        _flush(prefix)
+    product = rows.new_zeros(M, C, 2, C) if A is None else A
+    levels = []
+    for b in level_sizes(C):
         (p_even, p_odd), (s_even, _) = _blocks(prefix, b), _blocks(suffix, b)
-        made.append(Level(p_odd.clone(), s_even.clone(), _blocks(rows, b)[1] * p_odd.unsqueeze(-2), _blocks(k, b)[0] * s_even))
+        if A is None or keep:
+            level = Level(p_odd, s_even, _blocks(rows, b)[1] * p_odd.unsqueeze(-2), _blocks(k, b)[0] * s_even)
+            if flush:
+                _flush(level.left, PRODUCT_MARGIN)
+                _flush(level.right, PRODUCT_MARGIN)
+        if A is None:
+            left, right = _grouped(level, b)
+            _blocks_of_A(product, b).copy_(_blocks_of_product(torch.bmm(left, right.mT), M, b))
+        if keep:
+            levels.append(level._replace(row=p_odd.clone(), column=s_even.clone()))
         s_even *= p_odd[:, :, -1:]
         p_odd *= p_even[:, :, -1:]
-    return made, prefix, suffix
-
-
-def decayed_products(rows, k, levels):
-    """A [M, C, 2, C] from rows [M, C, 2, K] (q scaled, k beta) and columns k [M, C, K]."""
-    M, C, _, _ = rows.shape
-    A = rows.new_zeros(M, C, 2, C)
-    for b, level in zip(level_sizes(C), levels, strict=True):
-        left, right = _grouped(level, b)
-        _blocks_of_A(A, b).copy_(_blocks_of_product(torch.bmm(left, right.mT), M, b))
-    A[:, :, 0].diagonal(dim1=1, dim2=2).copy_((rows[:, :, 0] * k).sum(-1))
-    return A
+        if flush:
+            _flush(s_even)
+            _flush(p_odd)
+    if A is None:
+        product[:, :, 0].diagonal(dim1=1, dim2=2).copy_((rows[:, :, 0] * k).sum(-1))
+    return product, prefix, suffix, levels
 
 
 def decayed_products_backward(rows, k, levels, d_A, d_rows, d_k, d_prefix, d_suffix):
-    """The adjoint of `make_levels` and `decayed_products`, from the widest level down. Adds to d_rows and d_k, returns d_g.
+    """The adjoint of `decayed_products`, from the widest level down. Adds to d_rows and d_k, returns d_g.
 
     d_prefix and d_suffix [M, C, K] come in as the gradients of the logarithms of prefix and suffix over the whole chunk and are used up.
     d_g is a sum over the pairs of tokens that a gate lies between: no term is added only to be subtracted again, so a small gradient beside
@@ -132,19 +154,27 @@ def unit_lower_inverse(A_kk):
     return torch.linalg.solve_triangular(A_kk, eye.expand_as(A_kk), upper=False, unitriangular=True)
 
 
-def intra(rows, k, v, beta, g, kept=None) -> Intra:
+def intra(rows, k, v, beta, g, kept=None, keep_levels=False) -> Intra:
     """Everything of a chunk that needs no state: rows [M, C, 2, K], k, g [M, C, K], v [M, C, V], beta [M, C, 1].
 
-    `kept`: A, inverse and uw of an earlier call.
+    `kept`: A, inverse and uw of an earlier call. `keep_levels`: a backward follows.
     """
+    A, inverse, uw = kept or (None, None, None)
     V = v.shape[-1]
-    levels, from_start, to_end = make_levels(rows, k, g)
-    rows_decayed = rows * from_start.unsqueeze(-2)
+    flush = meets_subnormals(g)
+    A, from_start, to_end, levels = decayed_products(rows, k, g, A, keep_levels, flush)
+    rows_decayed, k_decayed = rows * from_start.unsqueeze(-2), k * to_end
+    if flush:
+        for x in (A, rows_decayed, k_decayed):
+            _flush(x, PRODUCT_MARGIN)
     if kept is None:
-        A = decayed_products(rows, k, levels)
         inverse = unit_lower_inverse(A[:, :, 1])
+        if flush:
+            _flush(inverse, PRODUCT_MARGIN)
         right_side = rows.new_empty(*k.shape[:2], V + k.shape[-1])
         torch.mul(v, beta, out=right_side[..., :V])
         right_side[..., V:] = rows_decayed[:, :, 1]
-        kept = A, inverse, torch.bmm(inverse, right_side)
-    return Intra(*kept, rows_decayed, k * to_end, from_start[:, -1], from_start, to_end, levels)
+        uw = torch.bmm(inverse, right_side)
+        if flush:
+            _flush(uw, PRODUCT_MARGIN)
+    return Intra(A, inverse, uw, rows_decayed, k_decayed, from_start[:, -1], from_start, to_end, levels)

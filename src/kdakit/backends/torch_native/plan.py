@@ -1,4 +1,4 @@
-"""Where each token goes: pieces of [B, T, H, D] tensors to chunks [rows, chunks, C, D] and back, and which state a chunk starts from.
+"""Where each token goes: pieces of [B, T, H, D] tensors to chunks [chunks, rows, C, D] and back, and which state a chunk starts from.
 
 The work streams over pieces of a few chunks, so that temporaries stay in the cache and memory does not grow beyond inputs and outputs.
 Without cu_seqlens a row is one (batch, head) pair. With cu_seqlens a row is one head, every sequence starts a new chunk, and the number of
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from kdakit.problem import Arrays, Problem
 
-PIECE = {"cpu": 1 << 17}  # elements of one [rows, chunks, C, D] temporary: half a megabyte stays in a core's cache
+PIECE = {"cpu": 1 << 17}  # elements of one [chunks, rows, C, D] temporary: half a megabyte stays in a core's cache
 PIECE_ELSEWHERE = 1 << 26
 
 
@@ -58,21 +58,25 @@ class DensePlan:
         for n in range(0, self.used, self.stride):
             yield n, min(n + self.stride, self.used)
 
+    def state_buffer(self, states: torch.Tensor) -> torch.Tensor:
+        """[chunks of a piece + 1, rows, K, V], for states [N, HV, K, V]."""
+        return states.new_empty(min(self.stride, self.used) + 1, self.rows, *states.shape[2:])
+
     def tokens(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
         """The tokens of chunks n0..n1: [B, T, H, D] -> [B, t, H, D]."""
         return x[:, n0 * self.C : n1 * self.C]
 
     def to_chunks(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
-        """[B, t, H, D] -> [B * H, n1 - n0, C, D], padded with zeros."""
+        """[B, t, H, D] -> [n1 - n0, B * H, C, D], padded with zeros."""
         B, t, H, D = x.shape
         missing = (n1 - n0) * self.C - t
         x = F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
-        return x.reshape(B, n1 - n0, self.C, H, D).permute(0, 3, 1, 2, 4).reshape(B * H, n1 - n0, self.C, D)
+        return x.reshape(B, n1 - n0, self.C, H, D).permute(1, 0, 3, 2, 4).reshape(n1 - n0, B * H, self.C, D)
 
     def from_chunks(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
-        """[B * H, n1 - n0, C, D] -> [B, t, H, D], padding dropped."""
+        """[n1 - n0, B * H, C, D] -> [B, t, H, D], padding dropped."""
         t = min(n1 * self.C, self.T) - n0 * self.C
-        return x.reshape(self.B, -1, (n1 - n0) * self.C, x.shape[-1])[:, :, :t].transpose(1, 2)
+        return x.unflatten(1, (self.B, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :t]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -102,8 +106,8 @@ class DensePlan:
             d_initial.copy_(d_state.unflatten(0, d_initial.shape[:2]))
 
     def chunk_states(self, states: torch.Tensor) -> torch.Tensor:
-        """[rows, NT, K, V] -> [B, NT, HV, K, V]."""
-        return states.unflatten(0, (self.B, self.HV)).transpose(1, 2)
+        """[NT, rows, K, V] -> [B, NT, HV, K, V]."""
+        return states.unflatten(1, (self.B, self.HV)).transpose(0, 1)
 
 
 class PackedPlan:
@@ -136,19 +140,20 @@ class PackedPlan:
         self.target = torch.where(self.valid, token, self.T)  # padding goes to one row past the end
 
     pieces = DensePlan.pieces
+    state_buffer = DensePlan.state_buffer
 
     def tokens(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
         """[1, T, H, D] -> [1, (n1 - n0) * C, H, D], padding filled with some token."""
         return x.index_select(1, self.source[n0:n1].flatten())
 
     def to_chunks(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
-        """[1, t, H, D] -> [H, n1 - n0, C, D], padding zeroed."""
+        """[1, t, H, D] -> [n1 - n0, H, C, D], padding zeroed."""
         x = x.masked_fill(~self.valid[n0:n1].flatten()[:, None, None], 0)
-        return x.reshape(n1 - n0, self.C, *x.shape[2:]).permute(2, 0, 1, 3).contiguous()
+        return x.reshape(n1 - n0, self.C, *x.shape[2:]).transpose(1, 2).contiguous()
 
     def from_chunks(self, x: torch.Tensor, n0: int, n1: int) -> torch.Tensor:
-        """[H, n1 - n0, C, D] -> [1, t, H, D], padding zeroed."""
-        x = x.flatten(1, 2).transpose(0, 1)[None]
+        """[n1 - n0, H, C, D] -> [1, t, H, D], padding zeroed."""
+        x = x.transpose(1, 2).flatten(0, 1)[None]
         return x.masked_fill(~self.valid[n0:n1].flatten()[:, None, None], 0)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -177,5 +182,5 @@ class PackedPlan:
         state.copy_(torch.where(here[n], own, state))
 
     def chunk_states(self, states: torch.Tensor) -> torch.Tensor:
-        """[HV, NT, K, V] -> [1, NT, HV, K, V]."""
-        return states.transpose(0, 1)[None]
+        """[NT, HV, K, V] -> [1, NT, HV, K, V]."""
+        return states[None]
