@@ -1,11 +1,14 @@
-"""Tile sizes per chip: data and plain Python, no device needed. Nothing here depends on the sequence length's value beyond how many programs run."""
+"""Tile sizes per chip: data and plain Python, no device needed. No choice depends on the sequence length."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from kdakit.problem import Problem
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 @dataclass(frozen=True)
@@ -15,15 +18,21 @@ class Config:
     chunk: int  # tokens per chunk of the kernels; a divisor of the problem's chunk_size where its states are asked for
     group: int  # consecutive tokens in one thread's registers, see tile.row_tokens
     diagonal: int  # blocks of so many tokens are one product with one-sided factors
-    block_k: int  # channels per pass of the prepare kernel
+    floor: float  # log2-decays are raised to this, 0: not; keeps the one-sided factors finite
+    half: int  # the prepare kernel works on a chunk in two parts of so many tokens, or in one
     prepare_warps: int
     block_v: int  # value channels per program of the scan
     scan_warps: int
     scan_stages: int
     precision: str  # of float32 products
-    inverse: str  # operand dtype of the triangular inverse
-    step_block_v: int = 16
-    step_warps: int = 4
+    solve: str  # operand dtype of the triangular inverse and what follows it
+    scan_registers: int = 0
+    hip: bool = False
+    ptx: bool = False  # single PTX instructions may be used
+    vector: int = 4  # adjacent channels per thread of the prepare kernel
+    prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
+    step_block_v: int = 32
+    step_warps: int = 2
 
 
 @dataclass(frozen=True)
@@ -85,15 +94,24 @@ def choose(problem: Problem, chip: Chip) -> Config:
     if problem.options.return_intermediate_states:
         chunk = min(chunk, problem.options.chunk_size)
     # float16 cannot hold one-sided factors and float32 wants every bit: both take the levels down to pairs of tokens.
-    group, diagonal = (2, 2) if problem.dtype != "bfloat16" else (4, 16) if bounded(problem) else (4, 4)
-    sequences = problem.N * problem.HV
-    block_v = min(VP, 64)
-    if sequences * (VP // block_v) * 2 <= chip.processors:
-        block_v = min(VP, 32)
-    precision = "ieee" if chip.hip else "tf32x3" if wide else "tf32"
-    inverse = "float16" if problem.options.l2norm and not wide else "float32"
+    group, diagonal = (2, 2) if problem.dtype != "bfloat16" else (8, 16) if bounded(problem) else (4, 4)
+    floor = -40.0 if diagonal == 4 else 0.0
+    # The scan is one chain of products per program: wide programs move fewer bytes, narrow ones fill the chip when there are few sequences.
+    sequences = problem.N * problem.HV * max(1, VP // 128)
+    block_v, scan_warps = (128, 8) if sequences * 2 > chip.processors else (64, 4) if sequences * 4 > chip.processors else (32, 4)
+    if KP > 128 or wide or not (chip.wgmma or chip.name == "sm_100"):
+        block_v, scan_warps = min(block_v, 16 if wide else 64), 4
+    if block_v > VP:
+        block_v, scan_warps = VP, 4
+    stages = 3 if chip.shared_memory > 200_000 and not wide and KP <= 128 else 2 if chip.shared_memory > 150_000 and not wide else 1
+    precision = "ieee" if chip.hip else "tf32" if problem.dtype == "bfloat16" else "tf32x3"
+    half = min(chunk, 32) if KP * (2 if wide else 1) <= 128 or chunk == 64 else max(16, chunk // 2)
+    o = problem.options
+    # Normalised keys keep the inverse within a few units, so that float16, as accurate as tf32 and twice as fast, holds it.
+    solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
     return Config(
-        chunk=chunk, group=group, diagonal=min(diagonal, chunk), block_k=min(KP, 32 if wide else 64), prepare_warps=4, block_v=block_v,
-        scan_warps=4, scan_stages=1 if wide or chip.shared_memory < 150_000 else 2, precision=precision, inverse=inverse,
-        step_block_v=min(VP, 16),
+        chunk=chunk, half=half, group=group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4, block_v=block_v,
+        scan_warps=scan_warps, scan_stages=stages, precision=precision, solve=solve, step_block_v=min(VP, 32),
+        # Where the scan needs many registers, ptxas sometimes gives it 32: on sm_80, and for float32.
+        scan_registers=255 if not chip.hip and (wide or chip.name == "sm_80") else 0, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
-from kdakit.backends.triton_gpu.tile import find_sequence, first_slot, narrow, product, row_tokens
+from kdakit.backends.triton_gpu.tile import find_sequence, first_slot, narrow, product, product_add, row_tokens, widen
 
 
 @triton.jit
@@ -14,26 +14,6 @@ def pick(b_x, i: tl.constexpr, GROUP: tl.constexpr):
     """b_x [GROUP, N, BK] -> b_x[i]. A sum of integers, so that the compiler drops the zeros and only a register is named."""
     o_i = tl.arange(0, GROUP)[:, None, None]
     return tl.sum(tl.where(o_i == i, b_x.to(tl.int32, bitcast=True), 0), 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def running_products(b_x, START: tl.constexpr, REVERSE: tl.constexpr, GROUP: tl.constexpr):
-    """b_x [GROUP, N, BK] -> products along axis 0 and their total [N, BK].
-
-    Forward: y[i] = x[START] ... x[i], inclusive.        REVERSE: y[i] = x[i+1] ... x[GROUP-1], exclusive.
-    """
-    o_i = tl.arange(0, GROUP)[:, None, None]
-    b_y = tl.full(b_x.shape, 1.0, tl.float32)
-    b_run = tl.full([b_x.shape[1], b_x.shape[2]], 1.0, tl.float32)
-    for j in tl.static_range(GROUP):
-        if REVERSE:
-            b_y = tl.where(o_i == GROUP - 1 - j, b_run[None], b_y)
-            b_run = b_run * pick(b_x, GROUP - 1 - j, GROUP)
-        else:
-            if j >= START:
-                b_run = b_run * pick(b_x, j, GROUP)
-            b_y = tl.where(o_i == j, b_run[None], b_y)
-    return b_y, b_run
 
 
 @triton.jit
@@ -51,31 +31,191 @@ def halves(b_total, s: tl.constexpr):
 
 
 @triton.jit
-def add_pairs(b_A_qk, b_A_kk, b_row_q, b_row_k, b_col, m_pairs, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """A_qk += row_q col^T and A_kk += row_k col^T where m_pairs. Elsewhere the products may be anything, infinite too: select, not multiply."""
-    b_col_t = tl.trans(narrow(b_col, DTYPE))
-    b_A_qk = tl.where(m_pairs, b_A_qk + product(narrow(b_row_q, DTYPE), b_col_t, PRECISION), b_A_qk)
-    b_A_kk = tl.where(m_pairs, b_A_kk + product(narrow(b_row_k, DTYPE), b_col_t, PRECISION), b_A_kk)
-    return b_A_qk, b_A_kk
+def widen_span(b_x, b_y, b_total, s: tl.constexpr):
+    """From blocks of s groups to blocks of 2 s: decay from the block's start to each group, from each group to its end, and over it."""
+    m_odd = (tl.arange(0, b_x.shape[0]) // s % 2 == 1)[:, None]
+    b_even, b_odd = halves(b_total, s)
+    return tl.where(m_odd, b_x * b_even, b_x), tl.where(m_odd, b_y, b_y * b_odd), b_even * b_odd
+
+
+@triton.jit
+def running_sums(b_g, START: tl.constexpr, GROUP: tl.constexpr):
+    """b_g [GROUP, N, BK] -> y[i] = g[START] + .. + g[i] along axis 0 (0 before START), and the last of them [N, BK]."""
+    o_i = tl.arange(0, GROUP)[:, None, None]
+    b_y = tl.zeros(b_g.shape, tl.float32)
+    b_run = tl.zeros([b_g.shape[1], b_g.shape[2]], tl.float32)
+    for j in tl.static_range(START, GROUP):
+        b_run = b_run + pick(b_g, j, GROUP)
+        b_y = tl.where(o_i == j, b_run[None], b_y)
+    return b_y, b_run
+
+
+@triton.jit
+def block_factors(b_g, C: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr):
+    """Decays inside the blocks of DIAGONAL tokens. b_g [GROUP, GROUPS, BK], log2.
+
+    For a reference point of the block: row = d(reference, i), column = 1 / d(reference, j) and tail = d(j, end) / column, all
+    [GROUP, GROUPS, BK]; first = d(start, reference) and total = d(start, end), both [GROUPS, BK].
+    """
+    GROUPS: tl.constexpr = C // GROUP
+    if DIAGONAL == 2:  # two tokens, the reference between them: no factor above 1, nothing rounded away
+        b_e0, b_e1 = tl.exp2(pick(b_g, 0, GROUP)), tl.exp2(pick(b_g, 1, GROUP))
+        m_first = (tl.arange(0, GROUP) == 0)[:, None, None]
+        b_one = tl.full([GROUP, GROUPS, b_g.shape[2]], 1.0, tl.float32)
+        return tl.where(m_first, b_one, b_e1[None]), b_one, tl.where(m_first, b_e1[None], b_one), b_e0, b_e0 * b_e1
+    if DIAGONAL == GROUP:  # the reference is the first token
+        b_s, b_last = running_sums(b_g, 1, GROUP)
+        b_first = tl.exp2(pick(b_g, 0, GROUP))
+        b_last = tl.exp2(b_last)
+        b_tail = tl.broadcast_to(b_last[None], [GROUP, GROUPS, b_g.shape[2]])
+        return tl.exp2(b_s), tl.exp2(-b_s), b_tail, b_first, b_first * b_last
+    b_s, b_total = running_sums(b_g, 0, GROUP)  # the reference is the block's start
+    b_before = tl.zeros([GROUPS, b_g.shape[2]], tl.float32)
+    o_j = tl.arange(0, GROUPS)[:, None]
+    for i in tl.static_range(6):
+        if (GROUP << i) < DIAGONAL:
+            b_even, b_odd = halves(b_total, 1 << i)
+            b_before = tl.where(((o_j >> i) & 1) == 1, b_before + b_even, b_before)
+            b_total = b_even + b_odd
+    b_s = b_s + b_before[None]
+    b_total = tl.exp2(b_total)
+    b_one = tl.full([GROUPS, b_g.shape[2]], 1.0, tl.float32)
+    return tl.exp2(b_s), tl.exp2(-b_s), tl.broadcast_to(b_total[None], [GROUP, GROUPS, b_g.shape[2]]), b_one, b_total
+
+
+@triton.jit
+def unstacked(b_A):
+    """[2 S, S] -> A_qk [S, S], A_kk [S, S]."""
+    S: tl.constexpr = b_A.shape[1]
+    return tl.split(tl.permute(tl.reshape(b_A, [2, S, S]), (1, 2, 0)))
+
+
+@triton.jit
+def pick_row(b_x, i: tl.constexpr):
+    """b_x [2, GROUP, GROUPS, KP] -> b_x[i]."""
+    o_i = tl.arange(0, 2)[:, None, None, None]
+    return tl.sum(tl.where(o_i == i, b_x.to(tl.int32, bitcast=True), 0), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def flat(b_x, R: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr):
+    """[.., KP] -> [R, KP], rounded."""
+    return narrow(tl.reshape(b_x, [R, KP]), DTYPE)
 
 
 @triton.jit
 def unit_lower_inverse(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 for strictly lower A [C, C] by masked doubling:  X <- X - X (A o M_b) X,  b = 1, 2, .., C/2.
 
-    M_b are the pairs whose blocks of b tokens are siblings; X is then the inverse of I + A restricted to blocks of 2b. The algebra is exact:
-    no powers of A appear, so nothing grows and cancels.
+    M_b are the pairs whose blocks of b tokens are siblings; X is then the inverse of I + A restricted to blocks of 2b. The algebra is
+    exact: no powers of A appear, so nothing grows and cancels.
     """
     o_x = o_t[:, None] ^ o_t[None, :]  # [C, C]: the highest bit tells the level
     b_X = tl.where(o_x == 0, 1.0, 0.0) - tl.where(o_x == 1, b_A, 0.0)
-    b: tl.constexpr = C
     for i in tl.static_range(1, 7):
-        if (1 << i) < b:
+        if (1 << i) < C:
             m_b = (o_x >= (1 << i)) & (o_x < (2 << i))
             b_Xn = narrow(b_X, DTYPE)
             b_Y = product(narrow(tl.where(m_b, b_A, 0.0), DTYPE), b_Xn, PRECISION)
             b_X = b_X - product(b_Xn, narrow(b_Y, DTYPE), PRECISION)
     return b_X
+
+
+@triton.jit
+def load_half(
+    p_q, p_k, p_g, p_beta, start, eos, s_qt, s_kt, s_gt, s_bt,
+    K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, VECTOR: tl.constexpr, BETA: tl.constexpr,
+    HIP: tl.constexpr,
+):  # fmt: skip
+    """The inputs of the S tokens from `start`: g [S, KP], q above k [2 S, KP], beta [S]; zeros past the end."""
+    o_t = row_tokens(S, S, GROUP)  # [S]
+    o_i = row_tokens(2 * S, S, GROUP) % S  # [2 S]
+    o_k = tl.max_contiguous(tl.arange(0, KP), VECTOR)
+    m_t = start + o_t < eos
+    m_q = (tl.arange(0, 2 * S) < S)[:, None]
+    m_qk = (start + o_i < eos)[:, None] & (o_k < K)[None, :]
+    o_row = (start + o_i.to(tl.int64))[:, None]
+    o_token = start + o_t.to(tl.int64)
+    b_g = tl.load(p_g + (o_token * s_gt)[:, None] * ALIGN + o_k[None, :], mask=m_t[:, None] & (o_k < K)[None, :], other=0.0)
+    if HIP:  # AMD's compiler cannot choose between two pointers
+        b_q = tl.load(p_q + (o_token * s_qt)[:, None] * ALIGN + o_k[None, :], mask=m_t[:, None] & (o_k < K)[None, :], other=0.0)
+        b_k = tl.load(p_k + (o_token * s_kt)[:, None] * ALIGN + o_k[None, :], mask=m_t[:, None] & (o_k < K)[None, :], other=0.0)
+        b_qk = tl.reshape(tl.permute(tl.join(b_q, b_k), (2, 0, 1)), [2 * S, KP])
+    else:
+        b_qk = tl.load(tl.where(m_q, p_q + o_row * s_qt * ALIGN, p_k + o_row * s_kt * ALIGN) + o_k[None, :], mask=m_qk, other=0.0)
+    b_beta = write_strength(tl.load(p_beta + o_token * s_bt, mask=m_t, other=0.0).to(tl.float32), BETA)
+    return b_g, b_qk, tl.where(m_t, b_beta, 0.0)
+
+
+@triton.jit
+def store_rows(p_tile, b_qk, b_x, b_before, C: tl.constexpr, S: tl.constexpr, KP: tl.constexpr, FIRST: tl.constexpr):
+    """Stores q_decayed and k_in; returns the rows decayed from the half's start only, rounded."""
+    DTYPE: tl.constexpr = p_tile.dtype.element_ty
+    b_qk = b_qk * b_x[None, None]
+    b_rows = flat(b_qk, 2 * S, KP, DTYPE)
+    if FIRST:
+        tl.store(p_tile, b_rows)
+    else:
+        tl.store(p_tile + S * KP, flat(b_qk * b_before[None, None, None, :], 2 * S, KP, DTYPE))
+    return b_rows
+
+
+@triton.jit
+def half_chunk(
+    b_g, b_qk, p_tile, b_bias, a, scale, lower_bound, start, eos, b_before,
+    KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr, FLOOR: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, PTX: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The S tokens from `start`: A_qk above A_kk / beta [2 S, S]; rows [2 S, KP], q above k, decayed from their start; cols [S, KP], k
+    decayed to their end; their total decay [KP]. Stores k_in and q_decayed, which decay over the tokens before as well (b_before, unless
+    FIRST)."""
+    DTYPE: tl.constexpr = p_tile.dtype.element_ty
+    GROUPS: tl.constexpr = S // GROUP
+    o_t = row_tokens(S, S, GROUP)  # [S]
+    o_i = row_tokens(2 * S, S, GROUP) % S  # [2 S]
+    m_t = start + o_t < eos
+    m_q = (tl.arange(0, 2 * S) < S)[:, None]
+    b_g = log2_decay(b_g.to(tl.float32), b_bias[None, :], a, lower_bound, GATE, DTYPE.is_fp32(), PTX)
+    b_g = tl.where(m_t[:, None], b_g, 0.0)
+    if FLOOR < 0:
+        b_g = tl.maximum(b_g, FLOOR)
+    b_row, b_col, b_tail, b_first, b_total = block_factors(tl.reshape(b_g, [GROUP, GROUPS, KP]), S, GROUP, DIAGONAL)
+    ONE_LEVEL: tl.constexpr = 2 * DIAGONAL == S and DIAGONAL > GROUP  # above the blocks, with their own rows: no tile waits for a product
+    b_x, b_y = b_first, tl.full([GROUPS, KP], 1.0, tl.float32)  # [GROUPS, KP]
+    if ONE_LEVEL:
+        b_x, b_y, b_total = widen_span(b_x, b_y, b_total, DIAGONAL // GROUP)
+    b_qk = b_qk.to(tl.float32)
+    b_scale = tl.where(m_q, scale, 1.0)
+    if L2NORM:
+        b_scale = b_scale * inverse_norm(tl.sum(b_qk * b_qk, 1))[:, None]
+    b_qk = tl.reshape(b_qk * b_scale, [2, GROUP, GROUPS, KP])
+    b_k = pick_row(b_qk, 1)  # [GROUP, GROUPS, KP]
+    b_dot = tl.reshape(tl.sum(pick_row(b_qk, 0) * b_k, 2), [S])
+    b_qk = b_qk * b_row[None]
+    b_near = flat(b_qk, 2 * S, KP, DTYPE)  # decayed from the reference of their block
+    if ONE_LEVEL:
+        b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, S, KP, FIRST)
+    b_k = b_k * b_col
+    b_cols = flat(b_k, S, KP, DTYPE)
+    b_k = b_k * b_tail
+    b_A = tl.where(m_q & (o_i[:, None] == o_t[None, :]), b_dot[None, :], 0.0)  # [2 S, S]
+    m_pairs = (o_i[:, None] > o_t[None, :]) & (o_i[:, None] // DIAGONAL == o_t[None, :] // DIAGONAL)  # [2 S, S]
+    b_A = tl.where(m_pairs, product(b_near, tl.trans(b_cols), PRECISION), b_A)
+    if ONE_LEVEL:
+        b_cols = flat(b_k * b_y[None], S, KP, DTYPE)
+        m_pairs = (o_i >= DIAGONAL)[:, None] & (o_t < DIAGONAL)[None, :]
+        b_A = tl.where(m_pairs, product(b_near, tl.trans(flat(b_k, S, KP, DTYPE)), PRECISION), b_A)
+    else:
+        for i_l in tl.static_range(6):
+            if (GROUP << i_l) >= DIAGONAL and (GROUP << i_l) < S:
+                o_l = o_i // (GROUP << i_l)
+                m_pairs = tl.where(o_l % 2 == 1, o_l, -1)[:, None] == (o_t // (GROUP << i_l) + 1)[None, :]
+                b_near = flat(b_qk * b_x[None, None], 2 * S, KP, DTYPE)
+                b_A = tl.where(m_pairs, product(b_near, tl.trans(flat(b_k * b_y[None], S, KP, DTYPE)), PRECISION), b_A)
+                b_x, b_y, b_total = widen_span(b_x, b_y, b_total, 1 << i_l)
+        b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, S, KP, FIRST)
+        b_cols = flat(b_k * b_y[None], S, KP, DTYPE)
+    return b_A, b_rows, b_cols, tl.max(b_total, 0)  # the total is equal in all groups
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
@@ -84,28 +224,27 @@ def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
-    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr, BK: tl.constexpr,
-    ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr,
-    HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    INVERSE_DTYPE: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr, FLOOR: tl.constexpr,
+    ALIGN: tl.constexpr, VECTOR: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr,
+    HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
+    HIP: tl.constexpr,
 ):  # fmt: skip
     """Decayed tiles and pair matrices of one chunk. With d(j, i) the product of the decays of tokens j+1 .. i:
 
         k_in = k d(start, i)        q_decayed = scale q d(start, i)        k_decayed = k d(i, end)        decay = d(start, end)
         A_qk[i,j] = scale q_i . (k_j d(j, i)),  j <= i        A_kk[i,j] = beta_i k_i . (k_j d(j, i)),  j < i
-        inverse = (I + A_kk)^-1 Diag(beta)
+        inverse = (I + A_kk)^-1 Diag(beta)        k_solved = inverse^T k_decayed        A_solved = A_qk inverse
 
-    Grid: (slots * HV,), heads fastest. Writes tiles [slot, HV, 3, C, KP] = k_in, q_decayed, k_decayed; squares [slot, HV, 2, C, C] = inverse,
-    A_qk; decay [slot, HV, KP]. Rows are in the order of `row_tokens`.
+    Grid: (slots * HV,), heads fastest. Writes tiles [slot, HV, 3, C, KP] = k_in, q_decayed, k_solved; squares [slot, HV, C, C] = A_solved;
+    decay [slot, HV, KP]. Rows are in the order of `row_tokens`. SOLVE is the operand dtype of everything after A_qk and A_kk.
 
-    d(j, i) is never formed by a division or difference of cumulative quantities. Tokens are paired by levels: at level b each odd block of b
-    tokens meets the even block before it, both referred to the boundary between them, so both factors are products of decays and <= 1. Blocks
-    of DIAGONAL tokens at the bottom are one product with one-sided factors d(first, i) and 1 / d(first, j): safe where the gate is bounded, or
-    where decays below 2^-50 are rounded up to that inside a group of 4, or trivially for groups of 2.
+    d(j, i) is never a quotient or difference of cumulative quantities that could cancel. Tokens are paired by levels: at level b each odd
+    block of b tokens meets the even block before it, both referred to the boundary between them, so both factors are products of decays
+    and <= 1. Blocks of DIAGONAL tokens at the bottom are one product with the one-sided factors of `block_factors`: they fit because the
+    gate is bounded, or because log2-decays are raised to FLOOR, far below float32's resolution, or trivially for pairs of tokens. The chunk
+    is worked on in halves of S tokens (or as one, where C = S), whose tiles fit the registers; the top level pairs the halves.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    EXACT: tl.constexpr = DTYPE == tl.float32
-    GROUPS: tl.constexpr = C // GROUP
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
     if VARLEN:
@@ -121,111 +260,56 @@ def prepare_kernel(
     if start >= eos:
         return
     i_hk = i_h // (HV // H)
-    o_t = row_tokens(C, GROUP)  # [C]
-    m_t = start + o_t < eos
-    p_q += ((i_b * s_qb + start * s_qt + i_hk * s_qh) + o_t.to(tl.int64) * s_qt)[:, None] * ALIGN  # [C, 1]
-    p_k += ((i_b * s_kb + start * s_kt + i_hk * s_kh) + o_t.to(tl.int64) * s_kt)[:, None] * ALIGN
-    p_g += ((i_b * s_gb + start * s_gt + i_h * s_gh) + o_t.to(tl.int64) * s_gt)[:, None] * ALIGN
-    p_beta += i_b * s_bb + start * s_bt + i_h * s_bh
-    o_tile = (i_p * 3 * C + tl.arange(0, C))[:, None] * KP  # [C, 1]
-
-    b_rq = tl.full([C], 1.0, tl.float32)
-    b_rk = tl.full([C], 1.0, tl.float32)
-    if L2NORM:
-        b_qq = tl.zeros([C], tl.float32)
-        b_kk = tl.zeros([C], tl.float32)
-        for i_k in range(KP // BK):
-            o_k = i_k * BK + tl.arange(0, BK)
-            m_k = m_t[:, None] & (o_k < K)[None, :]
-            b_q = tl.load(p_q + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)  # [C, BK]
-            b_k = tl.load(p_k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)  # [C, BK]
-            b_qq += tl.sum(b_q * b_q, 1)
-            b_kk += tl.sum(b_k * b_k, 1)
-        b_rq = inverse_norm(b_qq)
-        b_rk = inverse_norm(b_kk)
-    b_rq *= scale
+    p_q += (i_b * s_qb + i_hk * s_qh) * ALIGN
+    p_k += (i_b * s_kb + i_hk * s_kh) * ALIGN
+    p_g += (i_b * s_gb + i_h * s_gh) * ALIGN
+    p_beta += i_b * s_bb + i_h * s_bh
+    o_s, o_k = tl.arange(0, S), tl.max_contiguous(tl.arange(0, KP), VECTOR)
+    p_tile = p_tiles + i_p * 3 * C * KP + o_s[:, None] * KP + o_k[None, :]  # [S, KP]
+    o_qk = tl.arange(0, 2 * S)
+    p_rows = p_tiles + i_p * 3 * C * KP + tl.where(o_qk < S, C + o_qk, o_qk - S)[:, None] * KP + o_k[None, :]  # [2 S, KP]: q_decayed, k_in
+    p_square = p_squares + i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [S, S]
     a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
-
-    o_x = o_t[:, None] ^ o_t[None, :]  # [C, C]
-    m_lower = o_t[:, None] > o_t[None, :]
-    b_A_qk = tl.zeros([C, C], tl.float32)
-    b_A_kk = tl.zeros([C, C], tl.float32)
-    b_qk = tl.zeros([C], tl.float32)
-    o_j = tl.arange(0, GROUPS)[:, None]
-    for i_k in range(KP // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        m_k = m_t[:, None] & (o_k < K)[None, :]
-        b_q = tl.load(p_q + o_k[None, :], mask=m_k, other=0.0).to(tl.float32) * b_rq[:, None]  # [C, BK]
-        b_k = tl.load(p_k + o_k[None, :], mask=m_k, other=0.0).to(tl.float32) * b_rk[:, None]  # [C, BK]
-        b_g = tl.load(p_g + o_k[None, :], mask=m_k, other=0.0).to(tl.float32)  # [C, BK]
-        b_bias = tl.zeros([1, BK], tl.float32)
-        if HAS_DT_BIAS:
-            b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)[None, :]
-        b_g = tl.where(m_k, log2_decay(b_g, b_bias, a, lower_bound, GATE, EXACT), 0.0)
-        b_qk += tl.sum(b_q * b_k, 1)
-
-        b_g = tl.reshape(b_g, [GROUP, GROUPS, BK])
-        b_q = tl.reshape(b_q, [GROUP, GROUPS, BK])
-        b_k = tl.reshape(b_k, [GROUP, GROUPS, BK])
-        b_e = tl.exp2(b_g)
-        b_prefix, b_total = running_products(b_e, 0, False, GROUP)  # inclusive, [GROUPS, BK]
-        b_suffix, b_total = running_products(b_e, 0, True, GROUP)  # exclusive
-        b_qp, b_kp, b_ks = b_q * b_prefix, b_k * b_prefix, b_k * b_suffix
-        b_x = tl.full([GROUPS, BK], 1.0, tl.float32)  # decay from the start of the block to this group
-        b_y = tl.full([GROUPS, BK], 1.0, tl.float32)  # decay from this group to the end of the block
-
-        m_diagonal = m_lower & (o_x < DIAGONAL)
-        if DIAGONAL == GROUP:
-            if GROUP == 2:
-                b_row, b_t0 = running_products(b_e, 1, False, GROUP)
-                b_col = b_k
-            else:
-                b_c = tl.maximum(b_g, -100.0 / (GROUP - 2))
-                b_row, b_t0 = running_products(tl.exp2(b_c), 1, False, GROUP)
-                b_col, b_t0 = running_products(tl.exp2(tl.where(tl.arange(0, GROUP)[:, None, None] < GROUP - 1, -b_c, 0.0)), 1, False, GROUP)
-                b_col = b_k * b_col
-            b_A_qk, b_A_kk = add_pairs(
-                b_A_qk, b_A_kk, tl.reshape(b_q * b_row, [C, BK]), tl.reshape(b_k * b_row, [C, BK]), tl.reshape(b_col, [C, BK]), m_diagonal,
-                DTYPE, PRECISION,
-            )  # fmt: skip
-        for i_l in tl.static_range(6):
-            if (1 << i_l) < GROUPS:
-                if DIAGONAL > GROUP and (1 << i_l) * GROUP == DIAGONAL:
-                    b_col, b_t0 = running_products(tl.exp2(-b_g), 0, False, GROUP)
-                    b_col = b_k * b_col * (1.0 / b_x)[None]
-                    b_A_qk, b_A_kk = add_pairs(
-                        b_A_qk, b_A_kk, tl.reshape(b_qp * b_x[None], [C, BK]), tl.reshape(b_kp * b_x[None], [C, BK]),
-                        tl.reshape(b_col, [C, BK]), m_diagonal, DTYPE, PRECISION,
-                    )  # fmt: skip
-                m_odd = ((o_j >> i_l) & 1) == 1  # [GROUPS, 1]
-                if (1 << i_l) * GROUP >= DIAGONAL:
-                    b_z = tl.where(m_odd, b_x, b_y)
-                    b_kz = tl.reshape(tl.where(m_odd[None], b_kp, b_ks) * b_z[None], [C, BK])
-                    m_level = m_lower & (o_x >= ((1 << i_l) * GROUP)) & (o_x < ((2 << i_l) * GROUP))
-                    b_A_qk, b_A_kk = add_pairs(
-                        b_A_qk, b_A_kk, tl.reshape(b_qp * b_z[None], [C, BK]), b_kz, b_kz, m_level, DTYPE, PRECISION
-                    )
-                b_even, b_odd = halves(b_total, 1 << i_l)
-                b_x = tl.where(m_odd, b_x * b_even, b_x)
-                b_y = tl.where(m_odd, b_y, b_y * b_odd)
-                b_total = b_even * b_odd
-        if DIAGONAL == C and DIAGONAL > GROUP:
-            b_col, b_t0 = running_products(tl.exp2(-b_g), 0, False, GROUP)
-            b_col = b_k * b_col * (1.0 / b_x)[None]
-            b_A_qk, b_A_kk = add_pairs(
-                b_A_qk, b_A_kk, tl.reshape(b_qp * b_x[None], [C, BK]), tl.reshape(b_kp * b_x[None], [C, BK]), tl.reshape(b_col, [C, BK]),
-                m_diagonal, DTYPE, PRECISION,
-            )  # fmt: skip
-        p_tile = p_tiles + o_tile + o_k[None, :]
-        tl.store(p_tile, narrow(tl.reshape(b_kp * b_x[None], [C, BK]), DTYPE))
-        tl.store(p_tile + C * KP, narrow(tl.reshape(b_qp * b_x[None], [C, BK]), DTYPE))
-        tl.store(p_tile + 2 * C * KP, narrow(tl.reshape(b_ks * b_y[None], [C, BK]), DTYPE))
-        tl.store(p_decay + i_p * KP + o_k, tl.max(b_total, 0))
-
-    b_beta = tl.load(p_beta + o_t.to(tl.int64) * s_bt, mask=m_t, other=0.0).to(tl.float32)  # [C]
-    b_beta = tl.where(m_t, write_strength(b_beta, BETA), 0.0)
-    p_square = p_squares + i_p * 2 * C * C + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
-    b_A_qk = tl.where(o_x == 0, b_qk[:, None], b_A_qk)
-    tl.store(p_square + C * C, narrow(b_A_qk, DTYPE))
-    b_inverse = unit_lower_inverse(b_A_kk * b_beta[:, None], o_t, C, INVERSE_DTYPE, INVERSE_PRECISION)
-    tl.store(p_square, narrow(b_inverse * b_beta[None, :], DTYPE))
+    b_bias = tl.zeros([KP], tl.float32)
+    if HAS_DT_BIAS:
+        b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    o_t = row_tokens(S, S, GROUP)
+    b_one = tl.full([KP], 1.0, tl.float32)
+    b_g, b_qk, b_beta = load_half(p_q, p_k, p_g, p_beta, start, eos, s_qt, s_kt, s_gt, s_bt, K, KP, S, GROUP, ALIGN, VECTOR, BETA, HIP)
+    b_A, b_rows, b_cols, b_decay = half_chunk(
+        b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start, eos, b_one,
+        KP, C, S, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, True, PRECISION,
+    )  # fmt: skip
+    if C > S:  # asked for before the first half is solved, which takes a while and few registers
+        b_g, b_qk, b_beta1 = load_half(
+            p_q, p_k, p_g, p_beta, start + S, eos, s_qt, s_kt, s_gt, s_bt, K, KP, S, GROUP, ALIGN, VECTOR, BETA, HIP
+        )
+    b_A_qk, b_A_kk = unstacked(b_A)
+    b_T = unit_lower_inverse(b_A_kk * b_beta[:, None], o_t, S, SOLVE, PRECISION)
+    b_T = narrow(b_T * b_beta[None, :], SOLVE)  # [S, S]
+    tl.store(p_square, narrow(product(narrow(b_A_qk, SOLVE), b_T, PRECISION), DTYPE))
+    if C > S:
+        b_A, b_rows, b_cols1, b_decay1 = half_chunk(
+            b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start + S, eos, b_decay,
+            KP, C, S, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, False, PRECISION,
+        )  # fmt: skip
+        b_A_qk, b_A_kk = unstacked(b_A)
+        b_A_qk10, b_A_kk10 = unstacked(product(b_rows, tl.trans(b_cols), PRECISION))  # rows of the second half, columns of the first
+        b_T1 = unit_lower_inverse(b_A_kk * b_beta1[:, None], o_t, S, SOLVE, PRECISION)
+        b_T1 = narrow(b_T1 * b_beta1[None, :], SOLVE)
+        b_T10 = product(narrow(b_A_kk10, SOLVE), b_T, PRECISION)
+        b_T10 = narrow(-product(b_T1, narrow(b_T10, SOLVE), PRECISION), SOLVE)
+        b_A_qk = narrow(b_A_qk, SOLVE)
+        b_square10 = product_add(b_A_qk, b_T10, product(narrow(b_A_qk10, SOLVE), b_T, PRECISION), PRECISION)
+        tl.store(p_square + S, tl.zeros([S, S], DTYPE))
+        tl.store(p_square + S * C, narrow(b_square10, DTYPE))
+        tl.store(p_square + S * C + S, narrow(product(b_A_qk, b_T1, PRECISION), DTYPE))
+        b_cols1 = widen(b_cols1, SOLVE)
+        tl.store(p_tile + (2 * C + S) * KP, narrow(product(tl.trans(b_T1), b_cols1, PRECISION), DTYPE))
+        b_solved = product(tl.trans(b_T), widen(b_cols, SOLVE), PRECISION) * b_decay1[None, :]  # [S, KP]
+        b_solved = product_add(tl.trans(b_T10), b_cols1, b_solved, PRECISION)
+        b_decay = b_decay * b_decay1
+    else:
+        b_solved = product(tl.trans(b_T), widen(b_cols, SOLVE), PRECISION)
+    tl.store(p_tile + 2 * C * KP, narrow(b_solved, DTYPE))
+    tl.store(p_decay + i_p * KP + o_k, b_decay)

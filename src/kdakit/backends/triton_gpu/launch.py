@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.config import Config, padded
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, padded
 from kdakit.backends.triton_gpu.intra import prepare_kernel
+from kdakit.backends.triton_gpu.recurrent import step_kernel
 from kdakit.backends.triton_gpu.state import scan_kernel
-from kdakit.backends.triton_gpu.step import step_kernel
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+_compiled: dict[Any, Any] = {}
+
+
+def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> None:
+    """Run `kernel` on `grid` programs; `args` and `constants` together are its parameters.
+
+    Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
+    kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
+    """
+    if INTERPRETED:
+        kernel[(grid,)](*args, **constants)
+        return
+    constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
+    key = (kernel, tuple(map(_specialised, args)), tuple(constants.values()), tuple(options.values()), torch.cuda.current_device())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(grid,)](*args, **constants, **options)
+    else:
+        compiled[(grid, 1, 1)](*args, *constants.values())
+
+
+def _specialised(x: Any) -> Any:
+    """What Triton compiles a kernel parameter for."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    return x is None or (isinstance(x, int) and x.bit_length() > 31)
 
 
 class Views(NamedTuple):
@@ -27,25 +54,24 @@ class Views(NamedTuple):
     v: torch.Tensor
     g: torch.Tensor
     align: int
-    strides: dict[str, int]
+    strides: dict[str, tuple[int, int, int]]  # "q": (batch, token, head)
 
 
 def views(arrays: Arrays) -> Views:
     """Strides are honoured; only a tensor whose channels are not adjacent in memory is copied."""
     tensors = [x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in arrays[:4]]
-    own = [[s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)] for x in tensors]
+    own = [[s if n > 1 else 0 for s, n in zip(x.stride(), x.shape[:3], strict=False)] for x in tensors]
     align = math.gcd(16, *(s for strides in own for s in strides))
-    strides = {f"s_{name}{dim}": s // align for name, x in zip("qkvg", own, strict=True) for dim, s in zip("bth", x, strict=True)}
-    strides |= {f"s_b{dim}": s for dim, s in zip("bth", arrays.beta.stride(), strict=True)}
-    return Views(*tensors, align, strides)
+    strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=True)}
+    return Views(*tensors, align, strides | {"b": arrays.beta.stride()})
 
 
 class Workspace(NamedTuple):
     """What the prepare kernel hands to the scan; slots are chunks, see tile.first_slot."""
 
     slots: int
-    tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_decayed
-    squares: torch.Tensor  # [slots, HV, 2, C, C]  inverse, A_qk
+    tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
+    squares: torch.Tensor  # [slots, HV, C, C]  A_solved
     decay: torch.Tensor  # [slots, HV, KP]
 
 
@@ -55,44 +81,53 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
     dtype = getattr(torch, problem.dtype)
     return Workspace(
         slots,
-        torch.empty(slots, problem.HV, 3, C, KP, dtype=dtype, device=device),
-        torch.empty(slots, problem.HV, 2, C, C, dtype=dtype, device=device),
-        torch.empty(slots, problem.HV, KP, dtype=torch.float32, device=device),
+        torch.empty((slots, problem.HV, 3, C, KP), dtype=dtype, device=device),
+        torch.empty((slots, problem.HV, C, C), dtype=dtype, device=device),
+        torch.empty((slots, problem.HV, KP), dtype=torch.float32, device=device),
     )
 
 
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
+    """Stage intra of every chunk."""
     o, C = problem.options, config.chunk
     space = workspace(problem, config, arrays.q.device)
     if space.slots == 0:
         return space
-    strides = {name: s for name, s in x.strides.items() if name[2] != "v"}
-    prepare_kernel[(space.slots * problem.HV,)](
+    args = (
         x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, space.tiles, space.squares, space.decay,
-        problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale, o.lower_bound or 0.0, **strides,
-        K=problem.K, KP=padded(problem.K), C=C, GROUP=config.group, DIAGONAL=config.diagonal, BK=config.block_k, ALIGN=x.align,
-        VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
-        HAS_DT_BIAS=problem.has_dt_bias, PRECISION=config.precision, INVERSE_DTYPE=DTYPES[config.inverse],
-        INVERSE_PRECISION=config.precision, num_warps=config.prepare_warps, num_stages=1,
+        problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
+        *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
+    constants = dict(
+        K=problem.K, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
+        ALIGN=x.align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
+        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
+        PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
+    )  # fmt: skip
+    registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
+    launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
 
 
 def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
+    """Stages state and output of every sequence."""
     o, C, device = problem.options, config.chunk, arrays.q.device
-    out = torch.empty(problem.B, problem.T, problem.HV, problem.V, dtype=x.v.dtype, device=device)
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
     final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
     grid = problem.N * problem.HV * -(-problem.V // config.block_v)
     if grid:
-        scan_kernel[(grid,)](
+        args = (
             x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states, offsets,
-            problem.T, problem.N, -(-problem.T // C), problem.HV, x.strides["s_vb"], x.strides["s_vt"], x.strides["s_vh"],
-            max(1, o.chunk_size // C),
-            K=problem.K, V=problem.V, KP=padded(problem.K), C=C, GROUP=config.group, BV=config.block_v, ALIGN=x.align,
-            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, HAS_FINAL=final is not None,
-            HAS_STATES=states is not None, PRECISION=config.precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
+            problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"], max(1, o.chunk_size // C),
         )  # fmt: skip
+        constants = dict(
+            K=problem.K, V=problem.V, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, BV=config.block_v, ALIGN=x.align,
+            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, HAS_FINAL=final is not None,
+            HAS_STATES=states is not None, PRECISION=config.precision, STAGES=config.scan_stages,
+        )  # fmt: skip
+        registers = {"maxnreg": config.scan_registers} if config.scan_registers else {}
+        launch(scan_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
     return Result(out, final, states)
 
 
@@ -106,13 +141,13 @@ def intermediate_states(problem: Problem, arrays: Arrays):
         ends = counts.cumsum(0)
         chunks = int(ends[-1])
         offsets = (ends - counts).to(device=arrays.q.device, dtype=torch.int64)
-    return torch.empty(problem.B, chunks, *problem.state_shape[1:], dtype=arrays.q.dtype, device=arrays.q.device), offsets
+    return torch.empty((problem.B, chunks, *problem.state_shape[1:]), dtype=arrays.q.dtype, device=arrays.q.device), offsets
 
 
 def contiguous_parameters(arrays: Arrays) -> Arrays:
     """The small tensors as the kernels index them."""
-    small = {n: getattr(arrays, n) for n in ("A_log", "dt_bias", "initial_state", "cu_seqlens")}
-    return arrays._replace(**{n: x.contiguous() for n, x in small.items() if x is not None})
+    A_log, dt_bias, initial_state, cu_seqlens = (x if x is None or x.is_contiguous() else x.contiguous() for x in arrays[5:9])
+    return Arrays(*arrays[:5], A_log, dt_bias, initial_state, cu_seqlens, *arrays[9:])
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
@@ -124,27 +159,34 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
+    """The token recurrence in one launch."""
     o = problem.options
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
-    out = torch.empty(problem.B, problem.T, problem.HV, problem.V, dtype=x.v.dtype, device=x.v.device)
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
     final = None
     if o.output_final_state:
         final = torch.empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype), device=x.v.device)
     grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
     if grid:
+        args = (
+            x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, out, arrays.initial_state, final,
+            problem.T, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
+            *x.strides["q"], *x.strides["k"], *x.strides["v"], *x.strides["g"], *x.strides["b"],
+        )  # fmt: skip
+        constants = dict(
+            K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=config.step_block_v, ALIGN=x.align,
+            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
+            HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state,
+            HAS_FINAL=final is not None,
+        )  # fmt: skip
         with on_device(arrays.q):
-            step_kernel[(grid,)](
-                x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, out, arrays.initial_state, final,
-                problem.T, problem.H, problem.HV, o.scale, o.lower_bound or 0.0, **x.strides,
-                K=problem.K, V=problem.V, KP=max(1, triton.next_power_of_2(problem.K)), BV=config.step_block_v, ALIGN=x.align,
-                VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
-                HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state,
-                HAS_FINAL=final is not None, num_warps=config.step_warps,
-            )  # fmt: skip
+            launch(step_kernel, grid, args, constants, num_warps=config.step_warps)
     return Result(out, final)
 
 
 def on_device(x: torch.Tensor):
     """Launches go to the current device: make it the tensors' own."""
-    return torch.cuda.device(x.device) if x.is_cuda else torch.no_grad()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
-from kdakit.backends.triton_gpu.tile import narrow
+from kdakit.backends.triton_gpu.tile import narrow, state_offsets
 
 
 @triton.jit(do_not_specialize=["T", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
@@ -40,20 +40,16 @@ def step_kernel(
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
     m_state = m_v[:, None] & m_k[None, :]
-    if V_FIRST:
-        o_state = i_nh * K * V + o_v[:, None] * K + o_k[None, :]
-    else:
-        o_state = i_nh * K * V + o_k[None, :] * V + o_v[:, None]
+    o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
     p_q += (i_b * s_qb + bos * s_qt + i_hk * s_qh) * ALIGN + o_k
     p_k += (i_b * s_kb + bos * s_kt + i_hk * s_kh) * ALIGN + o_k
     p_g += (i_b * s_gb + bos * s_gt + i_h * s_gh) * ALIGN + o_k
     p_v += (i_b * s_vb + bos * s_vt + i_h * s_vh) * ALIGN + o_v
     p_beta += i_b * s_bb + bos * s_bt + i_h * s_bh
     p_o += ((i_b * T + bos) * HV + i_h) * V + o_v
+    b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
-        b_S = tl.load(p_initial + o_state, mask=m_state, other=0.0).to(tl.float32)  # [BV, KP]
-    else:
-        b_S = tl.zeros([BV, KP], tl.float32)
+        b_S = tl.load(p_initial + o_state, mask=m_state, other=0.0).to(tl.float32)
     a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
@@ -67,7 +63,7 @@ def step_kernel(
         if L2NORM:
             b_q = b_q * inverse_norm(tl.sum(b_q * b_q, 0))
             b_k = b_k * inverse_norm(tl.sum(b_k * b_k, 0))
-        b_S = b_S * tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True))[None, :]
+        b_S = b_S * tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))[None, :]
         b_error = b_v - tl.sum(b_S * b_k[None, :], 1)  # [BV]
         b_S = b_S + (b_beta * b_k)[None, :] * b_error[:, None]
         b_o = tl.sum(b_S * (b_q * scale)[None, :], 1)  # [BV]

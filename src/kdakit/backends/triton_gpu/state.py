@@ -5,31 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens
-
-
-@triton.jit
-def state_offsets(i_state, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """[BV, KP] offsets of S^T in the i_state-th [K, V] (or [V, K]) matrix."""
-    if V_FIRST:
-        return i_state * K * V + o_v[:, None] * K + o_k[None, :]
-    return i_state * K * V + o_k[None, :] * V + o_v[:, None]
+from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY"])
 def scan_kernel(
     p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets,
     T, N, NT, HV, s_vb, s_vt, s_vh, EVERY,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr,
-    VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_STATES: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    HAS_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
-        r = v - k_in S        v_new = inverse r        o = q_decayed S + A_qk v_new        S <- Diag(decay) S + k_decayed^T v_new
+        r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
 
-    Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. S^T [BV, KP] stays in float32 registers; every product takes S^T or a value
-    derived from it as its left factor, which needs no trip through shared memory.
+    This is v_new = inverse r carried to both places where it is used, so that the chain from state to state is two products.
+    Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. S^T [BV, KP] stays in float32 registers; every product takes S^T or a
+    value derived from it as its left factor, which needs no trip through shared memory.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -47,48 +40,46 @@ def scan_kernel(
         i_slot = i_n * NT
         i_b = i_n
     o_c = tl.arange(0, C)
-    o_t = row_tokens(C, GROUP)
+    o_t = row_tokens(C, S, GROUP)
     o_k = tl.arange(0, KP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
+    b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
-        o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
-        b_S = tl.load(p_initial + o_state, mask=m_state, other=0.0).to(tl.float32)  # [BV, KP]
-    else:
-        b_S = tl.zeros([BV, KP], tl.float32)
+        b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V + o_v[None, :]  # [C, BV]
     i_slot = i_slot * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
-    p_square = p_squares + i_slot * 2 * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
+    p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
+    b_v = tl.load(p_v, mask=(o_t < length)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
     for i_c in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
+        p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
+        b_v_next = tl.load(p_v, mask=(o_t < length - (i_c + 1) * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
         if HAS_STATES:
-            if i_c % EVERY == 0:
-                o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
-                tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state)
+            o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
+            tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
         b_k_in = tl.load(p_tile)  # [C, KP]
-        b_v = tl.load(p_v, mask=m_cv, other=0.0)  # [C, BV]
-        b_inverse = tl.load(p_square)  # [C, C]
-        b_k_decayed = tl.load(p_tile + 2 * C * KP)  # [C, KP]
+        b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
-        b_A_qk = tl.load(p_square + C * C)  # [C, C]
+        b_A_solved = tl.load(p_square)  # [C, C]
         b_decay = tl.load(p_decay)  # [KP]
         b_Sn = narrow(b_S, DTYPE)
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
-        b_v_new = narrow(product(narrow(b_r, DTYPE), tl.trans(b_inverse), PRECISION), DTYPE)  # [BV, C]
         b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
-        b_S = product_add(b_v_new, b_k_decayed, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
-        b_o = product_add(b_v_new, tl.trans(b_A_qk), b_o, PRECISION)
+        b_r = narrow(b_r, DTYPE)
+        b_S = product_add(b_r, b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
+        b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
         tl.store(p_o, narrow(tl.trans(b_o), p_o.dtype.element_ty), mask=m_cv)
-        p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
+        b_v = b_v_next
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
-        p_square += tl.cast(2 * C * C, tl.int64) * HV
+        p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
     if HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)

@@ -11,11 +11,17 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """float32 x rounded to nearest even in DTYPE. The interpreter truncates to bfloat16, so there the rounding is spelled out."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and DTYPE.is_bf16():
         bits = x.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
+
+
+@triton.jit
+def widen(x, DTYPE: tl.constexpr):
+    """A stored tile as an operand of DTYPE."""
+    return x.to(tl.float32).to(DTYPE)
 
 
 @triton.jit
@@ -38,7 +44,7 @@ def product_add(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def first_slot(p_cu_seqlens, i_n, C: tl.constexpr):
-    """Where sequence n's chunks start in the workspace: cu[n] // C + n. Gaps are possible, overlaps are not, and no prefix sum is needed."""
+    """Where sequence n's chunks start in the workspace: cu[n] // C + n. There are gaps but no overlaps, and no prefix sum is needed."""
     return tl.load(p_cu_seqlens + i_n).to(tl.int64) // C + i_n
 
 
@@ -60,11 +66,21 @@ def find_sequence(p_cu_seqlens, i_s, N, C: tl.constexpr):
 
 
 @triton.jit
-def row_tokens(C: tl.constexpr, GROUP: tl.constexpr):
+def row_tokens(C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr):
     """[C]: the token that each row of a chunk's tiles holds.
 
-    Row r is token (r % (C / GROUP)) * GROUP + r // (C / GROUP): GROUP consecutive tokens end up in the registers of one thread, where scans
-    over them cost nothing. Everything inside a chunk lives in this order; only loads of inputs and stores of outputs know tokens.
+    Within each part of S rows, row r is token (r % (S / GROUP)) * GROUP + r // (S / GROUP): GROUP consecutive tokens end up in the
+    registers of one thread, where scans over them cost nothing. Everything inside a chunk lives in this order; only loads of inputs and
+    stores of outputs know tokens.
     """
     o_c = tl.arange(0, C)
-    return (o_c % (C // GROUP)) * GROUP + o_c // (C // GROUP)
+    o_r = o_c % S
+    return o_c - o_r + (o_r % (S // GROUP)) * GROUP + o_r // (S // GROUP)
+
+
+@triton.jit
+def state_offsets(i_state, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """[BV, KP] offsets of S^T in the i_state-th [K, V] (or [V, K]) matrix."""
+    if V_FIRST:
+        return i_state * K * V + o_v[:, None] * K + o_k[None, :]
+    return i_state * K * V + o_k[None, :] * V + o_v[:, None]

@@ -3,7 +3,7 @@
     gate      activate          [B, T, H, ..] inputs -> q, k, v, log-decay, beta as the recurrence wants them
               block_sums        the sums of log-decays inside a chunk
     intra     pair_products     A_qk, A_kk
-              solve, wy         w, u
+              unit_lower_inverse, wy     w, u
               intra_forward     all of a chunk that needs no state
     state     state_forward     states before each chunk, v_new, final states
     output    output_forward    o
@@ -13,37 +13,31 @@
 
 from __future__ import annotations
 
-from kdakit.backends.xla.call import Saved, backward, forward, step
+from kdakit.backends.xla.call import Kept, Saved, backward, forward, step
 from kdakit.backends.xla.gate import Activated, BlockSums, activate, activate_backward, block_sums, block_sums_backward
 from kdakit.backends.xla.intra import (
     Intra,
-    diagonal_inverses,
     intra_backward,
     intra_forward,
     pair_products,
     pair_products_backward,
-    solve,
+    unit_lower_inverse,
     wy,
     wy_backward,
 )
 from kdakit.backends.xla.output import output_backward, output_forward
-from kdakit.backends.xla.plan import Plan, from_chunks, make_plan, to_chunks
+from kdakit.backends.xla.plan import Config, default_config
 from kdakit.backends.xla.state import state_backward, state_forward
 from kdakit.problem import Problem
 
 __all__ = [
-    "Activated", "BlockSums", "Intra", "Plan", "Saved", "activate", "activate_backward", "backward", "block_sums", "block_sums_backward",
-    "default_config", "diagonal_inverses", "forward", "from_chunks", "intra_backward", "intra_forward", "make_plan", "output_backward",
-    "output_forward", "pair_products", "pair_products_backward", "solve", "state_backward", "state_forward", "step", "supports",
-    "to_chunks", "wy", "wy_backward",
+    "Activated", "BlockSums", "Config", "Intra", "Kept", "Saved", "activate", "activate_backward", "backward", "block_sums",
+    "block_sums_backward", "default_config", "forward", "intra_backward", "intra_forward", "output_backward", "output_forward",
+    "pair_products", "pair_products_backward", "state_backward", "state_forward", "step", "supports", "unit_lower_inverse", "wy",
+    "wy_backward",
 ]  # fmt: skip
 
 
 def supports(problem: Problem, device) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
-    return None
-
-
-def default_config(problem: Problem, device) -> None:
-    """Nothing to choose here: tiles are the compiler's business."""
     return None

@@ -8,71 +8,121 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from kdakit.backends.xla.gate import Activated, activate, activate_backward
+from kdakit.backends.xla.gate import Activated, activate, activate_backward, segment_starts
 from kdakit.backends.xla.intra import Intra, intra_backward, intra_forward
 from kdakit.backends.xla.output import output_backward, output_forward
-from kdakit.backends.xla.plan import Plan, from_chunks, make_plan, to_chunks
+from kdakit.backends.xla.plan import (
+    Config,
+    Plan,
+    default_config,
+    from_chunks,
+    join_windows,
+    make_plan,
+    pad_tokens,
+    to_chunks,
+    window_arrays,
+    window_slots,
+    window_tokens,
+    window_valid,
+)
 from kdakit.backends.xla.state import state_backward, state_forward
 from kdakit.backends.xla.step import recurrence
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 
-class Saved(NamedTuple):
-    """What the backward would otherwise compute again; chunked, leading axes [NT, B, HV]."""
+class Kept(NamedTuple):
+    """What a window computes; leading axes [G, B, HV]."""
 
     intra: Intra
     states: Any  # [.., K, V]
     v_new: Any  # [.., C, V]
 
 
-def forward(problem: Problem, arrays: Arrays, config=None) -> tuple[Result, Saved | None]:
-    """The call's results and, with disable_recompute, what its backward can use."""
-    plan = make_plan(problem, arrays.cu_seqlens)
-    x = _chunks(plan, activate(problem, arrays))
-    saved, final = _through_state(problem, arrays, plan, x)
-    o = output_forward(saved.intra.q_decayed, saved.intra.A_qk, saved.states, saved.v_new)
-    o = from_chunks(plan, o).astype(problem.dtype)
-    states = None
-    if problem.options.return_intermediate_states:
-        states = saved.states if plan.sequence is None else _used(problem, plan, saved.states)
-        states = layout(problem, jnp.moveaxis(states, 0, 1)).astype(problem.dtype)  # [B, NT, HV, K, V]
-    result = Result(o, layout(problem, final).astype(problem.state_dtype) if problem.options.output_final_state else None, states)
-    return result, _tagged(saved) if problem.needs_grad and problem.options.disable_recompute else None
+class Saved(NamedTuple):
+    """What the backward gets, per window. It computes again what is None in `kept`: most of it, unless disable_recompute."""
+
+    entering: Any  # [windows, B, HV, K, V]  the state at the window's start
+    kept: Kept
 
 
-def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config=None) -> Arrays:
+def forward(problem: Problem, arrays: Arrays, config: Config | None = None) -> tuple[Result, Saved | None]:
+    """The call's results and, if its gradient is needed, what its backward uses."""
+    o = problem.options
+    plan = make_plan(problem, config or default_config(problem, "cpu"), arrays.cu_seqlens)
+    initial = _initial_states(problem, arrays)
+    tokens, resets = _padded(problem, plan, arrays)
+
+    def window(carry, index):
+        entering, finals = carry
+        x = _window_inputs(problem, plan, tokens, resets, index)
+        kept, after, last = _window_states(plan, x, entering, initial, index)
+        out = output_forward(kept.intra.q_decayed, kept.intra.A_qk, kept.states, kept.v_new)
+        states = layout(problem, kept.states).astype(problem.dtype) if o.return_intermediate_states else None
+        saved = Saved(entering, _keep(kept, o.disable_recompute)) if problem.needs_grad else None
+        return (last, _collect(plan, finals, after, index, "last")), (from_chunks(plan, out).astype(problem.dtype), states, saved)
+
+    packed = plan.slots is not None
+    carry = (jnp.zeros_like(initial[:1]), initial) if packed else (initial, None)
+    (last, finals), (out, states, saved) = lax.scan(window, carry, jnp.arange(plan.windows))
+    final = layout(problem, finals if packed else last).astype(problem.state_dtype) if o.output_final_state else None
+    if states is not None:  # [windows, G, B, ..] -> [B, NT, ..]
+        states = jnp.moveaxis(states.reshape(plan.windows * plan.G, *states.shape[2:]), 0, 1)[:, : problem.chunks]
+        if packed:
+            used = plan.slots.sequence.reshape(-1)[: problem.chunks] < problem.N
+            states = jnp.where(used[:, None, None, None], states, 0)
+    return Result(join_windows(plan, out), final, states), saved
+
+
+def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config | None = None) -> Arrays:
     """Gradients of sum(o * d_o) + sum(final_state * d_final_state), each in its input's dtype; None where there is no input."""
+    config = config or default_config(problem, "cpu")
     if saved is None:
-        # Without the barrier the compiler finds the forward's intermediates again, keeps them, and saves no memory.
-        arrays, d_o, d_final_state = lax.optimization_barrier((arrays, d_o, d_final_state))
+        saved = forward(problem.replace(needs_grad=True, disable_recompute=False), arrays, config)[1]
     dtype = problem.compute_dtype
-    plan = make_plan(problem, arrays.cu_seqlens)
-    x = _chunks(plan, activate(problem, arrays))
-    if saved is None:
-        saved, _ = _through_state(problem, arrays, plan, x)
-    intra, states, v_new = saved
-    d_final = jnp.zeros_like(_initial_states(problem, arrays)) if d_final_state is None else layout(problem, d_final_state.astype(dtype))
-    d_q_decayed, d_A_qk, d_states, d_v_new = output_backward(
-        intra.q_decayed, intra.A_qk, states, v_new, to_chunks(plan, d_o.astype(dtype))
-    )
-    d_w, d_u, d_k_decayed, d_decay, d_initial = state_backward(
-        intra.w, intra.k_decayed, intra.decay, states, v_new, d_states, d_v_new, d_final, plan.sequence
-    )
-    d_x = intra_backward(*x, intra, Intra(None, d_A_qk, None, d_w, d_u, d_q_decayed, d_k_decayed, d_decay))
-    gradients = activate_backward(problem, arrays, Activated(*(from_chunks(plan, d) for d in d_x)))
-    if arrays.initial_state is not None:
-        gradients = gradients._replace(initial_state=layout(problem, d_initial).astype(arrays.initial_state.dtype))
-    return gradients
+    plan = make_plan(problem, config, arrays.cu_seqlens)
+    initial = _initial_states(problem, arrays)
+    d_final = jnp.zeros_like(initial) if d_final_state is None else layout(problem, d_final_state.astype(dtype))
+    tokens, resets = _padded(problem, plan, arrays)
+    d_out = pad_tokens(plan, d_o)
+
+    def window(carry, xs):
+        index, (entering, kept) = xs
+        d_last, d_initials = carry
+        x = _window_inputs(problem, plan, tokens, resets, index)
+        if kept.states is None:
+            kept, _, _ = _window_states(plan, x, entering, initial, index, kept.intra)
+        intra, states, v_new = kept
+        d_window = to_chunks(plan, window_tokens(plan, d_out, index).astype(dtype))
+        d_q_decayed, d_A_qk, d_states, d_v_new = output_backward(intra.q_decayed, intra.A_qk, states, v_new, d_window)
+        d_w, d_u, d_k_decayed, d_decay, d_before, d_entering = state_backward(
+            intra.w, intra.k_decayed, intra.decay, states, v_new, d_states, d_v_new, d_last, _entry(plan, d_final, index, "last")
+        )
+        d_x = intra_backward(*x, intra, Intra(None, d_A_qk, None, None, d_w, d_u, d_q_decayed, d_k_decayed, d_decay))
+        d_x = Activated(*(from_chunks(plan, d) for d in d_x))
+        gradients = activate_backward(problem, window_arrays(plan, tokens, index), d_x, window_valid(plan, index))
+        return (d_entering, _collect(plan, d_initials, d_before, index, "first")), gradients
+
+    packed = plan.slots is not None
+    # Sequences without tokens hand d_final on to their initial state.
+    carry = (jnp.zeros_like(d_final[:1]), d_final) if packed else (d_final, None)
+    (d_first, d_initials), gradients = lax.scan(window, carry, (jnp.arange(plan.windows), saved), reverse=True)
+    d_initial = layout(problem, d_initials if packed else d_first)
+    whole = [join_windows(plan, d) for d in gradients[:5]]
+    parameters = [d if d is None else d.sum(0) for d in gradients[5:7]]
+    pairs = zip(arrays[5:8], (*parameters, d_initial), strict=True)
+    return Arrays(*whole, *(None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in pairs))
 
 
-def step(problem: Problem, arrays: Arrays, config=None) -> Result:
+def step(problem: Problem, arrays: Arrays, config: Config | None = None) -> Result:
     """The same results token by token."""
-    sequence = None
-    if arrays.cu_seqlens is not None:
+    sequence = resets = None
+    if problem.varlen == "cu_seqlens":
         tokens = jnp.arange(problem.T, dtype=arrays.cu_seqlens.dtype)
         sequence = jnp.searchsorted(arrays.cu_seqlens[1:], tokens, side="right")
-    o, final = recurrence(activate(problem, arrays), _initial_states(problem, arrays), sequence)
+    if problem.varlen == "segment_ids":
+        resets = segment_starts(arrays.segment_ids)
+    o, final = recurrence(activate(problem, arrays, resets), _initial_states(problem, arrays), sequence)
     final = layout(problem, final).astype(problem.state_dtype) if problem.options.output_final_state else None
     return Result(o.astype(problem.dtype), final)
 
@@ -82,15 +132,40 @@ def layout(problem: Problem, state):
     return state.swapaxes(-1, -2) if problem.options.state_v_first else state
 
 
-def _chunks(plan: Plan, x: Activated) -> Activated:
+def _padded(problem: Problem, plan: Plan, arrays: Arrays):
+    """The arrays with whole windows of tokens, and where segments start."""
+    tokens = Arrays(*(pad_tokens(plan, x) for x in arrays[:5]), arrays.A_log, arrays.dt_bias)
+    resets = pad_tokens(plan, segment_starts(arrays.segment_ids)) if problem.varlen == "segment_ids" else None
+    return tokens, resets
+
+
+def _window_inputs(problem: Problem, plan: Plan, tokens: Arrays, resets, index) -> Activated:
+    """q, k, v, g, beta as [G, B, HV, C, ..]."""
+    x = activate(problem, window_arrays(plan, tokens, index), window_tokens(plan, resets, index), window_valid(plan, index))
     return Activated(*(to_chunks(plan, a) for a in x))
 
 
-def _through_state(problem: Problem, arrays: Arrays, plan: Plan, x: Activated):
-    intra = intra_forward(*x)
-    initial = _initial_states(problem, arrays)
-    states, v_new, final = state_forward(intra.w, intra.u, intra.k_decayed, intra.decay, initial, plan.sequence)
-    return Saved(intra, states, v_new), final
+def _window_states(plan: Plan, x: Activated, entering, initial, index, known: Intra | None = None):
+    """Kept, the states after each chunk (packed calls) and the last one."""
+    intra = intra_forward(*x) if known is None else intra_forward(*x, known.A_qk, known.inverse)
+    entry = _entry(plan, initial, index, "first")
+    states, v_new, after, last = state_forward(intra.w, intra.u, intra.k_decayed, intra.decay, entering, entry)
+    return Kept(intra, states, v_new), after, last
+
+
+def _entry(plan: Plan, states, index, where: str):
+    """Where sequences of a packed call begin (or end) in a window, and their states [G, 1, HV, K, V] there."""
+    slots = window_slots(plan, index)
+    return None if slots is None else (getattr(slots, where), states.take(slots.sequence, axis=0, mode="clip")[:, None])
+
+
+def _collect(plan: Plan, states, found, index, where: str):
+    """`states` [N, HV, K, V] with those replaced whose sequence ends (or begins) in this window."""
+    slots = window_slots(plan, index)
+    if slots is None:
+        return None
+    rows = jnp.where(getattr(slots, where), slots.sequence, states.shape[0])  # out of range: dropped
+    return states.at[rows].set(found[:, 0], mode="drop")
 
 
 def _initial_states(problem: Problem, arrays: Arrays):
@@ -102,13 +177,9 @@ def _initial_states(problem: Problem, arrays: Arrays):
     return jnp.zeros_like(arrays.v, problem.compute_dtype, shape=shape)
 
 
-def _used(problem: Problem, plan: Plan, states):
-    """Zeros in the slots that no sequence needed."""
-    return jnp.where((plan.sequence < problem.N)[:, None, None, None, None], states, 0)
-
-
-def _tagged(saved: Saved) -> Saved:
-    """Named, so that a jax.checkpoint policy can ask for them: kda_g_cum, kda_A_qk, .., kda_states, kda_v_new."""
-    name = lambda fields, values: (None if a is None else checkpoint_name(a, f"kda_{n}") for n, a in zip(fields, values, strict=True))
-    intra = Intra(*name(Intra._fields, saved.intra))
-    return Saved(intra, *name(("states", "v_new"), saved[1:]))
+def _keep(kept: Kept, everything: bool) -> Kept:
+    """What is saved for the backward, named for jax.checkpoint policies: kda_A_qk, kda_inverse; kda_w, .., kda_states, kda_v_new."""
+    fields = kept.intra._asdict() | {"states": kept.states, "v_new": kept.v_new}
+    wanted = fields.keys() - {"g_cum", "A_kk"} if everything else {"A_qk", "inverse"}
+    named = {name: checkpoint_name(x, f"kda_{name}") if name in wanted else None for name, x in fields.items()}
+    return Kept(Intra(*(named[name] for name in Intra._fields)), named["states"], named["v_new"])

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kdakit.backends.xla.plan import BLOCK
+from kdakit.backends.xla.products import product, row_dots
 from kdakit.gates import L2_EPSILON
 from kdakit.problem import Arrays, Problem
 
-LEVELS = (1, 2, 4, 8)  # half-block sizes inside a block
+LEVELS = (1, 2, 4, 8)  # run lengths inside a block of 16
 
 
 class Activated(NamedTuple):
@@ -30,11 +32,11 @@ class Activated(NamedTuple):
     beta: Any  # [B, T, HV]
 
 
-def activate(problem: Problem, arrays: Arrays) -> Activated:
-    """l2norm of q and k, scale, repeat over the group; gate; beta.
+def activate(problem: Problem, arrays: Arrays, resets=None, valid=None) -> Activated:
+    """l2norm of q and k, scale, repeat over the group; gate; beta. Takes all tokens or a window of them.
 
     softplus: g = -exp(A_log) softplus(g + dt_bias)        bounded: g = lower_bound sigmoid(exp(A_log) (g + dt_bias))
-    A token that starts a new segment has g = -inf.
+    Tokens with `resets` [B, T], those that start a new segment, have g = -inf. Where not `valid` [T], beta = g = 0.
     """
     o = problem.options
     q, k, v, g, beta = (x.astype(problem.compute_dtype) for x in arrays[:5])
@@ -44,15 +46,17 @@ def activate(problem: Problem, arrays: Arrays) -> Activated:
     if o.gate != "log_decay":
         a, x = _gate_argument(problem, arrays, g)
         g = -a * jax.nn.softplus(x) if o.gate == "softplus" else o.lower_bound * jax.nn.sigmoid(a * x)
-    if problem.varlen == "segment_ids":
-        g = jnp.where(segment_starts(arrays.segment_ids)[..., None, None], -jnp.inf, g)
     if o.beta != "given":
         beta = (2 if o.beta == "double_sigmoid" else 1) * jax.nn.sigmoid(beta)
+    if resets is not None:
+        g = jnp.where(resets[..., None, None], -jnp.inf, g)
+    if valid is not None:
+        g, beta = jnp.where(valid[:, None, None], g, 0), jnp.where(valid[:, None], beta, 0)
     return Activated(q, k, v, g, beta)
 
 
-def activate_backward(problem: Problem, arrays: Arrays, d_x: Activated) -> Arrays:
-    """From gradients of `activate`'s results to those of the call's inputs (initial_state excepted), each in its input's dtype.
+def activate_backward(problem: Problem, arrays: Arrays, d_x: Activated, valid=None) -> Arrays:
+    """From gradients of `activate`'s results to those of its inputs: q, k, v, g, beta in their dtypes, A_log [HV] and dt_bias [HV, K].
 
     l2norm, r = 1/sqrt(x.x + eps), y = r x:      d_x = r (d_y - y (y . d_y))
     softplus gate, x = g + dt_bias, a = e^A_log: d_x = -a sigmoid(x) d_g, d_A_log = sum -a softplus(x) d_g, d_dt_bias = sum d_x
@@ -61,6 +65,8 @@ def activate_backward(problem: Problem, arrays: Arrays, d_x: Activated) -> Array
     o = problem.options
     q, k, _, g, beta = (x.astype(problem.compute_dtype) for x in arrays[:5])
     d_q, d_k, d_v, d_g, d_beta = d_x
+    if valid is not None:
+        d_g = jnp.where(valid[:, None, None], d_g, 0)
     d_q, d_k = (x.reshape(*q.shape[:3], problem.group, problem.K).sum(3) for x in (d_q * o.scale, d_k))
     if o.l2norm:
         d_q, d_k = l2norm_backward(q, d_q), l2norm_backward(k, d_k)
@@ -78,8 +84,8 @@ def activate_backward(problem: Problem, arrays: Arrays, d_x: Activated) -> Array
     if o.beta != "given":
         s = jax.nn.sigmoid(beta)
         d_beta = (2 if o.beta == "double_sigmoid" else 1) * s * (1 - s) * d_beta
-    gradients = (d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias)
-    return Arrays(*(None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in zip(arrays[:7], gradients, strict=True)))
+    gradients = (d.astype(x.dtype) for x, d in zip(arrays[:5], (d_q, d_k, d_v, d_g, d_beta), strict=True))
+    return Arrays(*gradients, None if arrays.A_log is None else d_A_log, None if arrays.dt_bias is None else d_dt_bias)
 
 
 def _gate_argument(problem: Problem, arrays: Arrays, g):
@@ -96,91 +102,96 @@ def segment_starts(segment_ids):
 
 def l2norm(x):
     """x / sqrt(x . x + eps) over the last axis."""
-    return x / jnp.sqrt((x * x).sum(-1, keepdims=True) + L2_EPSILON)
+    return x / jnp.sqrt(row_dots(x, x) + L2_EPSILON)
 
 
 def l2norm_backward(x, d_out):
     """With r = 1/sqrt(x . x + eps) and y = r x:  d_x = r (d_y - y (y . d_y))."""
-    r = 1 / jnp.sqrt((x * x).sum(-1, keepdims=True) + L2_EPSILON)
+    r = 1 / jnp.sqrt(row_dots(x, x) + L2_EPSILON)
     y = r * x
-    return r * (d_out - y * (y * d_out).sum(-1, keepdims=True))
+    return r * (d_out - y * row_dots(y, d_out))
 
 
 class BlockSums(NamedTuple):
     """Sums of log-decays inside a chunk of n blocks of 16 tokens; also the shape of their gradients.
 
-    Level b splits a block into m = 8/b pairs of b tokens: `rows` belong to the second b, `columns` to the first, and both are counted from
-    the boundary between them.
+    Inside the blocks, level s = 1, 2, 4, 8 pairs each second run of s tokens with the first run before it: `rows` belong to the second,
+    `columns` to the first, and both count from the boundary between the two. P is the number of pairs, C / 2s.
     """
 
-    rows: tuple  # 4 x [.., n, m, b, K]  boundary to token i, inclusive
-    columns: tuple  # 4 x [.., n, m, b, K]  after token j to the boundary
+    rows: tuple  # 4 x [.., P, s, K]  boundary to token i, inclusive
+    columns: tuple  # 4 x [.., P, s, K]  after token j to the boundary
     prefix: Any  # [.., n, 16, K]  start of the block to token i, inclusive
-    across: Any  # [.., n-1, n-1, 16, K]  at [I-1, J]: after a token of block J up to the start of block I; -inf unless J < I
+    suffix: Any  # [.., n, 16, K]  after token j to the end of the block
+    between: Any  # [.., n-1, n-1, K]  at [I-1, J]: the blocks after J and before I
     g_cum: Any  # [.., C, K]  start of the chunk to token i, inclusive
     to_end: Any  # [.., C, K]  after token j to the end of the chunk
 
 
 def block_sums(g) -> BlockSums:
-    """g [.., C, K] -> all sums that the chunk needs."""
+    """g [.., C, K] -> all sums that the chunk needs; those of a run come from those of its halves and the halves' totals."""
     *lead, C, K = g.shape
-    n = C // BLOCK
     rows, columns = [], []
-    to, after = g, jnp.zeros_like(g)  # inside blocks of b tokens: up to a token, after a token
-    for b in LEVELS:
-        to, after = (x.reshape(*lead, n, BLOCK // (2 * b), 2, b, K) for x in (to, after))
+    to, after = g, jnp.zeros_like(g)
+    for s in LEVELS:
+        shape = (*lead, C // (2 * s), 2, s, K)
+        to, after = to.reshape(shape), after.reshape(shape)
         to_1, to_2, after_1, after_2 = to[..., 0, :, :], to[..., 1, :, :], after[..., 0, :, :], after[..., 1, :, :]
         rows.append(to_2)
         columns.append(after_1)
         to = jnp.concatenate([to_1, to_1[..., -1:, :] + to_2], -2)
         after = jnp.concatenate([after_1 + to_2[..., -1:, :], after_2], -2)
-    prefix, suffix = to.reshape(*lead, n, BLOCK, K), after.reshape(*lead, n, BLOCK, K)
-    total = prefix[..., -1, :]  # [.., n, K]
-    between = jnp.where(_strictly_between(n)[..., None], total[..., None, None, :, :], 0).sum(-2)  # [.., n-1, n-1, K]
-    earlier = jnp.tri(n - 1, dtype=bool)[:, :, None, None]  # J < I
-    across = jnp.where(earlier, suffix[..., None, :-1, :, :] + between[..., None, :], -jnp.inf)
-    g_cum = (prefix + sums_to(total, exclusive=True)[..., None, :]).reshape(g.shape)
-    to_end = (suffix + sums_after(total)[..., None, :]).reshape(g.shape)
-    return BlockSums(tuple(rows), tuple(columns), prefix, across, g_cum, to_end)
+    total = to[..., -1, :]  # [.., n, K]
+    # between[I, J] = between[I-1, J] + total[I-1], from nothing at I = J + 1.
+    between = jnp.where(_later(C // BLOCK), total[..., :-1, None, :], 0)
+    between = lax.cumsum(between, between.ndim - 3)
+    g_cum = (to + _sums_before(total)[..., None, :]).reshape(g.shape)
+    to_end = (after + _sums_after(total)[..., None, :]).reshape(g.shape)
+    return BlockSums(tuple(rows), tuple(columns), to, after, between, g_cum, to_end)
 
 
 def block_sums_backward(d: BlockSums):
-    """d_g [.., C, K] from the gradients of all sums: the adjoint, which again only adds.
+    """d_g [.., C, K] from the gradients of all sums: each gate collects from every sum that it is part of.
 
     The shorter way, a reverse cumulative sum of q d_q - k d_k, is a difference of large numbers where the gates are strong.
     """
     *lead, C, K = d.g_cum.shape
-    n = C // BLOCK
-    d_g_cum, d_to_end = d.g_cum.reshape(*lead, n, BLOCK, K), d.to_end.reshape(*lead, n, BLOCK, K)
-    d_between = d.across.sum(-2)  # [.., n-1, n-1, K]
-    d_total = jnp.where(_strictly_between(n)[..., None], d_between[..., None, :], 0).sum((-4, -3))  # [.., n, K]
-    d_total = d_total + sums_to(d_to_end.sum(-2), exclusive=True) + sums_after(d_g_cum.sum(-2))
-    d_suffix = d_to_end + jnp.pad(d.across.sum(-4), [(0, 0)] * len(lead) + [(0, 1), (0, 0), (0, 0)])
-    d_prefix = d.prefix + d_g_cum
-    # The total is the prefix at the last token, and so a sum over the whole block.
-    d_g = lax.cumsum(d_prefix, d_prefix.ndim - 2, reverse=True) + sums_to(d_suffix, exclusive=True) + d_total[..., None, :]
-    d_g = d_g.reshape(*lead, C, K)
-    for b, d_rows, d_columns in zip(LEVELS, d.rows, d.columns, strict=True):
-        halves = [sums_to(d_columns, exclusive=True), lax.cumsum(d_rows, d_rows.ndim - 2, reverse=True)]
-        d_g = d_g + jnp.stack(halves, -3).reshape(*lead, C, K)
-    return d_g
+    blocks = lambda x: x.reshape(*lead, C // BLOCK, BLOCK, K)
+    d_g_cum, d_to_end = blocks(d.g_cum), blocks(d.to_end)
+    # Runs of one token: a row's sum is its own gate, a column's is empty.
+    d_g = blocks(jnp.pad(d.rows[0], [(0, 0)] * (len(lead) + 1) + [(1, 0), (0, 0)]))
+    levels = [blocks(jnp.concatenate([columns, rows], -2)) for rows, columns in zip(d.rows[1:], d.columns[1:], strict=True)]
+    for members, d_sums in zip(_MEMBERS, (*levels, d.prefix + d_g_cum, d.suffix + d_to_end), strict=True):
+        # Gradients are finite, so here, unlike for the gates themselves, a product with zeros and ones is a sum.
+        part = jnp.broadcast_to(jnp.asarray(members, d_sums.dtype), (*d_sums.shape[:-1], BLOCK))
+        d_g = d_g + product("...mi,...ik->...mk", part, d_sums)
+    d_total = jnp.where(_later(C // BLOCK), lax.cumsum(d.between, d.between.ndim - 3, reverse=True), 0).sum(-2)  # [.., n-1, K]
+    d_total = jnp.pad(d_total, [(0, 0)] * len(lead) + [(0, 1), (0, 0)])
+    d_total = d_total + _sums_after(d_g_cum.sum(-2)) + _sums_before(d_to_end.sum(-2))
+    return (d_g + d_total[..., None, :]).reshape(d.g_cum.shape)
 
 
-def sums_to(x, exclusive: bool = False):
-    """y[i] = x[0] + .. + x[i] along the last axis but one; without x[i] if exclusive."""
-    axis = x.ndim - 2
-    if exclusive:
-        x = jnp.concatenate([jnp.zeros_like(x[..., :1, :]), x[..., :-1, :]], axis)
-    return lax.cumsum(x, axis)
+def _members():
+    """5 x [16, 16], constant: whether the gate of token m is part of sum i, for the levels from 2 on, the prefix and the suffix."""
+    m, i = np.indices((BLOCK, BLOCK))
+    to, after = m <= i, m > i
+    levels = [(m // s == i // s) & np.where((i // s) % 2 == 1, to, after) for s in LEVELS[1:]]
+    return *levels, to, after
 
 
-def sums_after(x):
+_MEMBERS = _members()
+
+
+def _sums_before(x):
+    """y[i] = x[0] + .. + x[i-1] along the last axis but one."""
+    return lax.cumsum(jnp.concatenate([jnp.zeros_like(x[..., :1, :]), x[..., :-1, :]], -2), x.ndim - 2)
+
+
+def _sums_after(x):
     """y[j] = x[j+1] + .. + x[last] along the last axis but one."""
-    axis = x.ndim - 2
-    return lax.cumsum(jnp.concatenate([x[..., 1:, :], jnp.zeros_like(x[..., :1, :])], axis), axis, reverse=True)
+    return lax.cumsum(jnp.concatenate([x[..., 1:, :], jnp.zeros_like(x[..., :1, :])], -2), x.ndim - 2, reverse=True)
 
 
-def _strictly_between(n: int):
-    """[n-1, n-1, n]: at [I-1, J, M] whether J < M < I."""
-    i, j, m = jnp.arange(1, n)[:, None, None], jnp.arange(n - 1)[:, None], jnp.arange(n)
-    return (j < m) & (m < i)
+def _later(n: int):
+    """[n-1, n-1, 1]: at [I-1, J] whether J < I - 1, so that block I - 1 lies between J and I."""
+    return jnp.tri(n - 1, k=-1, dtype=bool)[..., None]

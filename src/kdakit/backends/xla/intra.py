@@ -1,9 +1,9 @@
 """Stage intra: everything of a chunk that needs no state, and its backward. Leading axes are free, C is the chunk's length.
 
-    A_qk[i,j] = sum_d q[i,d] k[j,d] exp(g[j+1,d] + .. + g[i,d])           j <= i   (q is scaled)
-    A_kk[i,j] = beta_i sum_d k[i,d] k[j,d] exp(g[j+1,d] + .. + g[i,d])    j <  i
-    (I + A_kk) u = beta v                  (I + A_kk) w = beta k exp(g_cum)
-    q_decayed = q exp(g_cum)               k_decayed = k exp(to_end)               decay = exp(g_cum at the chunk's end)
+A_qk[i,j] = sum_d q[i,d] k[j,d] exp(g[j+1,d] + .. + g[i,d])           j <= i   (q is scaled)
+A_kk[i,j] = beta_i sum_d k[i,d] k[j,d] exp(g[j+1,d] + .. + g[i,d])    j <  i
+(I + A_kk) u = beta v                  (I + A_kk) w = beta k exp(g_cum)
+q_decayed = q exp(g_cum)               k_decayed = k exp(to_end)               decay = exp(g_cum at the chunk's end)
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from jax import lax
 
 from kdakit.backends.xla.gate import LEVELS, BlockSums, block_sums, block_sums_backward
 from kdakit.backends.xla.plan import BLOCK
-from kdakit.backends.xla.products import product
+from kdakit.backends.xla.products import product, row_dots
 
 
 class Intra(NamedTuple):
     g_cum: Any  # [.., C, K]  log-decay from the chunk's start
     A_qk: Any  # [.., C, C]  lower triangle with diagonal
     A_kk: Any  # [.., C, C]  strictly lower triangle
+    inverse: Any  # [.., C, C]  (I + A_kk)^-1
     w: Any  # [.., C, K]
     u: Any  # [.., C, V]
     q_decayed: Any  # [.., C, K]
@@ -29,14 +30,17 @@ class Intra(NamedTuple):
     decay: Any  # [.., K]
 
 
-def intra_forward(q, k, v, g, beta) -> Intra:
-    """q (scaled), k, g [.., C, K], v [.., C, V], beta [.., C] -> Intra."""
+def intra_forward(q, k, v, g, beta, A_qk=None, inverse=None) -> Intra:
+    """q (scaled), k, g [.., C, K], v [.., C, V], beta [.., C] -> Intra; without A_kk where A_qk and the inverse are given."""
     sums = block_sums(g)
     k_beta = beta[..., None] * k
-    A_qk, A_kk = pair_products(q, k_beta, k, sums)
+    A_kk = None
+    if inverse is None:
+        A_qk, A_kk = pair_products(q, k_beta, k, sums)
+        inverse = unit_lower_inverse(A_kk)
     from_start = jnp.exp(sums.g_cum)
-    w, u = wy(A_kk, k_beta * from_start, beta[..., None] * v)
-    return Intra(sums.g_cum, A_qk, A_kk, w, u, q * from_start, k * jnp.exp(sums.to_end), from_start[..., -1, :])
+    w, u = wy(inverse, k_beta * from_start, beta[..., None] * v)
+    return Intra(sums.g_cum, A_qk, A_kk, inverse, w, u, q * from_start, k * jnp.exp(sums.to_end), from_start[..., -1, :])
 
 
 def intra_backward(q, k, v, g, beta, x: Intra, d: Intra):
@@ -47,7 +51,7 @@ def intra_backward(q, k, v, g, beta, x: Intra, d: Intra):
     """
     sums = block_sums(g)
     k_beta = beta[..., None] * k
-    d_A_kk, y_w, y_u = wy_backward(x.A_kk, x.w, x.u, d.w, d.u)
+    d_A_kk, y_w, y_u = wy_backward(x.inverse, x.w, x.u, d.w, d.u)
     d_q, d_k_beta, d_k, d_sums = pair_products_backward(q, k_beta, k, sums, d.A_qk, d_A_kk)
     from_start, to_end = jnp.exp(sums.g_cum), jnp.exp(sums.to_end)
     d_g_cum = from_start * (q * d.q_decayed + k_beta * y_w)
@@ -56,169 +60,145 @@ def intra_backward(q, k, v, g, beta, x: Intra, d: Intra):
     d_k_beta = d_k_beta + y_w * from_start
     d_q = d_q + d.q_decayed * from_start
     d_k = d_k + d.k_decayed * to_end + beta[..., None] * d_k_beta
-    d_beta = (k * d_k_beta).sum(-1) + (v * y_u).sum(-1)
+    d_beta = (row_dots(k, d_k_beta) + row_dots(v, y_u))[..., 0]
     return d_q, d_k, beta[..., None] * y_u, d_g, d_beta
 
 
 def pair_products(q, k_beta, k, sums: BlockSums):
     """A_qk with its diagonal and A_kk [.., C, C], for any log-decays <= 0.
 
-    Each pair of tokens is referred to a point between them, so that both of its factors are exponentials of sums <= 0. Tokens of different
-    blocks of 16: the start of the later one's block. Tokens of one block: at the level b at which they part, the boundary between the two
-    halves of b tokens. The diagonal needs no exponential.
+    Each pair of tokens is referred to a point between them, so that both of its factors are exponentials of sums <= 0. Tokens of one block
+    of 16: the boundary at which they part. Tokens of different blocks: the start of the later one's. The diagonal needs no exponential.
     """
-    *lead, C, K = k.shape
+    *lead, C, _ = k.shape
     n = C // BLOCK
-    factors = _level_factors(q, k_beta, k, sums)
-    diagonal = 0  # [.., n, 2, 16, 16]: q and k_beta rows inside each block
-    for b, (rows, columns) in zip(LEVELS, factors, strict=True):
-        pairs = product("...ik,...jk->...ij", rows, columns)  # [.., n, 2 * 8, 8]
-        diagonal = diagonal + _spread(pairs, b)
-    rows, columns = _across_factors(q, k_beta, k, sums)
+    free = [(0, 0)] * len(lead)
+    diagonal = row_dots(q, k)
+    A = jnp.stack([diagonal, jnp.zeros_like(diagonal)], -2)[..., None]  # [.., C, 2, 1, 1]: q and k_beta rows of runs of 1 token
+    for s, e_rows, e_columns in zip(LEVELS, sums.rows, sums.columns, strict=True):
+        rows, columns, _, _ = _level_factors(q, k_beta, k, e_rows, e_columns)
+        pairs = product("...ik,...jk->...ij", rows, columns).reshape(*lead, C // (2 * s), 2, s, s)
+        A = A.reshape(*lead, C // (2 * s), 2, 2, s, s)
+        first = jnp.pad(A[..., 0, :, :, :], [*free, (0, 0), (0, 0), (0, 0), (0, s)])
+        A = jnp.concatenate([first, jnp.concatenate([pairs, A[..., 1, :, :, :]], -1)], -2)  # [.., P, 2, 2s, 2s]
+    rows, columns, _, _ = _across_factors(q, k_beta, k, sums)
     pairs = product("...ik,...jk->...ij", rows, columns)  # [.., n-1, 2 * 16, C - 16]
     pairs = jnp.moveaxis(pairs.reshape(*lead, n - 1, 2, BLOCK, C - BLOCK), -3, -4)
-    free = [(0, 0)] * len(lead)
-    A = jnp.pad(pairs, [*free, (0, 0), (1, 0), (0, 0), (0, BLOCK)])  # [.., 2, n, 16, C]
-    own = jnp.eye(n, dtype=bool)[:, None, :, None]
-    A = A.reshape(*lead, 2, n, BLOCK, n, BLOCK) + jnp.where(own, jnp.moveaxis(diagonal, -3, -4)[..., None, :], 0)
-    A = A.reshape(*lead, 2, C, C)
-    A_qk = jnp.where(jnp.eye(C, dtype=bool), (q * k).sum(-1, keepdims=True), A[..., 0, :, :])
-    return A_qk, A[..., 1, :, :]
+    pairs = jnp.pad(pairs, [*free, (0, 0), (1, 0), (0, 0), (0, BLOCK)]).reshape(*lead, 2, n, BLOCK, n, BLOCK)
+    A = jnp.where(_own_block(n), jnp.moveaxis(A, -3, -4)[..., None, :], pairs).reshape(*lead, 2, C, C)
+    return A[..., 0, :, :], A[..., 1, :, :]
 
 
 def pair_products_backward(q, k_beta, k, sums: BlockSums, d_A_qk, d_A_kk):
     """d_q, d_k_beta, d_k and the gradients of the sums (g_cum and to_end: None), from those of A_qk and A_kk [.., C, C].
 
-    For A = R C^T, R = r exp(E_r), C = c exp(E_c): d_R = d_A C, d_C = d_A^T R, d_r = exp(E_r) d_R, d_E_r = R d_R, and so for columns.
+    For A = R C^T, R = r exp(E_r), C = c exp(E_c):  d_r = exp(E_r) (d_A C),  d_c = exp(E_c) (d_A^T R),  d_E_r = r d_r,  d_E_c = c d_c.
     Only the lower triangles (A_kk: strictly lower) are read.
     """
     *lead, C, K = k.shape
     n = C // BLOCK
-    d_diagonal = jnp.einsum("...ii->...i", d_A_qk)[..., None]
-    d_q, d_k_beta, d_k = d_diagonal * k, 0, d_diagonal * q
-    d_A = jnp.stack([d_A_qk, d_A_kk], -3).reshape(*lead, 2, n, BLOCK, n, BLOCK)
-    own = jnp.eye(n, dtype=bool)[:, None, :, None]
-    inside = jnp.moveaxis(jnp.where(own, d_A, 0).sum(-2), -4, -3)  # [.., n, 2, 16, 16]
-    d_rows_sums, d_columns_sums = [], []
-    for b, (rows, columns), e_rows, e_columns in zip(LEVELS, _level_factors(q, k_beta, k, sums), sums.rows, sums.columns, strict=True):
-        d_pairs = _gather(inside, b)  # [.., n, 2 * 8, 8]
-        d_rows = product("...ij,...jk->...ik", d_pairs, columns)
-        d_columns = product("...ij,...ik->...jk", d_pairs, rows).reshape(e_columns.shape)
-        shape = (*lead, n, 2, BLOCK // (2 * b), b, K)
-        rows, d_rows = rows.reshape(shape), d_rows.reshape(shape)
-        d_rows_sums.append((rows * d_rows).sum(-4))
-        d_columns_sums.append(columns.reshape(e_columns.shape) * d_columns)
-        d_rows = d_rows * jnp.exp(e_rows)[..., None, :, :, :]
-        d_columns = d_columns * jnp.exp(e_columns)
-        second = lambda x: jnp.stack([jnp.zeros_like(x), x], -3).reshape(k.shape)
-        d_q, d_k_beta = d_q + second(d_rows[..., 0, :, :, :]), d_k_beta + second(d_rows[..., 1, :, :, :])
-        d_k = d_k + jnp.stack([d_columns, jnp.zeros_like(d_columns)], -3).reshape(k.shape)
-    rows, columns = _across_factors(q, k_beta, k, sums)
-    d_pairs = jnp.moveaxis(d_A[..., 1:, :, :-1, :], -5, -4).reshape(*lead, n - 1, 2 * BLOCK, C - BLOCK)
-    # Where J >= I the column factor is zero, and with it all that the unmasked d_pairs would give.
-    d_rows = product("...ij,...jk->...ik", d_pairs, columns).reshape(*lead, n - 1, 2, BLOCK, K)
-    d_columns = product("...ij,...ik->...jk", d_pairs, rows).reshape(sums.across.shape)
-    d_prefix = (rows.reshape(d_rows.shape) * d_rows).sum(-3)
-    d_across = columns.reshape(d_columns.shape) * d_columns
-    d_rows = d_rows * jnp.exp(sums.prefix[..., 1:, :, :])[..., None, :, :]
     free = [(0, 0)] * len(lead)
-    later = lambda x: jnp.pad(x, [*free, (1, 0), (0, 0), (0, 0)])
-    d_q, d_k_beta = d_q + later(d_rows[..., 0, :, :]).reshape(k.shape), d_k_beta + later(d_rows[..., 1, :, :]).reshape(k.shape)
-    d_columns = (d_columns * jnp.exp(sums.across)).sum(-4)  # [.., n-1, 16, K]
-    d_k = d_k + jnp.pad(d_columns, [*free, (0, 1), (0, 0), (0, 0)]).reshape(k.shape)
-    return d_q, d_k_beta, d_k, BlockSums(tuple(d_rows_sums), tuple(d_columns_sums), later(d_prefix), d_across, None, None)
+    d_A = jnp.stack([d_A_qk, d_A_kk], -3).reshape(*lead, 2, n, BLOCK, n, BLOCK)
+    rows, columns, f_rows, f_columns = _across_factors(q, k_beta, k, sums)
+    d_pairs = jnp.moveaxis(d_A[..., 1:, :, :-1, :], -5, -4).reshape(*lead, n - 1, 2 * BLOCK, C - BLOCK)
+    d_rows = product("...ij,...jk->...ik", d_pairs, columns).reshape(*lead, n - 1, 2, BLOCK, K) * f_rows[..., None, :, :]
+    d_rows = jnp.pad(d_rows, [*free, (1, 0), (0, 0), (0, 0), (0, 0)])  # [.., n, 2, 16, K]
+    d_columns = product("...ij,...ik->...jk", d_pairs, rows).reshape(f_columns.shape)  # [.., n-1, n-1, 16, K]
+    d_columns = jnp.where(_earlier(n), d_columns * f_columns, 0)
+    d_k = jnp.pad(d_columns.sum(-4), [*free, (0, 1), (0, 0), (0, 0)])  # [.., n, 16, K]
+    d_q, d_k_beta = d_rows[..., 0, :, :], d_rows[..., 1, :, :]
+    blocks = lambda x: x.reshape(*lead, n, BLOCK, K)
+    d_prefix, d_suffix = blocks(q) * d_q + blocks(k_beta) * d_k_beta, blocks(k) * d_k
+    d_between = jnp.where(_earlier(n), blocks(k)[..., None, :-1, :, :] * d_columns, 0).sum(-2)
+    inside = jnp.moveaxis(jnp.where(_own_block(n), d_A, 0).sum(-2), -4, -3)  # [.., n, 2, 16, 16]
+    d_diagonal = jnp.einsum("...ii->...i", inside[..., 0, :, :])[..., None]
+    d_q, d_k = d_q + d_diagonal * blocks(k), d_k + d_diagonal * blocks(q)
+    all_rows, all_columns = [], []
+    for s, e_rows, e_columns in zip(LEVELS, sums.rows, sums.columns, strict=True):
+        rows, columns, f_rows, f_columns = _level_factors(q, k_beta, k, e_rows, e_columns)
+        d_pairs = _pairs_of_level(inside, s)  # [.., P, 2s, s]
+        d_rows = product("...ij,...jk->...ik", d_pairs, columns).reshape(*lead, C // (2 * s), 2, s, K) * f_rows[..., None, :, :]
+        d_columns = product("...ij,...ik->...jk", d_pairs, rows) * f_columns
+        d_q_run, d_beta_run = d_rows[..., 0, :, :], d_rows[..., 1, :, :]
+        all_rows.append(_run(q, s, 1) * d_q_run + _run(k_beta, s, 1) * d_beta_run)
+        all_columns.append(_run(k, s, 0) * d_columns)
+        second = lambda x, s=s: blocks(jnp.pad(x, [*free, (0, 0), (s, 0), (0, 0)]))
+        d_q, d_k_beta = d_q + second(d_q_run), d_k_beta + second(d_beta_run)
+        d_k = d_k + blocks(jnp.pad(d_columns, [*free, (0, 0), (0, s), (0, 0)]))
+    d_sums = BlockSums(tuple(all_rows), tuple(all_columns), d_prefix, d_suffix, d_between, None, None)
+    return d_q.reshape(q.shape), d_k_beta.reshape(q.shape), d_k.reshape(q.shape), d_sums
 
 
-def _level_factors(q, k_beta, k, sums: BlockSums):
-    """For each level: rows [.., n, 2 * 8, K], the q and then the k_beta of the second halves, and columns [.., n, 8, K], the k of the first."""
-    *lead, C, K = k.shape
-    n = C // BLOCK
-    for b, e_rows, e_columns in zip(LEVELS, sums.rows, sums.columns, strict=True):
-        q_half, beta_half, k_half = (
-            x.reshape(*lead, n, BLOCK // (2 * b), 2, b, K)[..., half, :, :] for x, half in ((q, 1), (k_beta, 1), (k, 0))
-        )
-        f = jnp.exp(e_rows)
-        rows = jnp.stack([q_half * f, beta_half * f], -4)  # [.., n, 2, m, b, K]
-        yield rows.reshape(*lead, n, BLOCK, K), (k_half * jnp.exp(e_columns)).reshape(*lead, n, BLOCK // 2, K)
+def _run(x, s: int, half: int):
+    """[.., C, K] -> [.., P, s, K]: the first (0) or second (1) run of each pair of runs of s tokens."""
+    *lead, C, K = x.shape
+    return x.reshape(*lead, C // (2 * s), 2, s, K)[..., half, :, :]
+
+
+def _pairs_of_level(inside, s: int):
+    """[.., n, 2, 16, 16] -> [.., P, 2s, s]: for each pair of runs, its q and then its k_beta rows, from the second run to the first."""
+    *lead, n, _, _, _ = inside.shape
+    m = BLOCK // (2 * s)
+    pairs = inside.reshape(*lead, n, 2, m, 2, s, m, 2, s)[..., :, 1, :, :, 0, :]  # [.., n, 2, m, s, m, s]
+    pairs = jnp.where(_own_block(m), pairs, 0).sum(-2)  # [.., n, 2, m, s, s]
+    return jnp.moveaxis(pairs, -3, -4).reshape(*lead, n * m, 2 * s, s)
+
+
+def _level_factors(q, k_beta, k, e_rows, e_columns):
+    """rows [.., P, 2s, K], the q and then the k_beta of the second runs; columns [.., P, s, K], the k of the first; their exponentials."""
+    s = e_rows.shape[-2]
+    f_rows, f_columns = jnp.exp(e_rows), jnp.exp(e_columns)
+    rows = jnp.concatenate([_run(q, s, 1) * f_rows, _run(k_beta, s, 1) * f_rows], -2)
+    return rows, _run(k, s, 0) * f_columns, f_rows, f_columns
 
 
 def _across_factors(q, k_beta, k, sums: BlockSums):
-    """rows [.., n-1, 2 * 16, K] of the later blocks and columns [.., n-1, C - 16, K], all earlier tokens as each later block sees them."""
-    *lead, C, K = k.shape
-    n = C // BLOCK
-    q, k_beta, k = (x.reshape(*lead, n, BLOCK, K) for x in (q, k_beta, k))
-    f = jnp.exp(sums.prefix[..., 1:, :, :])
-    rows = jnp.stack([q[..., 1:, :, :] * f, k_beta[..., 1:, :, :] * f], -3)
-    columns = k[..., None, :-1, :, :] * jnp.exp(sums.across)
-    return rows.reshape(*lead, n - 1, 2 * BLOCK, K), columns.reshape(*lead, n - 1, C - BLOCK, K)
+    """Rows, columns and the exponentials in them, f_rows [.., n-1, 16, K] and f_columns [.., n-1, n-1, 16, K].
+
+    rows [.., n-1, 2 * 16, K]: the q and then the k_beta of each later block. columns [.., n-1, C - 16, K]: the k of all earlier blocks as
+    that block sees them.
+    """
+    *lead, n, _, K = sums.prefix.shape
+    q, k_beta, k = (x.reshape(sums.prefix.shape) for x in (q, k_beta, k))
+    f_rows = jnp.exp(sums.prefix[..., 1:, :, :])
+    e_columns = sums.suffix[..., None, :-1, :, :] + sums.between[..., None, :]
+    f_columns = jnp.exp(jnp.where(_earlier(n), e_columns, -jnp.inf))
+    rows = jnp.concatenate([q[..., 1:, :, :] * f_rows, k_beta[..., 1:, :, :] * f_rows], -2)
+    columns = k[..., None, :-1, :, :] * f_columns
+    return rows, columns.reshape(*lead, n - 1, (n - 1) * BLOCK, K), f_rows, f_columns
 
 
-def _spread(pairs, b: int):
-    """pairs [.., 2 * 8, 8] of level b -> [.., 2, 16, 16]: rows to the second, columns to the first halves, zero elsewhere."""
-    *lead, _, _ = pairs.shape
-    m = BLOCK // (2 * b)
-    pairs = pairs.reshape(*lead, 2, m, 1, b, m, 1, b)
-    place = jnp.eye(m, dtype=bool)[:, None, None, :, None, None] & jnp.array([0, 1], bool)[:, None, None, None, None] \
-        & jnp.array([1, 0], bool)[:, None]
-    return jnp.where(place, pairs, 0).reshape(*lead, 2, BLOCK, BLOCK)
+def _earlier(n: int):
+    """[n-1, n-1, 1, 1]: at [I-1, J] whether J < I."""
+    return jnp.tri(n - 1, dtype=bool)[:, :, None, None]
 
 
-def _gather(A, b: int):
-    """The transpose of `_spread`: A [.., 2, 16, 16] -> [.., 2 * 8, 8]."""
-    *lead, _, _, _ = A.shape
-    m = BLOCK // (2 * b)
-    pairs = A.reshape(*lead, 2, m, 2, b, m, 2, b)[..., :, 1, :, :, 0, :]
-    return jnp.where(jnp.eye(m, dtype=bool)[:, None, :, None], pairs, 0).reshape(*lead, BLOCK, BLOCK // 2)
+def _own_block(n: int):
+    """[n, 1, n, 1]: the diagonal blocks."""
+    return jnp.eye(n, dtype=bool)[:, None, :, None]
 
 
-def wy(A_kk, k_beta_decayed, v_beta):
-    """w, u with (I + A_kk) w = beta k exp(g_cum) and (I + A_kk) u = beta v."""
+def wy(inverse, k_beta_decayed, v_beta):
+    """w = (I + A_kk)^-1 (beta k exp(g_cum)),  u = (I + A_kk)^-1 (beta v)."""
     K = k_beta_decayed.shape[-1]
-    both = solve(A_kk, jnp.concatenate([k_beta_decayed, v_beta], -1))
+    both = product("...ij,...jr->...ir", inverse, jnp.concatenate([k_beta_decayed, v_beta], -1))
     return both[..., :K], both[..., K:]
 
 
-def wy_backward(A_kk, w, u, d_w, d_u):
-    """d_A_kk and the gradients y_w, y_u of the two right-hand sides: (I + A_kk)^T y = d,  d_A_kk = -strict_tril(y_w w^T + y_u u^T)."""
+def wy_backward(inverse, w, u, d_w, d_u):
+    """d_A_kk and the gradients y_w, y_u of the two right-hand sides: y = (I + A_kk)^-T d,  d_A_kk = -strict_tril(y_w w^T + y_u u^T)."""
     C, K = w.shape[-2:]
-    both = solve(A_kk, jnp.concatenate([d_w, d_u], -1), transpose=True)
-    d_A_kk = product("...ik,...jk->...ij", both, jnp.concatenate([w, u], -1))
-    strictly_lower = jnp.tri(C, k=-1, dtype=bool)
-    return jnp.where(strictly_lower, -d_A_kk, 0), both[..., :K], both[..., K:]
+    both = product("...ji,...jr->...ir", inverse, jnp.concatenate([d_w, d_u], -1))
+    d_A_kk = product("...ir,...jr->...ij", both, jnp.concatenate([w, u], -1))
+    return jnp.where(jnp.tri(C, k=-1, dtype=bool), -d_A_kk, 0), both[..., :K], both[..., K:]
 
 
-def solve(A, rhs, transpose: bool = False):
-    """x with (I + A) x = rhs, or (I + A)^T x = rhs, for strictly lower A [.., C, C]; rhs [.., C, R].
+def unit_lower_inverse(A):
+    """(I + A)^-1 for strictly lower A [.., C, C] by forward substitution, row by row:  X_i = e_i - sum_{j<i} A_ij X_j."""
+    axis = A.ndim - 2
 
-    Substitution by blocks of 16 tokens: x_I = D_I (rhs_I - sum over solved J of A_IJ x_J), D_I the inverse of the diagonal block.
-    """
-    *lead, C, _ = A.shape
-    n = C // BLOCK
-    inverses = diagonal_inverses(A)  # [.., n, 16, 16]
-    blocks = A.reshape(*lead, n, BLOCK, C) if not transpose else A.reshape(*lead, C, n, BLOCK)
-    row, column = ("...ij,...jr->...ir", inverses.ndim - 3) if not transpose else ("...ji,...jr->...ir", inverses.ndim - 2)
+    def row(i, X):
+        known = product("...j,...jc->...c", lax.dynamic_index_in_dim(A, i, axis, keepdims=False), X)
+        return lax.dynamic_update_index_in_dim(X, lax.dynamic_index_in_dim(X, i, axis, keepdims=False) - known, i, axis)
 
-    def substitute(x, block):
-        inverse = lax.dynamic_index_in_dim(inverses, block, inverses.ndim - 3, keepdims=False)
-        A_block = lax.dynamic_index_in_dim(blocks, block, column, keepdims=False)
-        known = lax.dynamic_slice_in_dim(rhs, block * BLOCK, BLOCK, rhs.ndim - 2) - product(row, A_block, x)
-        return lax.dynamic_update_slice_in_dim(x, product(row, inverse, known), block * BLOCK, rhs.ndim - 2), None
-
-    return lax.scan(substitute, jnp.zeros_like(rhs), jnp.arange(n), reverse=transpose)[0]
-
-
-def diagonal_inverses(A):
-    """(I + L)^-1 [.., n, 16, 16] of the n diagonal blocks L of strictly lower A [.., C, C].
-
-    X <- X - X (L o M_b) X for b = 1, 2, 4, 8, where M_b selects the off-diagonal block of each pair of b rows: exact algebra, no series.
-    """
-    *lead, C, _ = A.shape
-    n = C // BLOCK
-    own = jnp.eye(n, dtype=bool)[:, None, :, None]
-    L = jnp.where(own, A.reshape(*lead, n, BLOCK, n, BLOCK), 0).sum(-2)
-    i, j = jnp.arange(BLOCK)[:, None], jnp.arange(BLOCK)
-    X = jnp.eye(BLOCK, dtype=A.dtype) - jnp.where(i // 2 == j // 2, L, 0)
-    for b in LEVELS[1:]:
-        pair = jnp.where((i // b == j // b + 1) & (i // (2 * b) == j // (2 * b)), L, 0)
-        X = X - product("...ij,...jk,...kl->...il", X, pair, X)
-    return X
+    return lax.fori_loop(1, A.shape[-1], row, jnp.zeros_like(A) + jnp.eye(A.shape[-1], dtype=A.dtype))

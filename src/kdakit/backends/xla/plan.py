@@ -1,8 +1,9 @@
 """From tokens to chunks and back, with shapes that depend on sizes only, never on the values of cu_seqlens.
 
-Chunked arrays are [NT, B, HV, C, ..]: the scan over the state walks the first axis, everything else is a batch. Batch and heads stay axes of
-their own, so that sharding either of them survives. Tokens that fill up a chunk are zero in q, k, v, beta and the log-decay: they write
-nothing, forget nothing, and nobody reads what they output.
+A call walks over windows of G chunks, so that what a window computes stays in cache and no array but inputs and results is as long as T.
+Chunked arrays of a window are [G, B, HV, C, ..]: the scan over the state walks the first axis, everything else is a batch. Batch and heads
+stay axes of their own, so that sharding either of them survives. Tokens that fill up a chunk are zero in all inputs, in beta and in the
+log-decay: they write nothing, forget nothing, and nobody reads what they output.
 """
 
 from __future__ import annotations
@@ -11,65 +12,127 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
-from kdakit.problem import Problem
+from kdakit.problem import Arrays, Problem
 
 BLOCK = 16  # tokens per block inside a chunk; every chunk size is a multiple
 
 
 @dataclass(frozen=True)
+class Config:
+    window: int  # chunks per window, at most
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Which token sits where. The index arrays exist with cu_seqlens only."""
+    """Which token sits where. The arrays exist with cu_seqlens only."""
 
-    C: int  # tokens per chunk
-    NT: int  # chunk slots per row; with cu_seqlens an upper bound
     T: int
-    source: Any = None  # [NT, C]  token of each place in a chunk
-    valid: Any = None  # [NT, C]  False where the place is filled up with zeros
-    place: Any = None  # [T]      slot * C + position of each token
-    sequence: Any = None  # [NT]     sequence of each slot, N for unused slots
+    C: int  # tokens per chunk
+    G: int  # chunks per window
+    windows: int
+    source: Any = None  # [windows, G * C]  token of each place
+    valid: Any = None  # [windows, G * C]  False where the place is filled up
+    place: Any = None  # [T]  place of each token, counted over all windows
+    slots: Any = None  # Slots of [windows, G]
 
 
-def make_plan(problem: Problem, cu_seqlens=None) -> Plan:
-    """A chunk no larger than T needs, but for the block size; slots as `Problem.chunks` counts them."""
-    T = problem.T
+@dataclass(frozen=True)
+class Slots:
+    """The chunk slots of a packed call."""
+
+    sequence: Any  # the slot's sequence; N in unused slots
+    first: Any  # whether it is its sequence's first slot (true in unused slots)
+    last: Any
+
+
+def default_config(problem: Problem, device: Any) -> Config:
+    """Windows whose arrays are about half a megabyte on a CPU, where larger ones leave the cache; wide ones on accelerators."""
+    elements = problem.B * problem.HV * problem.options.chunk_size * max(problem.K, problem.V, 1)
+    budget = 1 << 17 if "cpu" in str(device).lower() else 1 << 24
+    return Config(window=max(4, budget // max(elements, 1)))
+
+
+def make_plan(problem: Problem, config: Config, cu_seqlens=None) -> Plan:
+    """A chunk no larger than T needs, but for the block size; slots as `Problem.chunks` counts them, made up to whole windows."""
+    T, N = problem.T, problem.N
     C = min(problem.options.chunk_size, max(BLOCK, 1 << max(T - 1, 0).bit_length()))
+    windows = max(1, -(-problem.chunks // config.window))
+    G = max(1, -(-problem.chunks // windows))
     if cu_seqlens is None:
-        return Plan(C, problem.chunks, T)
-    NT = problem.chunks
+        return Plan(T, C, G, windows)
     counts = -(-jnp.diff(cu_seqlens) // C)  # [N]  chunks of each sequence
     ends = jnp.cumsum(counts)
-    slots = jnp.arange(NT, dtype=cu_seqlens.dtype)
-    sequence = jnp.searchsorted(ends, slots, side="right")  # [NT]
-    real = jnp.minimum(sequence, problem.N - 1)  # unused slots look at the last sequence, and find no token there
-    start = cu_seqlens[real] + C * (slots - (ends - counts)[real])
-    source = start[:, None] + jnp.arange(C, dtype=start.dtype)
+    slot = jnp.arange(windows * G, dtype=cu_seqlens.dtype)
+    sequence = jnp.searchsorted(ends, slot, side="right")
+    real, used = jnp.minimum(sequence, N - 1), sequence < N
+    within = slot - (ends - counts)[real]  # the slot's number in its sequence
+    source = (cu_seqlens[real] + C * within)[:, None] + jnp.arange(C, dtype=slot.dtype)
+    valid = used[:, None] & (source < cu_seqlens[real + 1][:, None])
     tokens = jnp.arange(T, dtype=cu_seqlens.dtype)
-    owner = jnp.searchsorted(cu_seqlens[1:], tokens, side="right")  # [T]
-    within = tokens - cu_seqlens[owner]
-    place = ((ends - counts)[owner] + within // C) * C + within % C
-    return Plan(C, NT, T, source, (source < cu_seqlens[real + 1][:, None]) & (sequence < problem.N)[:, None], place, sequence)
+    owner = jnp.searchsorted(cu_seqlens[1:], tokens, side="right")
+    position = tokens - cu_seqlens[owner]
+    place = ((ends - counts)[owner] + position // C) * C + position % C
+    rows = lambda x: x.reshape(windows, -1)
+    slots = Slots(rows(sequence), rows(~used | (within == 0)), rows(~used | (within == counts[real] - 1)))
+    return Plan(T, C, G, windows, rows(source), rows(valid), place, slots)
+
+
+def pad_tokens(plan: Plan, x):
+    """[B, T, ..] -> [B, windows * G * C, ..]. A packed call gathers, and needs only that there be a token to look at."""
+    missing = plan.windows * plan.G * plan.C - plan.T if plan.source is None else int(plan.T == 0)
+    return x if x is None or missing == 0 else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+
+
+def window_tokens(plan: Plan, x, index):
+    """The tokens [B, G * C, ..] of window `index`, zeros where a chunk is filled up; x comes from `pad_tokens`."""
+    if x is None:
+        return None
+    if plan.source is None:
+        return lax.dynamic_slice_in_dim(x, index * plan.G * plan.C, plan.G * plan.C, axis=1)
+    tokens = x.take(plan.source[index], axis=1, mode="clip")
+    return jnp.where(plan.valid[index].reshape(1, -1, *(1,) * (x.ndim - 2)), tokens, 0)
+
+
+def window_valid(plan: Plan, index):
+    """[G * C]: False where a chunk is filled up; None if none is."""
+    if plan.source is not None:
+        return plan.valid[index]
+    size = plan.G * plan.C
+    return None if plan.windows * size == plan.T else index * size + jnp.arange(size) < plan.T
+
+
+def window_slots(plan: Plan, index) -> Slots | None:
+    """The [G] slots of a window of a packed call."""
+    s = plan.slots
+    return None if s is None else Slots(s.sequence[index], s.first[index], s.last[index])
+
+
+def join_windows(plan: Plan, x):
+    """[windows, B, G * C, ..] -> [B, T, ..]."""
+    if x is None:
+        return None
+    x = jnp.moveaxis(x, 0, 1)
+    x = x.reshape(x.shape[0], plan.windows * plan.G * plan.C, *x.shape[3:])
+    return x[:, : plan.T] if plan.place is None else x.take(plan.place, axis=1, mode="clip")
 
 
 def to_chunks(plan: Plan, x):
-    """[B, T, HV, ..] -> [NT, B, HV, C, ..]."""
-    B, T, HV, *rest = x.shape
-    C, NT = plan.C, plan.NT
-    if plan.source is None:
-        x = jnp.pad(x, [(0, 0), (0, NT * C - T)] + [(0, 0)] * (1 + len(rest)))
-        x = x.reshape(B, NT, C, HV, *rest)
-        return jnp.moveaxis(x, (1, 3), (0, 2))
-    if T == 0:
-        return jnp.zeros((NT, B, HV, C, *rest), x.dtype)
-    x = x.take(plan.source, axis=1, mode="clip")  # [B, NT, C, HV, ..]
-    x = jnp.where(plan.valid.reshape(1, NT, C, *(1,) * (1 + len(rest))), x, 0)
+    """[B, G * C, HV, ..] -> [G, B, HV, C, ..]."""
+    x = x.reshape(x.shape[0], plan.G, plan.C, *x.shape[2:])
     return jnp.moveaxis(x, (1, 3), (0, 2))
 
 
 def from_chunks(plan: Plan, x):
-    """[NT, B, HV, C, ..] -> [B, T, HV, ..]."""
-    NT, B, HV, C, *rest = x.shape
-    x = jnp.moveaxis(x, (0, 2), (1, 3)).reshape(B, NT * C, HV, *rest)
-    if plan.place is None or plan.T == 0:
-        return x[:, : plan.T]
-    return x.take(plan.place, axis=1, mode="clip")
+    """[G, B, HV, C, ..] -> [B, G * C, HV, ..]."""
+    x = jnp.moveaxis(x, (0, 2), (1, 3))
+    return x.reshape(x.shape[0], plan.G * plan.C, *x.shape[3:])
+
+
+TOKEN_ARRAYS = ("q", "k", "v", "g", "beta")
+
+
+def window_arrays(plan: Plan, arrays: Arrays, index) -> Arrays:
+    """The call's arrays with those of tokens cut down to one window."""
+    return arrays._replace(**{name: window_tokens(plan, getattr(arrays, name), index) for name in TOKEN_ARRAYS})

@@ -1,6 +1,6 @@
 """The token recurrence, for decoding and short sequences.
 
-    S <- Diag(e^g) S;   S <- S + beta k (v - k^T S)^T;   o = S^T q
+S <- Diag(e^g) S;   S <- S + beta k (v - k^T S)^T;   o = S^T q
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: whole cases against float64, and the stages' own promises.
+
+The interpreter must be chosen before Triton is imported, so without TRITON_INTERPRET=1 one test runs this file in a process that has it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kdakit import accuracy  # noqa: E402
+from kdakit.backends import triton_gpu  # noqa: E402
+from kdakit.backends.triton_gpu import config as configs  # noqa: E402
+from kdakit.cases import CASES, SHAPES  # noqa: E402
+from kdakit.problem import Arrays  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+# Each in one way hard for these kernels; the contract test runs every case.
+HARD = ("whole_chunks", "odd_sizes", "grouped", "v_first", "chunk16", "gate_huge", "gate_resets", "keys_identical", "identical_two",
+        "softplus_huge", "lower_bound", "varlen", "varlen_no_state", "no_tokens")  # fmt: skip
+
+
+def tensors(case, dtype):
+    values = zip(case.arrays(dtype), case.dtypes(dtype), strict=True)
+    return Arrays(*(None if x is None else torch.as_tensor(np.array(x)).to(getattr(torch, d)) for x, d in values))
+
+
+def run(problem, arrays):
+    config = triton_gpu.default_config(problem, "cpu")
+    return triton_gpu.step(problem, arrays, config) if problem.op == "recurrent" else triton_gpu.forward(problem, arrays, config)[0]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+def test_in_the_interpreter():
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], capture_output=True, text=True,
+                          env={**os.environ, "TRITON_INTERPRET": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@interpreter
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", HARD)
+def test_against_float64(name, dtype, op):
+    problem, arrays = CASES[name].problem(dtype, op=op), CASES[name].arrays(dtype)
+    truth = accuracy.truths(problem, arrays)
+    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype=triton_gpu.operand_dtype(problem))
+    result = run(problem, tensors(CASES[name], dtype))
+    for key, want in truth.items():
+        got = accuracy.error(getattr(result, key).double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+@interpreter
+@pytest.mark.parametrize("name", ["gate_huge", "lower_bound"])
+def test_later_tokens_change_no_earlier_bit(name):
+    case = CASES[name]
+    problem, arrays = case.problem("bfloat16"), tensors(case, "bfloat16")
+    before = run(problem, arrays).o
+    t = 43
+    for field in ("q", "k", "v", "g", "beta"):
+        changed = getattr(arrays, field).clone()
+        changed[:, t:] = changed[:, t:].flip(1)
+        after = run(problem, arrays._replace(**{field: changed})).o
+        assert torch.equal(before[:, :t], after[:, :t]), field
+        assert not torch.equal(before[:, t:], after[:, t:]), field
+
+
+@interpreter
+def test_strides_are_honoured():
+    case = CASES["grouped"]
+    problem, arrays = case.problem("float32"), tensors(case, "float32")
+    want = run(problem, arrays)
+    moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays[:5]]
+    moved[0] = torch.nn.functional.pad(arrays.q, (3, 5))[..., 3:-5]
+    got = run(problem, Arrays(*moved, *arrays[5:]))
+    assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
+
+
+@interpreter
+@pytest.mark.parametrize("name", ["varlen", "chunk128", "chunk16"])
+def test_intermediate_states(name):
+    case = CASES[name]
+    problem = case.problem("float32").replace(return_intermediate_states=True)
+    truth = accuracy.reference.forward(problem, case.arrays("float32")).states
+    got = run(problem, tensors(case, "float32")).states
+    assert accuracy.error(got.double().numpy(), truth) < 1e-6
+
+
+def test_no_length_in_any_choice():
+    """Two lengths of one model take the same configuration: nothing new is compiled."""
+    problem = SHAPES["h32"].case().problem("bfloat16") if INTERPRETED else CASES["lower_bound"].problem("bfloat16")
+    for chip in configs.CHIPS.values():
+        assert len({configs.choose(problem.replace(T=T), chip) for T in (1, 63, 64, 1000, 65536)}) == 1
+
+
+def test_configurations_hold_together():
+    for name, case in CASES.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            for chip in configs.CHIPS.values():
+                c = configs.choose(case.problem(dtype), chip)
+                assert c.chunk in (c.half, 2 * c.half) and c.half % c.group == 0 and c.diagonal % c.group == 0, (name, dtype, chip.name)
+                assert c.diagonal <= c.half, (name, dtype, chip.name)

@@ -1,0 +1,111 @@
+"""Every Triton kernel compiles for every shipped target on a machine without a GPU, within its shared memory and without heavy spills.
+
+Run as a script with a target's name it prints a JSON line per kernel. Each target has a process: wrong code for one can abort LLVM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+# (dtype, K, V, bounded gate): what is timed, its unbounded twin, the largest heads, float32
+PROBLEMS = (("bfloat16", 128, 128, True), ("bfloat16", 128, 128, False), ("bfloat16", 256, 256, True), ("float32", 128, 128, True))
+# Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
+STACK = 2048
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(target):
+    pytest.importorskip("triton")
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
+        done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {r["kernel"] for r in rows} == {"prepare_kernel", "scan_kernel", "step_kernel"}
+    for row in rows:
+        assert row["shared"] <= row["limit"], row
+        assert row["stack"] <= STACK, row
+
+
+def compile_all(target: str) -> None:
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from kdakit.backends.triton_gpu import config as configs
+    from kdakit.backends.triton_gpu import launch
+    from kdakit.cases import FUSED, Case
+    from kdakit.problem import Arrays
+
+    chip = configs.CHIPS[target]
+    gpu = GPUTarget("hip", target, 64) if chip.hip else GPUTarget("cuda", int(target[3:]), 32)
+
+    class Driver:
+        """As much of a GPU driver as a compilation asks for."""
+
+        def get_current_target(self):
+            return gpu
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=None):
+            return 0
+
+        def get_active_torch_device(self):
+            return torch.device("cpu")
+
+        def is_active(self):
+            return True
+
+        def map_python_to_cpp_type(self, name):
+            return name
+
+    run, name = JITFunction.run, ""
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        row = dict(kernel=self.__name__, problem=name, shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
+        print(json.dumps(row), flush=True)
+
+    driver.set_active(Driver())
+    JITFunction.run = compile_only
+    launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)
+    for dtype, K, V, bounded in PROBLEMS:
+        options = FUSED | {"chunk_size": 64} | ({"lower_bound": -5.0} if bounded else {})
+        case = Case("offline", "", T=128, H=96, HV=96, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
+        problem = case.problem(dtype)
+        arrays = Arrays(*(None if x is None else torch.zeros(x.shape, dtype=getattr(torch, d))
+                          for x, d in zip(case.arrays(dtype), case.dtypes(dtype), strict=True)))  # fmt: skip
+        config, name = configs.choose(problem, chip), str(problem)
+        launch.forward(problem, arrays, config)
+        launch.step(problem.replace(op="recurrent"), arrays, config)
+
+
+def resources(kernel) -> dict[str, int]:
+    """Registers and bytes of stack per thread."""
+    if "amdgcn" in kernel.asm:
+        found = [re.search(rf"\.{n}:\s+(\d+)", kernel.asm["amdgcn"]) for n in ("vgpr_count", "private_segment_fixed_size")]
+        return dict(registers=int(found[0][1]), stack=int(found[1][1]))
+    from triton.backends import nvidia
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = os.path.join(os.path.dirname(nvidia.__path__[0] + "/"), "bin", "cuobjdump")
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return dict(registers=int(found[1]), stack=int(found[2]))
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])

@@ -1,0 +1,413 @@
+"""What is particular to JAX: stages, transformations, sharding, tracing. Accuracy against the reference is test_contract's business."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+from kdakit import chunked, reference  # noqa: E402
+from kdakit.backends import xla  # noqa: E402
+from kdakit.cases import CASES, SEGMENT_CASES, Case  # noqa: E402
+from kdakit.jax import chunk_kda, fused_recurrent_kda, kda_gate, naive_chunk_kda, naive_recurrent_kda  # noqa: E402
+from kdakit.problem import Arrays  # noqa: E402
+
+
+def inputs(case: Case, dtype="float32", seed=0) -> dict:
+    """Keyword arguments of the public call."""
+    arrays, dtypes = case.arrays(dtype, seed), case.dtypes(dtype)
+    kinds = {"int64": "int32"}
+    return {n: jnp.asarray(x).astype(kinds.get(d, d)) for n, x, d in zip(arrays._fields, arrays, dtypes, strict=True) if x is not None}
+
+
+def loss(function, **options):
+    """A function of the arrays that both outputs enter."""
+
+    def value(arrays):
+        o, final = function(**arrays, **options)
+        return (o * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + (0 if final is None else (final**2).sum())
+
+    return value
+
+
+def close(got, want, tolerance=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        assert np.linalg.norm(a - b) <= tolerance * max(np.linalg.norm(b), 1e-30)
+
+
+def same(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+SMALL = Case("small", "two chunks of 32 and a bit", B=2, T=70, H=1, HV=2, K=16, V=8)
+
+
+# The stages, in float64, so that equal means equal.
+
+
+@pytest.fixture
+def chunk():
+    """q, k, v, g, beta of one batch of chunks: mild and huge gates, a reset."""
+    rng = np.random.default_rng(0)
+    C, K, V = 32, 8, 6
+    q, k = rng.normal(size=(2, 3, 2, C, K)) / np.sqrt(K)
+    g = -np.exp(rng.uniform(np.log(1e-3), np.log(300), size=(3, 2, C, K)))
+    g[0] = -rng.uniform(size=g[0].shape)
+    return q, k, rng.normal(size=(3, 2, C, V)), g, rng.uniform(size=(3, 2, C))
+
+
+def test_intra_is_that_of_the_chunk_form(chunk):
+    for with_resets in (False, True):
+        q, k, v, g, beta = chunk
+        if with_resets:
+            g = g.copy()
+            g[:, :, [5, 16, 20]] = -np.inf
+        want = chunked.intra(q, k, v, g, beta)
+        with jax.enable_x64(True):
+            got = jax.jit(xla.intra_forward)(*map(jnp.asarray, (q, k, v, g, beta)))
+        assert got._fields == want._fields
+        for name in got._fields:
+            np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-12, atol=1e-13, err_msg=name)
+
+
+def test_state_and_output_are_those_of_the_chunk_form(chunk):
+    x = chunked.intra(*chunk)
+    start = np.random.default_rng(1).normal(size=(2, 8, 6))
+    with jax.enable_x64(True):
+        w, u, k_decayed, decay = (jnp.asarray(a)[:, None] for a in (x.w, x.u, x.k_decayed, x.decay))
+        states, v_new, _, last = jax.jit(xla.state_forward)(w, u, k_decayed, decay, jnp.asarray(start)[None])
+        o = xla.output_forward(x.q_decayed[:, None], x.A_qk[:, None], states, v_new)
+    state = start
+    for n in range(3):
+        np.testing.assert_allclose(states[n, 0], state, rtol=1e-12, atol=1e-13)
+        state, v_new_n, o_n = chunked.chunk_step(state, chunked.Intra(*(a[n] for a in x)))
+        np.testing.assert_allclose(v_new[n, 0], v_new_n, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(o[n, 0], o_n, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(last[0], state, rtol=1e-12, atol=1e-13)
+
+
+def draws(tree, seed=2):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), tree)
+
+
+@jax.jit
+def all_backwards(q, k, v, g, beta):
+    """{stage: (its backward, the transpose that JAX derives)}."""
+    pairs = {}
+    k_beta = beta[..., None] * k
+    sums, transpose = jax.vjp(xla.block_sums, g)
+    d = draws(sums)
+    pairs["block_sums"] = (xla.block_sums_backward(d),), transpose(d)
+
+    (A_qk, A_kk), transpose = jax.vjp(xla.pair_products, q, k_beta, k, sums)
+    d_A_qk, d_A_kk = draws((A_qk, A_kk))
+    d_A = jnp.tril(d_A_qk), jnp.tril(d_A_kk, -1)
+    d_q, d_k_beta, d_k, d_sums = xla.pair_products_backward(q, k_beta, k, sums, *d_A)
+    *want, want_sums = transpose(d_A)
+    pairs["pair_products"] = (d_q, d_k_beta, d_k, *d_sums[:5]), (*want, *want_sums[:5])
+
+    inverse = xla.unit_lower_inverse(A_kk)
+    through = lambda A_kk, a, b: xla.wy(xla.unit_lower_inverse(A_kk), a, b)
+    (w, u), transpose = jax.vjp(through, A_kk, k_beta, v)
+    d_w, d_u = draws((w, u))
+    d_A_kk, *rest = transpose((d_w, d_u))
+    pairs["wy"] = xla.wy_backward(inverse, w, u, d_w, d_u), (jnp.tril(d_A_kk, -1), *rest)
+
+    x, transpose = jax.vjp(xla.intra_forward, q, k, v, g, beta)
+    d = jax.tree.map(jnp.zeros_like, x)._replace(**{n: y for n, y in draws(x)._asdict().items() if n not in ("g_cum", "A_kk", "inverse")})
+    d = d._replace(A_qk=jnp.tril(d.A_qk))
+    pairs["intra"] = xla.intra_backward(q, k, v, g, beta, x, d), transpose(d)
+
+    w, u, k_decayed, decay, q_decayed, A_qk = (a[:, None] for a in (x.w, x.u, x.k_decayed, x.decay, x.q_decayed, x.A_qk))
+    start = jnp.ones((1, g.shape[1], k.shape[-1], v.shape[-1]))
+    (states, v_new, _, last), transpose = jax.vjp(xla.state_forward, w, u, k_decayed, decay, start)
+    d_states, d_v_new, d_last = draws((states, v_new, last))
+    *got, _, d_start = xla.state_backward(w, k_decayed, decay, states, v_new, d_states, d_v_new, d_last)
+    pairs["state"] = (*got, d_start), transpose((d_states, d_v_new, None, d_last))
+
+    o, transpose = jax.vjp(xla.output_forward, q_decayed, A_qk, states, v_new)
+    d_o = draws(o)
+    d_q_decayed, d_A_qk, d_states, d_v_new = transpose(d_o)
+    pairs["output"] = xla.output_backward(q_decayed, A_qk, states, v_new, d_o), (d_q_decayed, jnp.tril(d_A_qk), d_states, d_v_new)
+    return pairs
+
+
+def test_backward_of_each_stage_is_its_transpose(chunk):
+    with jax.enable_x64(True):
+        pairs = all_backwards(*map(jnp.asarray, chunk))
+    for name, (got, want) in pairs.items():
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["softplus", "lower_bound_bare", "grouped"])
+def test_backward_of_the_activations_is_their_transpose(name):
+    case = CASES[name]
+    with jax.enable_x64(True):
+        arrays = Arrays(*(None if x is None else jnp.asarray(x) for x in case.arrays("float64")[:7]))
+        problem = case.problem("float64")
+        out, transpose = jax.vjp(lambda a: xla.activate(problem, a), arrays)
+        d = draws(out)
+        got, (want,) = xla.activate_backward(problem, arrays, d), transpose(d)
+        for a, b in zip(got[:7], want[:7], strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-9, atol=1e-12)
+
+
+# Transformations.
+
+
+def test_jit_value_and_grad_and_recompute():
+    """One compiled program and many give the same; the gradient comes with the same value; keeping intermediates changes no bit."""
+    arrays = inputs(SMALL)
+    options = dict(output_final_state=True, chunk_size=32)
+    value, gradient = jax.jit(jax.value_and_grad(loss(chunk_kda, **options)))(arrays)
+    close(value, loss(naive_recurrent_kda, output_final_state=True)(arrays))
+    close(gradient, jax.jit(jax.grad(loss(naive_recurrent_kda, output_final_state=True)))(arrays))
+    same(jax.jit(jax.grad(loss(chunk_kda, disable_recompute=True, **options)))(arrays), gradient)
+    close(jax.jit(jax.grad(loss(fused_recurrent_kda, output_final_state=True)))(arrays), gradient)
+
+
+def test_naive_chunk_is_differentiable_at_any_length():
+    arrays = inputs(Case("naive", "", B=1, T=21, K=8, V=4))
+    options = dict(output_final_state=True)
+    got = jax.jit(jax.value_and_grad(loss(naive_chunk_kda, chunk_size=8, **options)))(arrays)
+    close(got, jax.jit(jax.value_and_grad(loss(naive_recurrent_kda, **options)))(arrays))
+
+
+def test_checkpoint():
+    arrays = inputs(SMALL)
+    f = loss(chunk_kda, output_final_state=True, chunk_size=32, disable_recompute=True)
+    want = jax.jit(jax.grad(f))(arrays)
+    close(jax.jit(jax.grad(jax.checkpoint(f)))(arrays), want, 1e-6)
+    policy = jax.checkpoint_policies.save_only_these_names("kda_A_qk", "kda_inverse")
+    close(jax.jit(jax.grad(jax.checkpoint(f, policy=policy)))(arrays), want, 1e-6)
+
+
+def test_vmap():
+    case = Case("mapped", "", B=1, T=40, K=16, V=8, lengths=(7, 33))
+    rows = [inputs(case, seed=s) for s in range(3)]
+    cu = [jnp.array(x, jnp.int32) for x in ([0, 7, 40], [0, 40, 40], [0, 20, 40])]
+    f = lambda arrays, cu: chunk_kda(**arrays, cu_seqlens=cu, output_final_state=True, chunk_size=16)
+    g = jax.grad(lambda arrays, cu: sum((x**2).sum() for x in f(arrays, cu)))
+    rows = [{n: x for n, x in r.items() if n != "cu_seqlens"} for r in rows]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    for function in (f, g):
+        want = jax.tree.map(lambda *x: jnp.stack(x), *map(jax.jit(function), rows, cu))
+        close(jax.jit(jax.vmap(function))(stacked, jnp.stack(cu)), want, 2e-6)
+
+
+SHARDED = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import NamedSharding, PartitionSpec as P
+    from kdakit.cases import Case
+    from kdakit.jax import chunk_kda, fused_recurrent_kda
+
+    case = Case("sharded", "", B=4, T=40, H=2, HV=4, K=16, V=8, gate="raw", beta="logits", A_log=True, dt_bias=True,
+                options=dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True))
+    arrays = {n: jnp.asarray(x, jnp.float32) for n, x in case.arrays()._asdict().items() if x is not None}
+    arrays["dt_bias"] = arrays["dt_bias"].reshape(4, 16)
+    options = case.call_options | dict(chunk_size=16)
+    specs = dict.fromkeys("qkvg", P("data", None, "heads")) | dict(beta=P("data", None, "heads"), A_log=P("heads"), dt_bias=P("heads"),
+                                                                   initial_state=P("data", "heads"))
+    mesh = jax.make_mesh((4, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    loss = lambda call: lambda arrays: sum((x**2).sum() for x in call(arrays))
+    plain = lambda arrays: chunk_kda(**arrays, **options)
+    want = jax.jit(jax.value_and_grad(loss(plain)))(arrays)
+
+    def close(got):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b), (a, b)
+
+    placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in arrays.items()}
+    compiled = jax.jit(jax.value_and_grad(loss(plain))).lower(placed).compile()
+    close(compiled(placed))
+    text = compiled.as_text()
+    assert "all-gather" not in text and "all-to-all" not in text, "sharded batch and heads need no exchange of activations"
+    out = (P("data", None, "heads"), P("data", "heads"))
+    close(jax.jit(jax.value_and_grad(loss(jax.shard_map(plain, mesh=mesh, in_specs=(specs,), out_specs=out))))(arrays))
+    del options["chunk_size"]
+    step = lambda arrays: fused_recurrent_kda(**arrays, **options)
+    close(jax.jit(jax.value_and_grad(loss(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=out))))(arrays))
+"""
+
+
+def test_sharded_batch_and_heads():
+    """On 8 host devices: with jit's own partitioning and with shard_map, gradients of replicated parameters included."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+                         capture_output=True, text=True)  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+# Tracing.
+
+
+def equations(jaxpr) -> int:
+    """All equations, inner ones included."""
+    total = 0
+    for equation in jaxpr.eqns:
+        total += 1
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            total += equations(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+def traced_size(T, chunk_size, N=0) -> int:
+    q, v, beta = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, T, 2, 16), (1, T, 2, 8), (1, T, 2)))
+    cu = None if not N else jax.ShapeDtypeStruct((N + 1,), jnp.int32)
+
+    def value(q, k, v, g, beta, cu):
+        return chunk_kda(q, k, v, g, beta, chunk_size=chunk_size, cu_seqlens=cu)[0].sum()
+
+    return equations(jax.make_jaxpr(jax.grad(value, argnums=(0, 1, 2, 3, 4)))(q, q, v, q, beta, cu).jaxpr)
+
+
+def test_the_jaxpr_grows_with_nothing():
+    size = traced_size(256, 64)
+    assert {traced_size(T, C) for T, C in ((256, 128), (1024, 128), (4096, 64), (1 << 20, 64))} == {size}
+    assert all(traced_size(256, C) <= size for C in (16, 32))  # they lack pairs of distant blocks
+    assert traced_size(250, 64) == traced_size(40000 + 250, 64) < size + 100  # a ragged end costs masks and padding
+    packed = traced_size(256, 64, 2)
+    assert {traced_size(T, C, N) for T, C, N in ((256, 128, 3), (4096, 64, 300))} == {packed}
+
+
+def test_long_sequences_compile_quickly():
+    q, beta = jax.ShapeDtypeStruct((1, 8192, 4, 128), jnp.float32), jax.ShapeDtypeStruct((1, 8192, 4), jnp.float32)
+    f = jax.jit(jax.value_and_grad(lambda q, k, v, g, beta: chunk_kda(q, k, v, g, beta)[0].sum(), argnums=(0, 1, 2, 3, 4)))
+    start = time.process_time()  # not the wall clock: other tests share the machine
+    compiled = f.lower(q, q, q, q, beta).compile()
+    assert time.process_time() - start < 15
+    arguments = 4 * 8192 * 4 * 128 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * arguments
+
+
+# Sequences.
+
+
+def test_cu_seqlens_may_be_traced_and_sequences_do_not_see_each_other():
+    case = Case("packed", "", T=90, K=16, V=8, lengths=(30, 0, 41, 19))
+    arrays = inputs(case)
+    f = jax.jit(lambda arrays: chunk_kda(**arrays, output_final_state=True, chunk_size=16))
+    o, final = f(arrays)
+    poison = lambda x: x.at[:, 30:].set(jnp.nan)
+    mixed = arrays | {n: poison(arrays[n]) for n in ("q", "k", "v", "g", "beta")}
+    o_mixed, final_mixed = f(mixed)
+    same((o[:, :30], final[:2]), (o_mixed[:, :30], final_mixed[:2]))
+    assert np.isnan(o_mixed[:, 30:]).all()
+    arrays["cu_seqlens"] = jnp.array([0, 90, 90, 90, 90], jnp.int32)  # the same program, other lengths
+    whole = {n: arrays[n] for n in ("q", "k", "v", "g", "beta")}
+    close(f(arrays)[0], naive_recurrent_kda(**whole, initial_state=arrays["initial_state"][:1])[0])
+    assert f._cache_size() == 1
+
+
+def test_segments_are_sequences_without_states_of_their_own():
+    case = SEGMENT_CASES["segments"]
+    arrays = inputs(case)
+    call = jax.jit(partial(chunk_kda, chunk_size=32, output_final_state=True))
+    o, final = call(**arrays)
+    row = {n: arrays[n][:1] for n in ("q", "k", "v", "g", "beta")}
+    cu = np.concatenate([[0], np.cumsum(case.segments[0])]).astype(np.int32)
+    states = jnp.zeros((len(cu) - 1, *arrays["initial_state"].shape[1:])).at[0].set(arrays["initial_state"][0])
+    o_packed, final_packed = call(**row, cu_seqlens=cu, initial_state=states)
+    close((o[:1], final[0]), (o_packed, final_packed[-1]))
+    d_g = jax.jit(jax.grad(lambda g: (call(**arrays | {"g": g})[0] ** 2).sum()))(arrays["g"])
+    starts = reference.segment_starts(arrays["segment_ids"])
+    assert np.isfinite(d_g).all() and (np.asarray(d_g)[starts] == 0).all() and (np.asarray(d_g)[~starts] != 0).any()
+
+
+@pytest.mark.parametrize("name", ["plain", "v_first", "varlen"])
+def test_intermediate_states(name):
+    case = CASES[name]
+    call = jax.jit(partial(chunk_kda, **case.call_options, return_intermediate_states=True))
+    _, _, states = call(**inputs(case))
+    want = reference.forward(case.problem().replace(return_intermediate_states=True), case.arrays()).states
+    used = want.shape[1]
+    close(states[:, :used], want)
+    assert states.shape[1] == case.problem().chunks and not np.asarray(states[:, used:]).any()
+
+
+def test_a_recurrent_state_may_be_half_precision():
+    arrays = inputs(CASES["plain"])
+    arrays["initial_state"] = arrays["initial_state"].astype(jnp.bfloat16)
+    o, final = fused_recurrent_kda(**arrays, output_final_state=True)
+    want = naive_recurrent_kda(**arrays, output_final_state=True)
+    assert (o.dtype, final.dtype) == (jnp.float32, jnp.bfloat16)
+    close(o, want[0])
+    close(final, want[1], 4e-3)
+
+
+# Inputs.
+
+
+def test_float64_needs_x64():
+    arrays = {n: x for n, x in CASES["short"].arrays("float64")._asdict().items() if x is not None}
+    if not jax.config.jax_enable_x64:
+        with pytest.raises(TypeError, match=r"q is float64.*jax_enable_x64"):
+            chunk_kda(**arrays)
+    with jax.enable_x64(True):
+        o, final = chunk_kda(**arrays, output_final_state=True)
+        assert (o.dtype, final.dtype) == (jnp.float64, jnp.float64)
+    want = reference.kda(**arrays, output_final_state=True)
+    close((o, final), want[:2], 1e-13)
+
+
+def test_numpy_arrays_are_taken_and_nothing_else():
+    arrays = {n: np.asarray(x) for n, x in inputs(CASES["short"]).items()}
+    same(chunk_kda(**arrays), chunk_kda(**inputs(CASES["short"])))
+    with pytest.raises(TypeError, match="q must be an array, got list"):
+        chunk_kda(**arrays | {"q": arrays["q"].tolist()}, scale=1.0)
+
+    class Foreign:
+        shape, dtype, ndim = arrays["k"].shape, "float32", 4
+
+    with pytest.raises(TypeError, match="k must be a JAX or NumPy array, got Foreign"):
+        chunk_kda(**arrays | {"k": Foreign()})
+
+
+def test_cu_seqlens_values_are_checked_where_they_can_be_seen():
+    arrays = inputs(CASES["varlen"])
+    for wrong in ([1, 137], [0, 140, 137], [0, 136]):
+        packed = arrays | {"cu_seqlens": jnp.array(wrong, jnp.int32), "initial_state": None}
+        with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at T = 137"):
+            chunk_kda(**packed)
+    with pytest.raises(ValueError, match="cu_seqlens_cpu must start at 0"):
+        chunk_kda(**arrays, cu_seqlens_cpu=np.zeros(len(arrays["cu_seqlens"]), np.int64))
+
+
+def test_unknown_arguments_and_backends():
+    arrays = inputs(CASES["short"])
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'use_gates_in_kernel'; did you mean 'use_gate_in_kernel'"):
+        chunk_kda(**arrays, use_gates_in_kernel=True)
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+        chunk_kda(**arrays, backend="torch_native")
+    same(chunk_kda(**arrays, backend="xla"), chunk_kda(**arrays))
+
+
+def test_gate():
+    case = CASES["softplus"]
+    arrays = case.arrays()
+    for bound in (None, -5.0):
+        problem = case.problem().replace(gate="softplus" if bound is None else "bounded", lower_bound=bound)
+        got = kda_gate(*(x.astype(np.float32) for x in (arrays.g, arrays.A_log, arrays.dt_bias)), lower_bound=bound)
+        assert got.dtype == jnp.float32
+        close(got, reference.log_decay(problem, arrays, arrays.g, np.float64), 1e-6)
+    with pytest.raises(ValueError, match="A_log is required"):
+        kda_gate(arrays.g)
+    with pytest.raises(ValueError, match=r"lower_bound must lie in \[-5, 0\)"):
+        kda_gate(arrays.g, lower_bound=1.0)
