@@ -32,12 +32,12 @@ def chunk_backward(plan, first, dS, rows, k, x: Intra, states, v_new, d_o, d_fin
     d_A[:, :, 1] = torch.bmm(y, x.uw.mT).tril_(-1).neg_()
 
     d_k_decayed = torch.bmm(v_new, d_after.mT)
-    d_rows_decayed = torch.empty_like(rows)
-    d_rows_decayed[:, :, 0], d_rows_decayed[:, :, 1] = d_q_decayed, y[..., V:]
-    d_prefix = (x.rows_decayed * d_rows_decayed).sum(-2)
+    d_prefix = (q_decayed * d_q_decayed).addcmul_(x.rows_decayed[:, :, 1], y[..., V:])
     d_prefix[:, -1] += x.decay * (states * d_after).sum(-1)
     d_suffix = x.k_decayed * d_k_decayed
-    d_rows = d_rows_decayed.mul_(x.from_start.unsqueeze(-2))
+    d_rows = torch.empty_like(rows)
+    torch.mul(d_q_decayed, x.from_start, out=d_rows[:, :, 0])
+    torch.mul(y[..., V:], x.from_start, out=d_rows[:, :, 1])
     d_k = d_k_decayed.mul_(x.to_end)
     d_g = decayed_products_backward(rows, k, x.levels, d_A, d_rows, d_k, d_prefix, d_suffix)
     return d_rows, d_k, d_g, y[..., :V], d_states[0]

@@ -143,8 +143,9 @@ def decayed_products_backward(rows, k, levels, d_A, d_rows, d_k, d_prefix, d_suf
         (_, rows_odd), (k_even, _) = _blocks(rows, b), _blocks(k, b)
         _blocks(d_rows, b)[1].add_(d_left)
         _blocks(d_k, b)[0].add_(d_right)
-        p_odd += d_left.mul_(rows_odd).sum(-2)
-        s_even += d_right.mul_(k_even)
+        for row in (0, 1):
+            p_odd.addcmul_(d_left[..., row, :], rows_odd[..., row, :])
+        s_even.addcmul_(d_right, k_even)
     return d_prefix
 
 
@@ -165,9 +166,11 @@ def intra(rows, k, v, beta, g, kept=None, keep_levels=False) -> Intra:
     A, from_start, to_end, levels = decayed_products(rows, k, g, A, keep_levels, flush)
     rows_decayed, k_decayed = rows * from_start.unsqueeze(-2), k * to_end
     if flush:
-        for x in (A, rows_decayed, k_decayed):
+        for x in (rows_decayed, k_decayed):
             _flush(x, PRODUCT_MARGIN)
     if kept is None:
+        if flush:
+            _flush(A, PRODUCT_MARGIN)
         inverse = unit_lower_inverse(A[:, :, 1])
         if flush:
             _flush(inverse, PRODUCT_MARGIN)
