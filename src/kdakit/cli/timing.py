@@ -16,11 +16,14 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeat: int, seconds: float,
     """{name: milliseconds of each repetition}, all runs taking turns so that a noisy moment hits everybody.
 
     Every run has been called once before, as its warm-up. It is repeated `repeat` times, or as often as fits in about `seconds`, but at
-    least 3 times.
+    least 3 times. Each turn begins with an untimed call, so that nobody pays for the caches and freed pages that the one before left behind;
+    a run of more than a second is long enough to do without.
     """
-    counts = {}
+    counts, short = {}, set()
     for name, run in runs.items():
         once = _timed(run)
+        if once < 1000:
+            short.add(name)
         counts[name] = max(min(repeat, 3), min(repeat, int(1000 * seconds / max(once, 1e-6))))
     rounds = max(counts.values(), default=0)
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -28,6 +31,8 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeat: int, seconds: float,
         for name, run in runs.items():
             # A run with fewer repetitions takes its turns spread over all rounds.
             if (r + 1) * counts[name] // rounds > r * counts[name] // rounds:
+                if name in short:
+                    run()
                 samples[name].append(_timed(run))
                 tick(name)
     return samples
