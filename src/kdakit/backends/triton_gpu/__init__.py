@@ -18,14 +18,14 @@ backward = None
 
 def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
+    if _kind(device) != "cuda" and interpreted(device) is None:
+        return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
     if importlib.util.find_spec("triton") is None:
         return "needs triton (pip install kdakit[gpu])"
     if problem.dtype == "float64" or "float64" in (problem.gate_dtype, problem.beta_dtype, problem.state_dtype):
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    if _kind(device) != "cuda" and interpreted(device) is None:
-        return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {device}"
     return None
 
 
