@@ -1,6 +1,6 @@
 """Compile quickly, compute the same: most of the suite's time would be LLVM optimising XLA programs that run once.
 
-test_jax.py compiles one program with the default flags in a process of its own. Set XLA_FLAGS yourself to test with others.
+test_jax.py verifies a few cases with the default flags in a process of its own. Set XLA_FLAGS yourself to test with others.
 """
 
 import os

@@ -411,3 +411,11 @@ def test_gate():
         kda_gate(arrays.g)
     with pytest.raises(ValueError, match=r"lower_bound must lie in \[-5, 0\)"):
         kda_gate(arrays.g, lower_bound=1.0)
+
+
+def test_the_default_compiler_flags_give_the_same_accuracy():
+    """The suite compiles without LLVM's optimisations; users do not."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    words = ["verify", "--backend", "xla", "--dtype", "float32", "--case", "gate_huge", "varlen_fused"]
+    run = subprocess.run([sys.executable, "-m", "kdakit.cli.main", *words], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0 and "within tolerance" in run.stdout, run.stdout[-2000:] + run.stderr[-2000:]

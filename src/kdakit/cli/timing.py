@@ -16,8 +16,8 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeat: int, seconds: float,
     """{name: milliseconds of each repetition}, all runs taking turns so that a noisy moment hits everybody.
 
     Every run has been called once before, as its warm-up. It is repeated `repeat` times, or as often as fits in about `seconds`, but at
-    least 3 times. Each turn begins with an untimed call, so that nobody pays for the caches and freed pages that the one before left behind;
-    a run of more than a second is long enough to do without.
+    least 3 times. Each turn begins with an untimed call, so that nobody pays for the caches and freed pages that the one before left
+    behind; a run of more than a second is long enough to do without.
     """
     counts, short = {}, set()
     for name, run in runs.items():
