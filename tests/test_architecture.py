@@ -25,6 +25,9 @@ ALLOWED = {
     "torch": {"problem", "dispatch", "gates"},
     "jax": {"problem", "dispatch", "gates"},
     "backends": DEFINITION,
+    "layers": {"torch", "jax", "layers", "gates"},
+    "models": {"layers", "models"},
+    "training": {"models", "training"},
     "cli": None,  # anything
 }
 

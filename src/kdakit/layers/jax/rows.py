@@ -1,0 +1,52 @@
+"""How the tokens of several sequences lie in an array [B, T, ..].
+
+plain      every row is full
+padded     row b holds `lengths[b]` tokens, first; what follows is padding. A mask with padding anywhere is brought into this form, and back.
+packed     B = 1, and sequence n is tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Rows(NamedTuple):
+    lengths: Any = None  # [B]
+    cu_seqlens: Any = None  # [N + 1]
+    order: Any = None  # [B, T]: where the tokens of each row came from
+
+    @staticmethod
+    def from_mask(mask: jax.Array) -> Rows:
+        """Tokens (mask 1) to the front of each row in their order, padding (0) behind them. Shapes do not depend on the mask."""
+        mask = jnp.asarray(mask).astype(bool)
+        return Rows(lengths=mask.sum(1), order=jnp.argsort(~mask, axis=1, stable=True))
+
+    def arrange(self, x):
+        """[B, T, ..] as the caller has it -> as the layers want it."""
+        return x if self.order is None else x[jnp.arange(x.shape[0])[:, None], self.order]
+
+    def restore(self, x):
+        """The way back; padding becomes zero."""
+        if self.order is None:
+            return x
+        keep = self.real(x.shape[1]).reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+        return jnp.where(keep, x, 0)[jnp.arange(x.shape[0])[:, None], jnp.argsort(self.order, 1)]
+
+    def real(self, T: int):
+        """[B, T]: which places of padded rows hold tokens."""
+        return jnp.arange(T) < self.lengths[:, None]
+
+    def places(self, T: int):
+        """For packed rows, [T] each: the token's sequence and its place in it."""
+        tokens = jnp.arange(T)
+        owner = jnp.searchsorted(self.cu_seqlens, tokens, side="right") - 1
+        return owner, tokens - self.cu_seqlens[owner]
+
+    def counts(self, B: int, T: int):
+        """How many tokens each sequence has here: [N]."""
+        if self.cu_seqlens is not None:
+            return jnp.diff(self.cu_seqlens)
+        return jnp.full((B,), T) if self.lengths is None else self.lengths

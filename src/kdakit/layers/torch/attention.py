@@ -1,0 +1,91 @@
+"""Causal softmax attention without position encoding, as between the KDA layers of Kimi Linear, with a cache of fixed capacity."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kdakit.layers.torch.rows import Rows
+
+
+class KeyValueCache(NamedTuple):
+    """The keys and values of everything that N sequences have seen: `lengths` of them, in M places."""
+
+    keys: Tensor  # [N, M, H, D]
+    values: Tensor  # [N, M, H, D]
+    lengths: Tensor  # [N] int64
+
+
+class FullAttention(nn.Module):
+    """o = W_o softmax(q k^T / sqrt(D)) v over the tokens up to each one. num_kv_heads divides num_heads (grouped queries)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int, num_kv_heads: int | None = None):
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads = {kv_heads}, got {num_heads}")
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+
+    def new_cache(self, batch_size: int, max_length: int) -> KeyValueCache:
+        weight = self.k_proj.weight
+        shape = (batch_size, max_length, weight.shape[0] // self.head_dim, self.head_dim)
+        lengths = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+        return KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape), lengths)
+
+    def mix(self, x: Tensor, rows: Rows, cache: KeyValueCache | None = None) -> tuple[Tensor, KeyValueCache | None]:
+        """x [B, T, hidden_size] as `rows` says. Beyond the cache's capacity the outputs are NaN: too late to raise inside a graph."""
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if cache is None:
+            o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
+        else:
+            cache, mask, fits = _extend(cache, k, v, rows)
+            flat = (lambda a: a.flatten(0, 1)[None]) if rows.cu_seqlens is not None else (lambda a: a)
+            o = torch.where(fits[..., None, None], _attend(q, flat(cache.keys), flat(cache.values), mask), torch.nan)
+        return self.o_proj(o.flatten(-2)), cache
+
+
+def _attend(q, k, v, mask):
+    """q [B, T, H, D], k and v [B, M, HKV, D], mask [B, T, M] or None: causal."""
+    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    mask = None if mask is None else mask[:, None]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _within(rows: Rows, T: int) -> Tensor:
+    """[1, T, T]: a token sees its own sequence up to itself."""
+    owner, place = rows.places(T)
+    return ((owner[:, None] == owner) & (place[:, None] >= place))[None]
+
+
+def _extend(cache: KeyValueCache, k: Tensor, v: Tensor, rows: Rows):
+    """The cache with the new tokens, who of its places each token sees [B, T, M] (packed: [1, T, N * M]), and who still fits [B, T]."""
+    B, T = k.shape[:2]
+    N, M = cache.keys.shape[:2]
+    slots = torch.arange(M, device=k.device)
+    if rows.cu_seqlens is None:
+        owner = torch.arange(B, device=k.device)[:, None].expand(B, T)
+        place = cache.lengths[:, None] + torch.arange(T, device=k.device)  # [B, T]
+        write = place < M if rows.lengths is None else (place < M) & rows.real(T)
+        mask = slots <= place[..., None]
+    else:
+        owner, place = rows.places(T)
+        place, owner = (cache.lengths[owner] + place)[None], owner[None]
+        write = place < M
+        mask = ((owner[..., None, None] == torch.arange(N, device=k.device)[:, None]) & (slots <= place[..., None, None])).flatten(2)
+    keys, values = (_put(old, new, owner, place, write) for old, new in ((cache.keys, k), (cache.values, v)))
+    counts = rows.counts(B, T, k.device)
+    return KeyValueCache(keys, values, cache.lengths + counts), mask, place < M
+
+
+def _put(old: Tensor, new: Tensor, owner: Tensor, place: Tensor, write: Tensor) -> Tensor:
+    """old [N, M, H, D] with new [B, T, H, D] at (owner, place) where `write`; shapes do not depend on `write`."""
+    M = old.shape[1]
+    longer = F.pad(old, (0, 0, 0, 0, 0, 1))  # a place for what is not to be kept
+    return longer.index_put((owner, torch.where(write, place, M)), new.to(old.dtype))[:, :M]

@@ -1,0 +1,52 @@
+"""How the tokens of several sequences lie in a tensor [B, T, ..].
+
+plain      every row is full
+padded     row b holds `lengths[b]` tokens, first; what follows is padding. A mask with padding anywhere is brought into this form, and back.
+packed     B = 1, and sequence n is tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    lengths: Tensor | None = None  # [B]
+    cu_seqlens: Tensor | None = None  # [N + 1]
+    order: Tensor | None = None  # [B, T]: where the tokens of each row came from
+
+    @staticmethod
+    def from_mask(mask: Tensor) -> Rows:
+        """Tokens (mask 1) to the front of each row in their order, padding (0) behind them. Shapes do not depend on the mask."""
+        mask = mask.bool()
+        return Rows(lengths=mask.sum(1), order=(~mask).to(torch.uint8).argsort(dim=1, stable=True))
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """[B, T, ..] as the caller has it -> as the layers want it."""
+        return x if self.order is None else x[torch.arange(x.shape[0], device=x.device)[:, None], self.order]
+
+    def restore(self, x: Tensor) -> Tensor:
+        """The way back; padding becomes zero."""
+        if self.order is None:
+            return x
+        keep = self.real(x.shape[1]).view(*x.shape[:2], *[1] * (x.ndim - 2))
+        return torch.where(keep, x, 0)[torch.arange(x.shape[0], device=x.device)[:, None], self.order.argsort(1)]
+
+    def real(self, T: int) -> Tensor:
+        """[B, T]: which places of padded rows hold tokens."""
+        return torch.arange(T, device=self.lengths.device) < self.lengths[:, None]
+
+    def places(self, T: int) -> tuple[Tensor, Tensor]:
+        """For packed rows, [T] each: the token's sequence and its place in it."""
+        tokens = torch.arange(T, device=self.cu_seqlens.device)
+        owner = torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1
+        return owner, tokens - self.cu_seqlens[owner]
+
+    def counts(self, B: int, T: int, device) -> Tensor:
+        """How many tokens each sequence has here: [N]."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.diff()
+        return torch.full((B,), T, device=device) if self.lengths is None else self.lengths

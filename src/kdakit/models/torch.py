@@ -1,0 +1,132 @@
+"""A Kimi-Linear style language model in PyTorch: KDA layers, full attention in every n-th, RMSNorm, SwiGLU, tied embeddings.
+
+model = KimiLinear(ModelConfig(vocab_size=256))
+logits, _ = model(tokens)                                                  # [B, T] -> [B, T, vocab_size]
+logits, cache = model(prompt, cache=model.new_cache(B, max_length=1000))   # prefill, in one piece or several
+logits, cache = model(token, cache=cache)                                  # one token of each sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kdakit.layers.torch import FullAttention, KimiDeltaAttention, Rows
+from kdakit.layers.torch.norm import RMSNorm
+from kdakit.models.config import ModelConfig
+from kdakit.models.initial import initial_weights
+from kdakit.models.weights import check_tokens, check_weights
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, hidden_size: int, width: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))"""
+
+    def __init__(self, config: ModelConfig, layer: int, backend: str):
+        super().__init__()
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.is_attention(layer):
+            self.attn = FullAttention(config.hidden_size, config.attention_heads, config.head_dim, config.kv_heads)
+        else:
+            self.attn = KimiDeltaAttention(**config.layer_options(), backend=backend)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
+
+    def forward(self, x: Tensor, rows: Rows, cache):
+        mixed, cache = self.attn.mix(self.attn_norm(x), rows, cache)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, backend: str):
+        super().__init__()
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, i, backend) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class KimiLinear(nn.Module):
+    """The language model. The same seed gives the same weights as in kdakit.models.jax.
+
+    checkpoint_activations: keep only each block's input for the backward, and compute the rest again.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0, checkpoint_activations: bool = False, backend: str = "auto"):
+        super().__init__()
+        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.model = Decoder(config, backend)
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.load_weights(initial_weights(config, seed))
+
+    def new_cache(self, batch_size: int, max_length: int) -> list:
+        """One entry a layer, for sequences of up to max_length tokens; only full-attention layers grow with it."""
+        return [block.attn.new_cache(batch_size, max_length) for block in self.model.layers]
+
+    def forward(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: list | None = None, cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, list | None]:  # fmt: skip
+        """tokens [B, T]; attention_mask [B, T], 0 at padding, wherever it is; or packed sequences, B = 1 with cu_seqlens [N + 1].
+
+        Returns logits [B, T, vocab_size], zero at padding, and the next cache where one was given.
+        """
+        check_tokens(tokens.shape, None if attention_mask is None else attention_mask.shape, cu_seqlens is not None)
+        rows = Rows(cu_seqlens=cu_seqlens) if attention_mask is None else Rows.from_mask(attention_mask)
+        x = self.model.embeddings(rows.arrange(tokens))
+        following = []
+        for i, block in enumerate(self.model.layers):
+            state = None if cache is None else cache[i]
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x, state = checkpoint(block, x, rows, state, use_reentrant=False)
+            else:
+                x, state = block(x, rows, state)
+            following.append(state)
+        x = self.model.norm(x)
+        head = self.model.embeddings.weight if self.config.tie_embeddings else self.lm_head.weight
+        return rows.restore(F.linear(x, head)), None if cache is None else following
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """{name: array} as `kdakit.models.weights.save` and the JAX model take them."""
+        return {name: value.detach().float().cpu().numpy() for name, value in self.state_dict().items()}
+
+    def load_weights(self, weights: dict[str, np.ndarray]) -> None:
+        check_weights(self.config, weights)
+        with torch.no_grad():
+            for name, value in self.state_dict().items():
+                value.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+
+    @torch.no_grad()
+    def generate(self, prompt: np.ndarray, count: int, sample) -> Iterator[np.ndarray]:
+        """Prefill with prompt [B, T], then `count` tokens a sequence, each [B]: sample(logits [B, vocab_size]) chooses them."""
+        device = self.model.embeddings.weight.device
+        tokens = torch.as_tensor(prompt, device=device)
+        cache = self.new_cache(tokens.shape[0], tokens.shape[1] + count)
+        for _ in range(count):
+            logits, cache = self(tokens, cache=cache)
+            chosen = sample(logits[:, -1].float().cpu().numpy())
+            yield chosen
+            tokens = torch.as_tensor(chosen, device=device)[:, None]
+
+
+def loss(model: KimiLinear, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count."""
+    logits, _ = model(tokens, cu_seqlens=cu_seqlens)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
