@@ -1,18 +1,23 @@
-"""A guided tour in under two minutes: what runs here, is it right, gradients, hand-off, speed.
+"""A tour in under three minutes: what runs here, is it right, and why a memory that corrects itself is worth having.
 
 Nothing is downloaded and no accelerator is needed.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
-CASES = ("plain", "gate_huge", "gate_resets", "keys_identical", "lower_bound", "varlen")
+CASES = ("gate_huge", "keys_identical", "varlen")
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--out", default="out", metavar="DIR", help="folder for the plot and the numbers (default: out)")
+    parser.add_argument("--out", default="out", metavar="DIR", help="folder for the plot, the numbers and the weights (default: out)")
+    parser.add_argument("--framework", choices=("torch", "jax"), help="what to train with (default: torch where installed)")
+    parser.add_argument("--seed", type=int, default=0, help="other first weights and other data")
+    parser.add_argument("--quick", action="store_true", help="a smaller task and a shorter tour, for a first look or a test")
 
 
 def run(args) -> int:
@@ -30,16 +35,45 @@ def run(args) -> int:
     if not backends:
         out.print("No backend can run here: pip install 'kdakit[torch]' or 'kdakit[jax]'.", style="red", markup=False)
         return 1
-    right = is_it_right(out, backends)
-    for backend in backends:
-        right &= gradient_and_handoff(out, backend)
-    how_fast(out, backends, folder)
-    out.print(f"\nDone in {time.perf_counter() - begin:.0f} s. Next: kdakit doctor, kdakit verify, kdakit bench --against fla.")
+    framework = args.framework or default_framework()
+    check_installed(framework)
+    right = is_it_right(out, backends, CASES[:1] if args.quick else CASES)
+    record = learn(out, framework, race_settings(args), folder)
+    right &= generate(out, framework, record, folder)
+    compare_memory(out, framework, record, args.quick)
+    keep(out, record, folder)
+    out.print(f"\nDone in {time.perf_counter() - begin:.0f} s. Next: kdakit train, kdakit verify, kdakit bench --against fla.")
     return 0 if right else 1
 
 
+def default_framework() -> str:
+    import importlib.util
+
+    return "jax" if importlib.util.find_spec("torch") is None else "torch"
+
+
+def check_installed(framework: str) -> None:
+    import importlib.util
+
+    from kdakit.cli.choices import UsageError
+
+    for package in ("safetensors", *(("torch",) if framework == "torch" else ("jax", "flax", "optax"))):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"--framework {framework} needs {package}: pip install 'kdakit[{framework},models]'")
+
+
+def race_settings(args):
+    from kdakit.cli.recall_worker import Race
+
+    race = Race(seed=args.seed)
+    return replace(race, **QUICK) if args.quick else race
+
+
+QUICK = dict(keys=32, values=16, pairs=4, writes=4, warm_pairs=2, steps=260, head_dim=16, hidden_size=48)
+
+
 def what_runs(out) -> list[str]:
-    """Print what is here; return the backends that can run a plain problem."""
+    """Print what is here; return the backends that can run a plain problem with gradients."""
     from kdakit.cli import doctor, machine
 
     out.rule("1. What runs here", align="left")
@@ -53,14 +87,14 @@ def what_runs(out) -> list[str]:
     return [name for name, answers in table.items() if answers["forward + backward"] == doctor.OK]
 
 
-def is_it_right(out, backends) -> bool:
+def is_it_right(out, backends, names) -> bool:
     from kdakit.cases import CASES as ALL
     from kdakit.cli import console, verify
 
     out.rule("2. Is it right?", align="left")
     out.print("Every output and every gradient against the same recurrence in float64. 'plain' is the error that a plain float32 loop over")
     out.print("the tokens makes by rounding; a backend may make four times that ('tolerance').")
-    cases = [ALL[name] for name in CASES]
+    cases = [ALL[name] for name in names]
     for case in cases:
         out.print(f"  {case.name:15} {case.why}", markup=False)
     with console.progress() as bar:
@@ -70,61 +104,92 @@ def is_it_right(out, backends) -> bool:
     return all(o.ok for o in outcomes)
 
 
-def gradient_and_handoff(out, backend: str) -> bool:
-    """One gradient against a finite difference, and one sequence against its two halves."""
+def learn(out, framework: str, race, folder: Path) -> dict:
+    """Train both models and show how they did; the record of the demo so far."""
+    from kdakit.cli import console, machine, recall_race
+
+    out.rule("3. A memory that corrects itself", align="left")
+    task, config = race.task(), race.config(True)
+    size = f"{config.head_dim} x {config.layer_sizes().head_v_dim}"
+    out.print(
+        f"Recall with rewriting: {task.pairs} of {task.keys} keys are written {task.writes} times each, with one of {task.values} values"
+    )
+    out.print("drawn anew every time; then each is asked for once, and the last value counts. Two models of two layers learn it, with a")
+    out.print(f"state of {size} a layer, the same first weights, data and {race.steps} steps. One has no delta rule:")
+    out.print("    S <- Diag(exp(g)) S + beta k v^T     plain gated linear attention: it adds, and corrects nothing\n", markup=False)
+    begin = time.perf_counter()
+    curves = recall_race.run(race, framework, folder)
+    shown = console.table("Answers right", "step", *curves, right=("step", *curves))
+    count = len(next(iter(curves.values())))
+    picked = sorted({*range(count - 1, -1, -max(1, count // 6))})
+    for i in picked:
+        rows = [rows[i] for rows in curves.values()]
+        shown.add_row(str(rows[0]["step"]), *(f"{row['accuracy']:.1%}" for row in rows))
+    out.print(shown)
+    seconds = time.perf_counter() - begin
+    tokens = race.batch * sum(
+        (task.with_pairs(race.warm_pairs) if s <= race.warm_share * race.steps else task).length for s in range(1, race.steps + 1)
+    )
+    out.print(f"{seconds:.0f} s for both, side by side: {tokens / seconds:,.0f} tokens/s of training each.\n", markup=False)
+    return {"kind": "demo", **machine.describe(), "framework": framework, "settings": asdict(race), "curves": curves, "seconds": seconds}
+
+
+def generate(out, framework: str, record: dict, folder: Path) -> bool:
+    """Ask the trained model token by token, and hold its answers against one pass over everything."""
     import numpy as np
 
-    from kdakit import accuracy, reference
-    from kdakit.cases import CASES as ALL
-    from kdakit.cli import checking
+    from kdakit.cli import recall_race, serving
+    from kdakit.cli.recall_worker import Race
+    from kdakit.models import weights
 
-    out.rule(f"3. {backend}: a gradient and a hand-off", align="left")
-    case = ALL["plain"]
-    arrays, (d_o, d_final_state) = case.arrays(), case.cotangents()
-    whole = checking.run_case(backend, case)
-    index, h = (0, 10, 1, 3), 1e-4
-    sides = []
-    for sign in (+1, -1):
-        k = arrays.k.copy()
-        k[index] += sign * h
-        result = reference.forward(case.problem(), arrays._replace(k=k))
-        sides.append((result.o * d_o).sum() + (result.final_state * d_final_state).sum())
-    slope = (sides[0] - sides[1]) / (2 * h)
-    out.print("Nudge channel 3 of the key of token 10 (head 1) and see how a weighted sum of all outputs changes:")
-    out.print(f"    nudging, in float64: {slope:+.7f}      the backward pass, in float32: {whole['k'][index]:+.7f}", markup=False)
-
-    parts, state = [], arrays.initial_state
-    for tokens in (slice(0, case.T // 2), slice(case.T // 2, None)):
-        given = {name: getattr(arrays, name)[:, tokens] for name in ("q", "k", "v", "g", "beta")}
-        got = checking.run_arrays(backend, case, "float32", arrays._replace(initial_state=state, **given))
-        parts.append(got["o"])
-        state = got["final_state"]
-    o_off, state_off = accuracy.error(np.concatenate(parts, 1), whole["o"]), accuracy.error(state, whole["final_state"])
-    out.print(f"Run {case.T} tokens at once, or the first {case.T // 2}, keep the state, and later the rest from that state:")
-    out.print(f"    the outputs differ by {o_off:.1e}, the final states by {state_off:.1e} (relative)\n", markup=False)
-    return bool(np.isclose(slope, whole["k"][index], rtol=1e-3, atol=1e-5)) and max(o_off, state_off) < 1e-5
+    out.rule("4. Reading one token at a time", align="left")
+    race = Race(**record["settings"])
+    task = race.task()
+    tokens, targets = task.batch(np.random.default_rng([race.seed, 7]), 8)
+    prompt = task.length - task.pairs
+    off = 0.0
+    for name in recall_race.MODELS:
+        config, arrays = weights.load(recall_race.weights_path(folder, name))
+        logits, off_here = serving.stepwise(serving.build(framework, config, arrays), tokens, prompt)
+        off = max(off, off_here)
+        answers = logits[0, prompt:].argmax(-1)
+        marks = [f"k{k}={_value(a, task)}{'' if a == t else f' (not {_value(t, task)})'}"
+                 for k, a, t in zip(tokens[0, prompt:], answers, targets[0, prompt:], strict=True)]  # fmt: skip
+        out.print(f"    {name:14} {', '.join(marks)}", markup=False)
+    out.print(f"The {prompt} tokens of the writes in one prefill with chunk_kda, then the questions one by one with fused_recurrent_kda.")
+    out.print(f"Largest distance from the logits of one pass over everything: {off:.1e} (relative).\n", markup=False)
+    record["prefill_and_step_differ_by"] = off
+    return off < 1e-4
 
 
-def how_fast(out, backends, folder: Path) -> None:
-    from kdakit.cases import Shape
-    from kdakit.cli import bench, contestants, machine, plots, results
+def _value(token: int, task) -> str:
+    return f"v{token - task.keys}" if token >= task.keys else f"k{token}"
 
-    out.rule("4. How fast?", align="left")
-    names = [*backends]
-    try:
-        contestants.load_fla()
-        names.append("fla")
-    except contestants.Unavailable as problem:
-        out.print(f"Not compared with flash-linear-attention's reference: {problem}.", markup=False)
-    measured, missing = [], []
-    for mode in ("fwd", "fwdbwd"):
-        rows, gone = bench.race(names, contestants.Job(Shape(1, 512, 2, 64), mode, "float32", "log_decay"), repeat=7, seconds=4)
-        measured, missing = measured + rows, missing + gone
-    record = {"kind": "bench", **machine.describe(), "settings": {"dtype": "float32", "gate": "log_decay", "repeat": 7},
-              "results": measured, "missing": missing}  # fmt: skip
-    results.show(record)
+
+def compare_memory(out, framework: str, record: dict, quick: bool) -> None:
+    from kdakit.cli import console, serving
+    from kdakit.cli.recall_worker import Race
+
+    out.rule("5. What it keeps, and how fast it goes on", align="left")
+    config = Race(**record["settings"]).config(True)
+    record["prefill_rate"] = serving.prefill_rate(serving.build(framework, config))
+    record["memory"] = serving.memory(framework, config, serving.LENGTHS[:2] if quick else serving.LENGTHS)
+    out.print(f"Prefill of 2048 tokens: {record['prefill_rate']:,.0f} tokens/s. One more token after so many, for this model and for the")
+    out.print("same one with softmax attention and a key-value cache in both layers:")
+    numbers = ("tokens seen", "KDA keeps", "KV cache keeps", "KDA tokens/s", "attention tokens/s")
+    shown = console.table("", *numbers, right=numbers)
+    for row in record["memory"]:
+        sizes = (f"{row[field] / 1024:,.1f} KiB" for field in ("state_bytes", "kv_bytes"))
+        shown.add_row(f"{row['length']:,}", *sizes, f"{row['state_rate']:,.0f}", f"{row['kv_rate']:,.0f}")
+    out.print(shown)
+
+
+def keep(out, record: dict, folder: Path) -> None:
+    from kdakit.cli import machine, recall_race
+
+    (folder / "demo.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if machine.version("matplotlib") is None:
         out.print("No plot: matplotlib is not installed (pip install 'kdakit[bench]').", markup=False)
     else:
-        plots.save(record, str(folder / "demo.png"))
-        out.print(f"The chart is in {folder / 'demo.png'}.", markup=False)
+        recall_race.plot(record, str(folder / "demo.png"))
+        out.print(f"The curves are in {folder / 'demo.png'}, the numbers in {folder / 'demo.json'}.", markup=False)

@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from kdakit import __version__
-from kdakit.cli import bench, demo, doctor, verify
+from kdakit.cli import bench, demo, doctor, generate, train, verify
 from kdakit.cli.choices import UsageError
 
-COMMANDS = {"doctor": doctor, "verify": verify, "bench": bench, "demo": demo}
+COMMANDS = {"doctor": doctor, "verify": verify, "bench": bench, "demo": demo, "train": train, "generate": generate}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from kdakit.layers.sizes import LayerSizes
 class ModelConfig:
     """A decoder-only language model: blocks of (RMSNorm, mixer, RMSNorm, SwiGLU). The mixer is KDA, or full attention in every n-th layer.
 
-    vocab_size, hidden_size, num_layers: the usual. intermediate_size: the SwiGLU's width; 8/3 hidden_size, rounded up to a multiple of 16, if None.
+    vocab_size, hidden_size, num_layers: the usual. intermediate_size: the SwiGLU's width; None: 8/3 hidden_size, in 16s.
     attention_every: n; layers n, 2n, .. are full attention without position encoding (Kimi Linear: 4). 0: KDA everywhere.
     num_attention_heads, num_kv_heads: heads of the full-attention layers (num_heads, and as many, if None).
     tie_embeddings: the output projection is the embedding. The other fields are those of KimiDeltaAttention.

@@ -8,7 +8,7 @@ logits, cache = model(token, cache=cache)                                  # one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -112,25 +112,20 @@ class KimiLinear(nnx.Module):
     def _named(self):
         return [(".".join(map(str, path)), value) for path, value in nnx.to_flat_state(nnx.state(self, nnx.Param))]
 
-    def generate(self, prompt: np.ndarray, count: int, sample) -> Iterator[np.ndarray]:
-        """Prefill with prompt [B, T], then `count` tokens a sequence, each [B]: sample(logits [B, vocab_size]) chooses them.
-
-        Both calls are compiled: once for the prompt's length, once for single tokens.
-        """
+    def inference(self):
+        """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays, compiled for every T. Uses the cache up."""
         graph, parameters = nnx.split(self)
 
-        @jax.jit
-        def last_logits(parameters, tokens, cache):
+        @partial(jax.jit, donate_argnums=2)
+        def run(parameters, tokens, cache):
             logits, cache = nnx.merge(graph, parameters)(tokens, cache=cache)
-            return logits[:, -1].astype(jnp.float32), cache
+            return logits.astype(jnp.float32), cache
 
-        tokens = jnp.asarray(prompt)
-        cache = self.new_cache(tokens.shape[0], tokens.shape[1] + count)
-        for _ in range(count):
-            logits, cache = last_logits(parameters, tokens, cache)
-            chosen = sample(np.asarray(logits))
-            yield chosen
-            tokens = jnp.asarray(chosen)[:, None]
+        def call(tokens: np.ndarray, cache: list):
+            logits, cache = run(parameters, np.asarray(tokens, np.int32), cache)
+            return np.asarray(logits), cache
+
+        return call
 
 
 def loss(model: KimiLinear, tokens, targets, cu_seqlens=None):

@@ -8,8 +8,6 @@ logits, cache = model(token, cache=cache)                                  # one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -113,17 +111,16 @@ class KimiLinear(nn.Module):
             for name, value in self.state_dict().items():
                 value.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
 
-    @torch.no_grad()
-    def generate(self, prompt: np.ndarray, count: int, sample) -> Iterator[np.ndarray]:
-        """Prefill with prompt [B, T], then `count` tokens a sequence, each [B]: sample(logits [B, vocab_size]) chooses them."""
+    def inference(self):
+        """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays and without gradients."""
         device = self.model.embeddings.weight.device
-        tokens = torch.as_tensor(prompt, device=device)
-        cache = self.new_cache(tokens.shape[0], tokens.shape[1] + count)
-        for _ in range(count):
-            logits, cache = self(tokens, cache=cache)
-            chosen = sample(logits[:, -1].float().cpu().numpy())
-            yield chosen
-            tokens = torch.as_tensor(chosen, device=device)[:, None]
+
+        @torch.no_grad()
+        def call(tokens: np.ndarray, cache: list):
+            logits, cache = self(torch.as_tensor(tokens, device=device), cache=cache)
+            return logits.float().cpu().numpy(), cache
+
+        return call
 
 
 def loss(model: KimiLinear, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

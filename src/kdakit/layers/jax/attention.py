@@ -66,7 +66,7 @@ def _within(rows: Rows, T: int):
 
 
 def _extend(cache: KeyValueCache, k, v, rows: Rows):
-    """The cache with the new tokens, who of its places each token sees [B, T, M] (packed: [1, T, N * M]), and who still fits [B, T]."""
+    """The cache with the new tokens, which of its places each token sees [B, T, M] (packed: [1, T, N * M]), and who still fits [B, T]."""
     B, T = k.shape[:2]
     N, M = cache.keys.shape[:2]
     slots = jnp.arange(M)

@@ -1,7 +1,7 @@
 """How the tokens of several sequences lie in an array [B, T, ..].
 
 plain      every row is full
-padded     row b holds `lengths[b]` tokens, first; what follows is padding. A mask with padding anywhere is brought into this form, and back.
+padded     row b holds `lengths[b]` tokens, first; the rest is padding. A mask with padding anywhere is brought into this form, and back.
 packed     B = 1, and sequence n is tokens cu_seqlens[n] .. cu_seqlens[n + 1]
 """
 

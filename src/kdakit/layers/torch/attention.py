@@ -12,10 +12,13 @@ from kdakit.layers.torch.rows import Rows
 
 
 class KeyValueCache(NamedTuple):
-    """The keys and values of everything that N sequences have seen: `lengths` of them, in M places."""
+    """The keys and values of everything that N sequences have seen: `lengths` of them, in M places and one for what is thrown away.
 
-    keys: Tensor  # [N, M, H, D]
-    values: Tensor  # [N, M, H, D]
+    Without gradients they are written in place: places from `lengths` on belong to the cache that comes out.
+    """
+
+    keys: Tensor  # [N, M + 1, H, D]
+    values: Tensor  # [N, M + 1, H, D]
     lengths: Tensor  # [N] int64
 
 
@@ -35,7 +38,7 @@ class FullAttention(nn.Module):
 
     def new_cache(self, batch_size: int, max_length: int) -> KeyValueCache:
         weight = self.k_proj.weight
-        shape = (batch_size, max_length, weight.shape[0] // self.head_dim, self.head_dim)
+        shape = (batch_size, max_length + 1, weight.shape[0] // self.head_dim, self.head_dim)
         lengths = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
         return KeyValueCache(weight.new_zeros(shape), weight.new_zeros(shape), lengths)
 
@@ -65,10 +68,10 @@ def _within(rows: Rows, T: int) -> Tensor:
 
 
 def _extend(cache: KeyValueCache, k: Tensor, v: Tensor, rows: Rows):
-    """The cache with the new tokens, who of its places each token sees [B, T, M] (packed: [1, T, N * M]), and who still fits [B, T]."""
+    """The cache with the new tokens, which places each token sees [B, T, M + 1] (packed: [1, T, N * (M + 1)]), and who fits [B, T]."""
     B, T = k.shape[:2]
-    N, M = cache.keys.shape[:2]
-    slots = torch.arange(M, device=k.device)
+    N, M = cache.keys.shape[0], cache.keys.shape[1] - 1
+    slots = torch.arange(M + 1, device=k.device)
     if rows.cu_seqlens is None:
         owner = torch.arange(B, device=k.device)[:, None].expand(B, T)
         place = cache.lengths[:, None] + torch.arange(T, device=k.device)  # [B, T]
@@ -79,13 +82,7 @@ def _extend(cache: KeyValueCache, k: Tensor, v: Tensor, rows: Rows):
         place, owner = (cache.lengths[owner] + place)[None], owner[None]
         write = place < M
         mask = ((owner[..., None, None] == torch.arange(N, device=k.device)[:, None]) & (slots <= place[..., None, None])).flatten(2)
-    keys, values = (_put(old, new, owner, place, write) for old, new in ((cache.keys, k), (cache.values, v)))
-    counts = rows.counts(B, T, k.device)
-    return KeyValueCache(keys, values, cache.lengths + counts), mask, place < M
-
-
-def _put(old: Tensor, new: Tensor, owner: Tensor, place: Tensor, write: Tensor) -> Tensor:
-    """old [N, M, H, D] with new [B, T, H, D] at (owner, place) where `write`; shapes do not depend on `write`."""
-    M = old.shape[1]
-    longer = F.pad(old, (0, 0, 0, 0, 0, 1))  # a place for what is not to be kept
-    return longer.index_put((owner, torch.where(write, place, M)), new.to(old.dtype))[:, :M]
+    spot = (owner, torch.where(write, place, M))
+    put = torch.Tensor.index_put if torch.is_grad_enabled() else torch.Tensor.index_put_
+    keys, values = (put(old, spot, new.to(old.dtype)) for old, new in ((cache.keys, k), (cache.values, v)))
+    return KeyValueCache(keys, values, cache.lengths + rows.counts(B, T, k.device)), mask, place < M

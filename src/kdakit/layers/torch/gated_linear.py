@@ -19,7 +19,7 @@ CHUNK = 8
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q, k [B, T, H, K], normalised here; v [B, T, HV, V]; g [B, T, HV, K] log-decay; beta [B, T, HV]. Returns o, final_state [B, HV, K, V]."""
+    """q, k [B, T, H, K], normalised here; v [B, T, HV, V]; g [B, T, HV, K] log-decay; beta [B, T, HV]. -> o, state [B, HV, K, V]."""
     dtype, T, C = v.dtype, v.shape[1], max(1, min(CHUNK, v.shape[1]))
     q, k, v, g, beta = _chunks(q, k, v, g, beta, C)  # [B, HV, NT, C, ..] in float32 at least
     S = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state.to(v.dtype)

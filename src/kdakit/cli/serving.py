@@ -1,0 +1,78 @@
+"""What a trained model does after training: prefill and steps that agree, tokens a second, and what it keeps in memory."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kdakit.models.config import ModelConfig
+
+LENGTHS = (256, 1024, 4096, 16384, 65536)
+
+
+def build(framework: str, config: ModelConfig, weights: dict[str, np.ndarray] | None = None) -> Any:
+    model = importlib.import_module(f"kdakit.models.{framework}").KimiLinear(config)
+    if weights is not None:
+        model.load_weights(weights)
+    return model
+
+
+def stepwise(model: Any, tokens: np.ndarray, prompt: int) -> tuple[np.ndarray, float]:
+    """Logits of tokens [B, T] with the first `prompt` at once and the others one by one, and their largest distance from those of one
+    forward pass over everything, relative to the largest logit."""
+    call, B, T = model.inference(), *tokens.shape
+    whole, _ = call(tokens, model.new_cache(B, T))
+    logits, cache = call(tokens[:, :prompt], model.new_cache(B, T))
+    parts = [logits]
+    for t in range(prompt, T):
+        logits, cache = call(tokens[:, t : t + 1], cache)
+        parts.append(logits)
+    apart = np.concatenate(parts, 1)
+    return apart, float(np.abs(apart - whole).max() / np.abs(whole).max())
+
+
+def prefill_rate(model: Any, tokens: int = 2048, repeat: int = 3) -> float:
+    """Tokens a second of one sequence."""
+    call, given = model.inference(), np.zeros((1, tokens), np.int64)
+    return tokens / min(_seconds(lambda: call(given, model.new_cache(1, tokens))) for _ in range(repeat + 1))
+
+
+def decode_rate(model: Any, length: int, steps: int = 20) -> float:
+    """Tokens a second of one sequence that has `length` tokens behind it."""
+    call, token = model.inference(), np.zeros((1, 1), np.int64)
+    cache = [_as_if(entry, length) for entry in model.new_cache(1, length + steps + 3)]
+    times = []
+    for _ in range(steps + 3):
+        begin = time.perf_counter()
+        _, cache = call(token, cache)
+        times.append(time.perf_counter() - begin)
+    return 1 / float(np.median(times[3:]))
+
+
+def _as_if(entry: Any, length: int) -> Any:
+    """A cache that has seen `length` tokens; what they were does not change how long a step takes."""
+    return entry._replace(lengths=entry.lengths + length) if hasattr(entry, "lengths") else entry
+
+
+def _seconds(run) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def memory(framework: str, config: ModelConfig, lengths=LENGTHS) -> list[dict[str, float]]:
+    """Bytes and measured speed of `config`, and of the same model with full attention in every layer, at growing length."""
+    attention = replace(config, attention_every=1)
+    kda, full = build(framework, config), build(framework, attention)
+    rows = []
+    for length in lengths:
+        rows.append({
+            "length": length,
+            "state_bytes": config.cache_bytes(length), "kv_bytes": attention.cache_bytes(length),
+            "state_rate": decode_rate(kda, length), "kv_rate": decode_rate(full, length),
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,32 @@
+"""Text from a model of either framework: a prefill, then one token at a time with the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+
+def generate(
+    model: Any, prompt: np.ndarray, count: int, sample: Callable[[np.ndarray], np.ndarray], piece: int = 0
+) -> Iterator[np.ndarray]:
+    """Continue prompt [B, T] by `count` tokens a sequence; yields them as they come, [B] each.
+
+    sample(logits [B, vocab_size]) chooses; see `kdakit.models.sampling`. piece > 0 prefills in pieces of that many tokens.
+    """
+    prompt = np.asarray(prompt)
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(f"prompt must be [B, T] with at least one token, got {prompt.shape}")
+    vocabulary = model.config.vocab_size
+    if prompt.min() < 0 or prompt.max() >= vocabulary:
+        raise ValueError(f"prompt must hold tokens 0 .. {vocabulary - 1}, got {prompt.min()} .. {prompt.max()}")
+    call, cache = model.inference(), model.new_cache(prompt.shape[0], prompt.shape[1] + count)
+    piece = piece or prompt.shape[1]
+    for start in range(0, prompt.shape[1], piece):
+        logits, cache = call(prompt[:, start : start + piece], cache)
+    for i in range(count):
+        chosen = sample(logits[:, -1])
+        yield chosen
+        if i + 1 < count:
+            logits, cache = call(chosen[:, None], cache)

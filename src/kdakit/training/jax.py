@@ -1,0 +1,78 @@
+"""One training step at a time, in JAX with optax; compiled once for each shape of a batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from kdakit.models.config import ModelConfig
+from kdakit.models.jax import KimiLinear, loss
+from kdakit.training.optimizer import AdamW, TrainingState, decays
+
+
+class Learner:
+    """A model and its AdamW. Arrays in and out are NumPy's."""
+
+    def __init__(self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto"):
+        graph, state = nnx.split(KimiLinear(config, seed=seed, backend=backend))
+        self.graph, self.settings, self.count = graph, optimizer, 0
+        self.parameters = state
+        names = {n: decays(n, x.ndim) for n, x in _named(state).items()}
+        self.chain = optax.chain(
+            optax.clip_by_global_norm(optimizer.clip),
+            optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.eps),
+            optax.add_decayed_weights(optimizer.decay, mask=_like(state, names)),
+        )
+        self.moments = self.chain.init(state)
+
+        def update(parameters, moments, tokens, targets, rate):
+            value, gradients = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens, targets))(parameters)
+            updates, moments = self.chain.update(gradients, moments, parameters)
+            return jax.tree.map(lambda p, u: p - rate * u, parameters, updates), moments, value
+
+        self._update = jax.jit(update, donate_argnums=(0, 1))
+        self._logits = jax.jit(lambda parameters, tokens: nnx.merge(graph, parameters)(tokens)[0])
+        self._loss = jax.jit(lambda parameters, tokens, targets: loss(nnx.merge(graph, parameters), tokens, targets))
+
+    @property
+    def model(self) -> KimiLinear:
+        return nnx.merge(self.graph, self.parameters)
+
+    def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
+        """One update; returns the loss before it."""
+        rate = np.float32(self.settings.rate(self.count))
+        given = (np.asarray(tokens, np.int32), np.asarray(targets, np.int32))
+        self.parameters, self.moments, value = self._update(self.parameters, self.moments, *given, rate)
+        self.count += 1
+        return float(value)
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        return np.asarray(self._logits(self.parameters, np.asarray(tokens, np.int32)))
+
+    def loss(self, tokens: np.ndarray, targets: np.ndarray) -> float:
+        return float(self._loss(self.parameters, np.asarray(tokens, np.int32), np.asarray(targets, np.int32)))
+
+    def state(self) -> TrainingState:
+        adam = self.moments[1]
+        arrays = ({n: np.array(x) for n, x in _named(tree).items()} for tree in (self.parameters, adam.mu, adam.nu))
+        return TrainingState(*arrays, self.count)
+
+    def load(self, state: TrainingState) -> None:
+        model = self.model
+        model.load_weights(state.weights)
+        self.parameters, self.count = nnx.split(model)[1], state.step
+        first, second = (_like(self.parameters, {n: jnp.asarray(x) for n, x in m.items()}) for m in (state.first, state.second))
+        clip, adam, decay = self.moments
+        self.moments = (clip, adam._replace(count=jnp.asarray(state.step, jnp.int32), mu=first, nu=second), decay)
+
+
+def _named(state) -> dict:
+    return {".".join(map(str, path)): value[...] for path, value in nnx.to_flat_state(state)}
+
+
+def _like(state, values: dict):
+    """A tree like `state` with values by name."""
+    return nnx.from_flat_state([(path, value.replace(values[".".join(map(str, path))])) for path, value in nnx.to_flat_state(state)])
