@@ -25,6 +25,7 @@ ALLOWED = {
     "torch": {"problem", "dispatch", "gates"},
     "jax": {"problem", "dispatch", "gates"},
     "backends": DEFINITION,
+    "parallel": {"problem", "torch", "jax", "parallel"},
     "cli": None,  # anything
 }
 
