@@ -106,7 +106,7 @@ import sys, torch, torch.distributed as dist
 from datetime import timedelta
 import kdakit.parallel.torch as parallel
 rank, size, store, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=8))
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
 K = 32 if what == "disagree" and rank == 1 else 16
 q, v = torch.randn(1, 40, 2, K), torch.randn(1, 40, 2, 16)
 g, beta = -torch.rand(1, 40, 2, K), torch.rand(1, 40, 2).to(torch.int64 if what == "refuse" and rank == 1 else torch.float32)
@@ -130,7 +130,7 @@ def test_every_rank_raises(tmp_path, what, messages):
     """A rank that disagrees, refuses or dies: an error on all the others, well within the group's timeout, and no hang."""
     script = tmp_path / "refusal.py"
     script.write_text(REFUSAL)
-    for rank, ((code, err), message) in enumerate(zip(launch(script, 3, tmp_path, what, timeout=60), messages, strict=True)):
+    for rank, ((code, err), message) in enumerate(zip(launch(script, 3, tmp_path, what, timeout=120), messages, strict=True)):
         assert code != 0, (rank, err)
         assert message is None or message in err, (rank, err)
         assert message is not None or "Error" in err, (rank, err)
@@ -141,7 +141,7 @@ import sys, torch, torch.distributed as dist
 from datetime import timedelta
 from kdakit.parallel.torch import previous_tokens
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=20))
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
 torch.manual_seed(0)
 cuts = [0, 5, 5, 6, 12]
 x, weight, d = torch.randn(2, 12, 3), torch.randn(3, 1, 4), torch.randn(2, 12, 3)
@@ -163,5 +163,5 @@ def test_a_convolution_reads_over_the_border(tmp_path):
     """Slices of 5, 0, 1 and 6 tokens, a window of four: outputs and gradients equal those of the whole."""
     script = tmp_path / "halo.py"
     script.write_text(HALO)
-    for rank, (code, err) in enumerate(launch(script, 4, tmp_path, timeout=60)):
+    for rank, (code, err) in enumerate(launch(script, 4, tmp_path, timeout=120)):
         assert code == 0, (rank, err)
