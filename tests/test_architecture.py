@@ -28,6 +28,7 @@ ALLOWED = {
     "layers": {"torch", "jax", "layers", "gates"},
     "models": {"layers", "models"},
     "training": {"models", "training"},
+    "parallel": {"problem", "torch", "jax", "parallel"},
     "cli": None,  # anything
 }
 

@@ -367,6 +367,16 @@ def test_scaling_measures_each_point_in_its_own_process(tmp_path, capsys):
     assert chart.exists()
 
 
+def test_bench_over_ranks_counts_what_travels(tmp_path, capsys):
+    pytest.importorskip("torch")
+    words = ["bench", "--ranks", "1", "2", "--shape", "1x64x2x16", "--lengths", "64", "128", "--mode", "fwd", "--repeat", "1"]
+    assert main([*words, "--json", str(tmp_path / "ranks.json")]) == 0
+    assert "context parallel fwd" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "ranks.json").read_text())["results"]
+    assert [(r["shape"]["T"], r["ranks"], r["sent_bytes"]) for r in rows] == [(64, 1, 0), (64, 2, 4096), (128, 1, 0), (128, 2, 4096)]
+    assert all(r["sent_bytes"] == r["formula_bytes"] for r in rows)
+
+
 def test_worker_reports_why_it_failed():
     got = worker.measure("no_such_backend", contestants.Job(Shape(1, 64, 1, 16)), 1)
     assert "no_such_backend" in got["reason"]

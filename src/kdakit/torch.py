@@ -86,7 +86,7 @@ def chunk_kda(
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("chunk_kda", _CHUNK_ARGUMENTS, state_v_first, compatibility)
-    arrays = _autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
+    arrays = autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
     options = make_options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
@@ -126,7 +126,7 @@ def fused_recurrent_kda(
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)
-    arrays = _autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
+    arrays = autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
     options = make_options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
@@ -219,7 +219,7 @@ def _naive_inputs(q, k, v, g, beta, scale, initial_state):
     return dtype, (q, k, v, g, beta), S if initial_state is None else S + initial_state
 
 
-def _autocast(arrays: Arrays) -> Arrays:
+def autocast(arrays: Arrays) -> Arrays:
     """Under autocast q, k and v may come from layers of different dtypes: they meet in the autocast dtype."""
     q, k, v = arrays[:3]
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.dtype == k.dtype == v.dtype:

@@ -22,7 +22,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--seconds", type=float, default=30, metavar="S", help="stop repeating after about S seconds (default: 30)")
     parser.add_argument("--memory", action="store_true", help="also run each contestant in a process of its own and report its peak memory")
     parser.add_argument("--scaling", action="store_true", help="T from 2048 to 32768, time and peak memory, a process per point")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="other lengths for --scaling")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="other lengths for --scaling and --ranks")
+    parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="context parallel over N processes: time and bytes sent (torch)")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all medians to FILE")
     parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
     parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")
@@ -38,7 +39,7 @@ def run(args) -> int:
     if args.render:
         records = [json.loads(Path(path).read_text()) for path in args.render]
     else:
-        records = [scaling(args) if args.scaling else compete(args)]
+        records = [over_ranks(args) if args.ranks else scaling(args) if args.scaling else compete(args)]
     for record in records:
         results.show(record)
     if args.json and not args.render:
@@ -155,6 +156,22 @@ def scaling(args) -> dict[str, Any]:
                     about = {"contestant": name, "shape": _sizes(shape), "mode": mode}
                     (missing if "reason" in got else measured).append(about | got)
     return _record("scaling", args, gate, measured, missing)
+
+
+def over_ranks(args) -> dict[str, Any]:
+    """Context parallel: the same tokens cut over growing numbers of processes."""
+    from kdakit.cli import console, ranks
+    from kdakit.cli.choices import UsageError
+
+    if min(args.ranks) < 1 or args.backend or args.against:
+        raise UsageError(f"--ranks takes numbers from 1 and neither --backend nor --against, got {args.ranks}")
+    _, modes, gate = _chosen(args, ("fwd", "fwdbwd"))
+    if "decode" in modes:
+        raise UsageError("--ranks cuts the token axis, of which decode has one token: use --mode fwd fwdbwd")
+    with console.progress() as bar:
+        task = bar.add_task("ranks", total=len(modes) * len(args.ranks) * len(args.lengths or [0]))
+        measured, missing = ranks.sweep(args, gate, modes, lambda text: bar.update(task, advance=1, description=text))
+    return _record("ranks", args, gate, measured, missing)
 
 
 def _sizes(shape) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def provenance(record: dict[str, Any]) -> str:
 
 
 def tables(record: dict[str, Any]):
-    """(title, header, rows of strings) for each shape and mode, or for each contestant of a scaling run."""
-    return _scaling_tables(record) if record["kind"] == "scaling" else _bench_tables(record)
+    """(title, header, rows of strings) for each shape and mode, for each contestant of a scaling run, or for each mode over ranks."""
+    return {"scaling": _scaling_tables, "ranks": _rank_tables}.get(record["kind"], _bench_tables)(record)
 
 
 def _bench_tables(record):
@@ -75,6 +75,20 @@ def _scaling_tables(record):
         s, settings = rows[0]["shape"], record["settings"]
         title = f"{name} {mode}, B{s['B']} H{s['H']} K{s['K']}, {settings['dtype']}, {settings['gate']} gate" + _exponents(rows)
         yield title, ["T", "median ms", "us/token", "time vs row above", "peak MiB", "extra MiB", "extra vs row above"], made
+
+
+def _rank_tables(record):
+    for mode in dict.fromkeys(r["mode"] for r in record["results"]):
+        rows = [r for r in record["results"] if r["mode"] == mode]
+        alone = {r["shape"]["T"]: r["median_ms"] for r in rows if r["ranks"] == 1}
+        made = []
+        for r in rows:
+            T = r["shape"]["T"]
+            ratio = f"{alone[T] / r['median_ms']:.2f}" if T in alone else ""
+            made.append([f"T{T}, {r['ranks']} ranks", f"{r['median_ms']:.1f}", ratio, f"{r['sent_bytes']:,}", f"{r['formula_bytes']:,}"])
+        s, settings = rows[0]["shape"], record["settings"]
+        title = f"context parallel {mode}, B{s['B']} H{s['H']} K{s['K']}, {settings['dtype']}, {settings['gate']} gate, a thread per rank"
+        yield title, ["", "median ms", "times as fast as 1 rank", "most bytes a rank sent", "at most, by formula"], made
 
 
 def _exponents(rows) -> str:

@@ -1,0 +1,1 @@
+"""KDA over several devices: `kdakit.parallel.torch` on torch.distributed, `kdakit.parallel.jax` on shard_map."""

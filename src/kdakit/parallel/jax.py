@@ -1,0 +1,221 @@
+"""Context parallel KDA for JAX: inside shard_map, with the token axis split over a mesh axis.
+
+    from kdakit.parallel.jax import chunk_kda, sharded_chunk_kda
+    o, final_state = chunk_kda(q, k, v, g, beta, axis_name="context")                     # inside shard_map: this device's tokens
+    o, final_state = sharded_chunk_kda(mesh, context="context")(q, k, v, g, beta)         # outside: whole arrays, sharded as said
+
+Every device reduces its slice to a map of states, S_out = M S_in + b; a scan over the devices in 1 + ceil(log2(devices - 1)) steps gives
+each the state that enters it; then the local work is a plain `kdakit.jax.chunk_kda`. What travels does not depend on T. The backward runs
+the same scan in reverse on  dS_in = M^T dS_out + c.  Shapes do not depend on where sequences begin: one program for all devices.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from kdakit import jax as local
+from kdakit.problem import MAX_HEAD_DIM
+
+__all__ = ["chunk_kda", "previous_tokens", "sharded_chunk_kda"]
+
+
+def chunk_kda(
+    q, k, v, g, beta, *, axis_name, initial_state=None, output_final_state=False, state_v_first=False, A_log=None, dt_bias=None,
+    cu_seqlens=None, segment_ids=None, **options,
+):  # fmt: skip
+    """`kdakit.jax.chunk_kda` on this device's slice of the tokens, inside shard_map over the mesh axis `axis_name`.
+
+    Args:
+        q, k, v, g, beta: this device's tokens, as many on every device.
+        initial_state: [N, HV, K, V], the same on every device; read where a sequence begins.
+        cu_seqlens: [N + 1] offsets of all sequences over the tokens of all devices, the same everywhere; sequences may cross devices.
+        segment_ids: [B, T], those of this device's tokens; a segment may go on from one device to the next.
+        options: the other keyword arguments of `kdakit.jax.chunk_kda`, except return_intermediate_states and cu_seqlens_cpu.
+
+    Returns:
+        o of these tokens, and final_state [N, HV, K, V] with the rows of the sequences that end on this device and zeros elsewhere:
+        lax.psum over the axis gives the whole.
+    """
+    if options.get("return_intermediate_states"):
+        raise ValueError("return_intermediate_states=True has no meaning across devices, whose chunks begin at their own first token")
+    if cu_seqlens is not None and segment_ids is not None:
+        raise ValueError("segment_ids and cu_seqlens say the same thing twice: pass one of them, got both")
+    where = _place(axis_name, q, cu_seqlens, segment_ids)
+    options |= {"segment_ids": segment_ids, "cu_seqlens": where.cu_seqlens, "output_final_state": True}
+    inputs, parameters = (q, k, v, g, beta), {"A_log": A_log, "dt_bias": dt_bias}
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    N = where.begins.shape[0]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    initial = jnp.zeros((N, HV, K, V), dtype)
+    if initial_state is not None:
+        initial = _rows(where.begins, initial_state.mT if state_v_first else initial_state, 0)
+    own, o_map = _map(*lax.stop_gradient((inputs, parameters, initial)), options, where)
+    entering = _scan(axis_name, *_leaving(own, where), reverse=False)
+    o, states = local.chunk_kda(*inputs, initial_state=_rows(where.continues, entering, initial), **parameters, **options)
+    o, states = _leave(axis_name, o, states, own[0], o_map, where)
+    if not output_final_state:
+        return o, None
+    final_state = _rows(where.ends, states, 0)
+    return o, final_state.mT if state_v_first else final_state
+
+
+def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | None = None, heads: str | None = None):
+    """`kdakit.jax.chunk_kda` on whole arrays over a mesh: tokens split over the axis `context`, batch over `batch`, heads over `heads`.
+
+    Batch and heads need no communication. Arguments and results as there; final_state comes back whole, split over batch and heads.
+    Sequences packed with cu_seqlens have no batch to split.
+    """
+    tokens = P(batch, context, heads)
+    states, parameters = P(batch, heads), {"A_log": P(heads), "dt_bias": P(heads)}
+
+    def call(q, k, v, g, beta, *, initial_state=None, A_log=None, dt_bias=None, cu_seqlens=None, segment_ids=None, **options):
+        given = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
+        given = {name: x for name, x in given.items() if x is not None}
+        if cu_seqlens is not None and batch is not None:
+            raise ValueError(f"batch must be None with cu_seqlens, whose B is 1, got {batch!r}")
+        specs = {"initial_state": states, **parameters, "cu_seqlens": P(), "segment_ids": P(batch, context)}
+        wants_state = options.get("output_final_state", False)
+
+        def run(inputs, rest):
+            if context is None:
+                return local.chunk_kda(*inputs, **rest, **options)
+            o, final_state = chunk_kda(*inputs, axis_name=context, **rest, **options)
+            return o, lax.psum(final_state, context) if wants_state else None
+
+        return jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=((tokens,) * 5, {name: specs[name] for name in given}),
+            out_specs=(tokens, states if wants_state else None),
+        )((q, k, v, g, beta), given)
+
+    return call
+
+
+def previous_tokens(x, count: int, axis_name):
+    """x [B, T, ..], this device's tokens -> the `count` tokens before them, [B, count, ..], zeros before the first.
+
+    For the window of a causal convolution; inside shard_map. Slices may be shorter than `count`: then more than one neighbour is asked.
+    """
+    devices, T = lax.axis_size(axis_name), x.shape[1]
+    pieces: list[Any] = []
+    hop, found = 1, 0
+    while found < count and T and hop < devices:
+        tail = x[:, T - min(T, count - found) :]
+        pieces.insert(0, lax.ppermute(tail, axis_name, [(i, i + hop) for i in range(devices - hop)]))
+        found += tail.shape[1]
+        hop += 1
+    return jnp.concatenate([jnp.zeros_like(x, shape=(x.shape[0], count - found, *x.shape[2:])), *pieces], 1)
+
+
+class Place(NamedTuple):
+    """How this device's slice cuts the sequences; traced. Rows number the sequences and so the states."""
+
+    begins: Any  # [N] sequences whose first token, or whose only place, is here
+    continues: Any  # [N] those that began on an earlier device: without cu_seqlens many, with cu_seqlens at most one
+    ends: Any  # [N]
+    leaving: Any  # [N] those that go on to the next device
+    cu_seqlens: Any  # [N + 1] of this device's tokens, or None
+
+
+def _place(axis_name, q, cu_seqlens, segment_ids) -> Place:
+    device, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    B, T = q.shape[:2]
+    if cu_seqlens is None:
+        first, last = (jnp.broadcast_to(device == place, (B,)) for place in (0, devices - 1))
+        continues = ~first
+        if segment_ids is not None and T:
+            before = lax.ppermute(segment_ids[:, -1], axis_name, [(i, i + 1) for i in range(devices - 1)])
+            continues &= before == segment_ids[:, 0]
+        return Place(first, continues, last, ~last, None)
+    begin, total = device * T, devices * T
+    starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
+    holder = lambda position: jnp.clip(position, 0, max(total - 1, 0)) // max(T, 1) == device
+    return Place(
+        begins=holder(starts),
+        continues=(starts < begin) & (begin < stops),
+        ends=holder(jnp.maximum(stops - 1, starts)),
+        leaving=(starts < begin + T) & (begin + T < stops),
+        cu_seqlens=jnp.clip(cu_seqlens - begin, 0, T),
+    )
+
+
+def _rows(which, states, otherwise):
+    """states [N, HV, K, V] in the rows of `which` [N], `otherwise` in the others; states [1, ..] fit any row."""
+    return jnp.where(which[:, None, None, None], states, otherwise)
+
+
+def _map(inputs, parameters, initial, options, where: Place):
+    """What the slice does to the states that enter it: (M, b) of every row, and o_map [B, T, HV, K] with  o = o(state 0) + o_map S.
+
+    The recurrence runs on the identity, where a sequence continues, beside the states that begin here, with values of zero and the given
+    ones; in the compute dtype, since o_map goes into states.
+    """
+    q, k, v, g, beta = inputs
+    q, k, v = (x.astype(initial.dtype) for x in (q, k, v))
+    K, V = initial.shape[-2:]
+    run = partial(local.chunk_kda, **parameters, **options)
+    identity = _rows(where.continues, jnp.broadcast_to(jnp.eye(K, dtype=initial.dtype), (*initial.shape[:-1], K)), 0)
+    no_value = jnp.zeros_like(v, shape=(*v.shape[:-1], K))
+    if K + V <= MAX_HEAD_DIM:
+        both = jnp.concatenate([no_value, v], -1), jnp.concatenate([identity, initial], -1)
+        o, S = run(q, k, both[0], g, beta, initial_state=both[1])
+        return (S[..., :K], S[..., K:]), o[..., :K]
+    o, M = run(q, k, no_value, g, beta, initial_state=identity)
+    return (M, run(q, k, v, g, beta, initial_state=initial)[1]), o
+
+
+def _leaving(own, where: Place):
+    """M and b of what goes on to the next device: of all rows, or with cu_seqlens of the one that does, as a single row."""
+    return tuple(_carried(_rows(where.leaving, x, 0), where) for x in own)
+
+
+def _carried(x, where: Place):
+    """Rows that cross a border, the others being zero: all of a batch, or the only one of packed sequences as a single row."""
+    return x if where.cu_seqlens is None else x.sum(0, keepdims=True)
+
+
+_dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def _scan(axis_name, M, b, reverse: bool):
+    """The state that enters each device, zero at the first: maps composed over the devices before it, in an order that never changes."""
+    devices = lax.axis_size(axis_name)
+    places = list(reversed(range(devices))) if reverse else list(range(devices))
+    shift = lambda x, by: lax.ppermute(x, axis_name, [(places[i], places[i + by]) for i in range(devices - by)])
+    M, b = shift((M, b), 1)
+    distance = 1
+    while distance < devices - 1:
+        M_before, b_before = shift((M, b), distance)
+        M, b = _dot("...ij,...jk->...ik", M, M_before), _dot("...ij,...jv->...iv", M, b_before) + b
+        distance *= 2
+    return b
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _leave(axis_name, o, states, M, o_map, where: Place):
+    """The identity on o and the states after this device's tokens; on the way back it brings in the gradient of what went on."""
+    return o, states
+
+
+def _leave_forward(axis_name, o, states, M, o_map, where: Place):
+    return (o, states), (M, o_map, where)
+
+
+def _leave_backward(axis_name, residuals, cotangents):
+    """c, the gradient of the entering state so far: through o, and through the final states of what ends here."""
+    (M, o_map, where), (d_o, d_states) = residuals, cotangents
+    c = _carried(_rows(where.ends, _dot("...ji,...jv->...iv", M, d_states), 0), where)
+    c = c + _dot("bthk,bthv->bhkv", o_map, d_o.astype(M.dtype))
+    d_next = _scan(axis_name, _carried(_rows(where.leaving, M.mT, 0), where), c, reverse=True)
+    return d_o, d_states + _rows(where.leaving, d_next, 0), None, None, None
+
+
+_leave.defvjp(_leave_forward, _leave_backward)

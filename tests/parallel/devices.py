@@ -1,0 +1,76 @@
+"""Context parallel calls on 8 host devices, in a process of their own: python devices.py OUT JOBS. A job is {"size", "case", "dtype"} or,
+with "lengths", the case with its tokens packed so."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from kdakit.cases import CASES, SEGMENT_CASES
+from kdakit.cli.checking import jax_precision, to_jax
+from kdakit.parallel.jax import previous_tokens, sharded_chunk_kda
+from kdakit.problem import DIFFERENTIABLE
+
+EVERY_CASE = CASES | SEGMENT_CASES
+_kept = {}
+
+
+def function(mesh, options, key):
+    """The jitted call with its gradients; kept, since sequences change values only."""
+
+    def run(inputs, rest, seeds):
+        def forward(inputs):
+            o, final_state = sharded_chunk_kda(mesh, context="context")(**inputs, **rest, **options)
+            return {"o": o} | ({} if final_state is None else {"final_state": final_state})
+
+        out, pullback = jax.vjp(forward, inputs)
+        return out | pullback({n: seeds[n].astype(x.dtype) for n, x in out.items()})[0]
+
+    return _kept.setdefault(key, jax.jit(run))
+
+
+def run(job):
+    case, dtype = EVERY_CASE[job["case"]], job["dtype"]
+    mesh = Mesh(np.array(jax.devices()[: job["size"]]), ("context",))
+    arrays = to_jax(case.arrays(dtype), case.dtypes(dtype))
+    if "lengths" in job:
+        arrays = arrays._replace(cu_seqlens=jnp.asarray(np.cumsum([0, *job["lengths"]]), jnp.int32))
+    rest = {n: x for n, x in arrays._asdict().items() if x is not None}
+    inputs = {n: rest.pop(n) for n in DIFFERENTIABLE if n in rest}
+    options = {n: x for n, x in case.call_options.items() if n != "return_intermediate_states"}
+    seeds = {n: jnp.asarray(x) for n, x in zip(("o", "final_state"), case.cotangents(dtype), strict=True)}
+    call = function(mesh, options, (job["case"], dtype, job["size"]))
+    results = {n: np.asarray(x).astype(np.float64) for n, x in call(inputs, rest, seeds).items()}
+    if job.get("text"):
+        results["text"] = call.lower(inputs, rest, seeds).compile().as_text()
+    return results
+
+
+def halo(size, count):
+    """The tokens before each slice of 0, 1, .. 15, in the order of the devices; and the gradient of their weighted sum."""
+    mesh = Mesh(np.array(jax.devices()[:size]), ("context",))
+    tokens = jnp.arange(16.0)[None, :, None]
+    before = jax.shard_map(
+        lambda x: previous_tokens(x, count, "context"), mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context")
+    )
+    weights = jnp.arange(1.0, 1 + size * count)[None, :, None]
+    return np.asarray(before(tokens))[0, :, 0], np.asarray(jax.grad(lambda x: (before(x) * weights).sum())(tokens))[0, :, 0]
+
+
+def main(out, jobs):
+    results = [halo(4, 3), halo(8, 5)]
+    for job in jobs:
+        with jax_precision(job["dtype"]):
+            results.append(run(job))
+    with open(out, "wb") as file:
+        pickle.dump(results, file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(Path(sys.argv[2]).read_text()))

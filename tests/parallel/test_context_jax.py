@@ -1,0 +1,91 @@
+"""Context parallel calls on 8 host devices equal the uncut truth, gradients included; sequences may begin and end anywhere."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdakit import accuracy
+from kdakit.cases import CASES, SEGMENT_CASES
+from kdakit.cli import checking
+
+EVERY_CASE = CASES | SEGMENT_CASES
+DEVICES = Path(__file__).parent / "devices.py"
+CHOSEN = [
+    ("plain", 1), ("v_first", 4), ("no_final", 2), ("tall", 7), ("grouped", 5),
+    ("gate_huge", 5), ("softplus", 2), ("varlen_many", 8), ("varlen_fused", 3), (next(iter(SEGMENT_CASES)), 4),
+]  # fmt: skip
+
+
+def make_jobs():
+    rng = np.random.default_rng(11)
+    jobs = [{"case": name, "size": size, "dtype": ("float64", "float32")[i % 2]} for i, (name, size) in enumerate(CHOSEN)]
+    T, N = CASES["varlen_many"].T, len(CASES["varlen_many"].lengths)
+    for _ in range(12):
+        cuts = np.sort(rng.choice(T + 1, size=N - 1))
+        jobs.append({"case": "varlen_many", "size": 8, "dtype": "float64", "lengths": np.diff([0, *cuts, T]).tolist()})
+    jobs += [{"case": "plain", "size": 4, "dtype": "bfloat16"}, {"case": "chunk128", "size": 4, "dtype": "float32", "text": True}]
+    return [*jobs, {"case": "scaled", "size": 4, "dtype": "float32", "text": True}]
+
+
+JOBS = make_jobs()
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("devices")
+    (tmp / "jobs").write_text(json.dumps(JOBS))
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    done = subprocess.run([sys.executable, DEVICES, tmp / "out", tmp / "jobs"], env=os.environ | {"XLA_FLAGS": flags}, timeout=600)
+    assert done.returncode == 0
+    return pickle.loads((tmp / "out").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def collected(everything):
+    return everything[2:]
+
+
+@pytest.mark.parametrize("index", range(len(JOBS)), ids=["-".join(map(str, (j["case"], j["dtype"], j["size"]))) for j in JOBS])
+def test_equals_one_device(collected, index):
+    job = JOBS[index]
+    case, dtype = EVERY_CASE[job["case"]], job["dtype"]
+    problem, arrays, cotangents = case.problem(dtype, needs_grad=True), case.arrays(dtype), case.cotangents(dtype)
+    problem = problem.replace(return_intermediate_states=False)
+    if "lengths" in job:
+        arrays = arrays._replace(cu_seqlens=np.cumsum([0, *job["lengths"]]))
+    expected = checking.expect(problem, arrays, cotangents)
+    if dtype == "float64":
+        for name, truth in expected.truth.items():
+            assert accuracy.error(collected[index][name], truth) < 1e-10, (job, name)
+    for row in checking.compare(problem, arrays, collected[index], cotangents, expected=expected):
+        assert row.ok, (job, row)
+
+
+def test_only_maps_of_states_travel(collected):
+    """The program permutes [K, K] and [K, V] per head between neighbours and gathers nothing, however long the slices."""
+    texts = [r["text"] for r in collected if "text" in r]
+    shapes = [sorted(re.findall(r"= (\(?f32\[[\d,]*\]).*? collective-permute", text)) for text in texts]
+    assert len(texts) == 2 and shapes[0] == shapes[1] and shapes[0]
+    for text in texts:
+        assert "all-gather" not in text and "all-to-all" not in text
+
+
+@pytest.mark.parametrize(("index", "size", "count"), [(0, 4, 3), (1, 8, 5)])
+def test_a_window_reads_over_the_border(everything, index, size, count):
+    """Also where it is wider than two slices: 5 tokens before slices of 2."""
+    before, gradient = everything[index]
+    tokens, weights = np.concatenate([np.zeros(count), np.arange(16.0)]), np.arange(1.0, 1 + size * count).reshape(size, count)
+    want, d_tokens = [], np.zeros(16 + count)
+    for device in range(size):
+        begin = device * 16 // size
+        want.append(tokens[begin : begin + count])
+        d_tokens[begin : begin + count] += weights[device]
+    assert (before == np.concatenate(want)).all()
+    assert (gradient == d_tokens[count:]).all()

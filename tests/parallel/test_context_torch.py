@@ -1,0 +1,167 @@
+"""Context parallel calls as real processes over gloo: every case, cut at random places, equals the uncut truth."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kdakit import accuracy
+from kdakit.cases import CASES
+from kdakit.cli import checking
+from kdakit.parallel.exchange import scan_bytes
+
+RANKS = Path(__file__).parent / "ranks.py"
+SIZES = (1, 2, 3, 4, 8)
+
+
+def launch(script, size, tmp, *arguments, timeout=300):
+    """`size` processes of a script, called with RANK SIZE STORE and the arguments; their (exit code, stderr)."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = lambda rank: [sys.executable, str(script), str(rank), str(size), str(tmp / "store"), *map(str, arguments)]
+    running = [subprocess.Popen(command(rank), stderr=subprocess.PIPE, text=True, env=environment) for rank in range(size)]
+    try:
+        return [(p.returncode, err) for p in running for err in [p.communicate(timeout=timeout)[1]]]
+    finally:
+        for p in running:
+            p.kill()
+
+
+def random_cuts(rng, T, size):
+    """Anywhere, with empty slices among them."""
+    return sorted(rng.integers(0, T + 1, size=size - 1).tolist())
+
+
+def make_jobs():
+    rng = np.random.default_rng(8)
+    jobs = []
+    for i, (name, case) in enumerate(CASES.items()):
+        for j, dtype in enumerate(("float64", "float32")):
+            size = SIZES[(i + 2 * j) % len(SIZES)]
+            jobs.append({"size": size, "case": name, "dtype": dtype, "cuts": random_cuts(rng, case.T, size)})
+    packed = [name for name, case in CASES.items() if case.lengths]
+    for _ in range(20):
+        name, size = packed[rng.integers(len(packed))], int(rng.choice(SIZES[1:]))
+        jobs.append({"size": size, "case": name, "dtype": "float64", "cuts": random_cuts(rng, CASES[name].T, size)})
+    jobs += [jobs[-1], {"size": 4, "case": "plain", "dtype": "bfloat16", "cuts": [10, 40, 90]}]
+    return jobs
+
+
+JOBS = make_jobs()
+AGAIN = len(JOBS) - 2
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("ranks")
+    (tmp / "jobs").write_text(json.dumps(JOBS))
+    ended = launch(RANKS, max(SIZES), tmp, tmp / "out", tmp / "jobs")
+    for rank, (code, err) in enumerate(ended):
+        assert code == 0, f"rank {rank}: {err}"
+    return pickle.loads((tmp / "out").read_bytes())
+
+
+def joined(everyone):
+    """One result from those of the ranks: tokens follow each other, everything else is a sum."""
+    tokens = ("o", "q", "k", "v", "g", "beta")
+    return {n: np.concatenate([r[n] for r in everyone], 1) if n in tokens else sum(r[n] for r in everyone) for n in everyone[0]}
+
+
+@pytest.mark.parametrize("index", range(len(JOBS)), ids=["-".join(map(str, (j["case"], j["dtype"], j["size"]))) for j in JOBS])
+def test_equals_one_rank(collected, index):
+    job = JOBS[index]
+    case, dtype = CASES[job["case"]], job["dtype"]
+    problem, arrays, cotangents = case.problem(dtype, needs_grad=True), case.arrays(dtype), case.cotangents(dtype)
+    problem = problem.replace(return_intermediate_states=False)
+    results, expected = joined(collected[index]), checking.expect(problem, arrays, cotangents)
+    if dtype == "float64":
+        for name, truth in expected.truth.items():
+            assert accuracy.error(results[name], truth) < 1e-10, (job, name)
+    for row in checking.compare(problem, arrays, results, cotangents, expected=expected):
+        assert row.ok, (job, row)
+
+
+def test_repeats_bit_for_bit(collected):
+    assert JOBS[AGAIN] == JOBS[AGAIN - 1]
+    for first, second in zip(collected[AGAIN - 1], collected[AGAIN], strict=True):
+        assert all((first[name] == second[name]).all() for name in first if name != "sent")
+
+
+def test_traffic_is_the_formula_and_knows_no_length(collected):
+    """Forward and backward each send one map from every rank to the next, and one at every doubling of the distance."""
+    for job, everyone in zip(JOBS, collected, strict=True):
+        case, n = CASES[job["case"]], job["size"]
+        rows, itemsize = (1 if case.lengths else case.B), 8 if job["dtype"] == "float64" else 4
+        messages = (n - 1) + sum(n - 1 - d for d in (1, 2, 4) if d < n - 1)
+        assert sum(r["sent"] for r in everyone) == 2 * messages * rows * case.HV * case.K * (case.K + case.V) * itemsize
+        assert max(r["sent"] for r in everyone) <= 2 * scan_bytes(n, rows, case.HV, case.K, case.V, itemsize)
+
+
+REFUSAL = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+import kdakit.parallel.torch as parallel
+rank, size, store, what = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+K = 32 if what == "disagree" and rank == 1 else 16
+q, v = torch.randn(1, 40, 2, K), torch.randn(1, 40, 2, 16)
+g, beta = -torch.rand(1, 40, 2, K), torch.rand(1, 40, 2).to(torch.int64 if what == "refuse" and rank == 1 else torch.float32)
+for turn in range(3):
+    if what == "die" and rank == 1 and turn == 1:
+        import os
+        os._exit(9)
+    parallel.chunk_kda(q, q, v, g, beta)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "messages"),
+    [
+        ("disagree", ["K must be the same on every rank of the group, got [16, 32, 16]"] * 3),
+        ("refuse", ["refused on rank 1", "beta must be one of", "refused on rank 1"]),
+        ("die", [None, "", None]),
+    ],
+)
+def test_every_rank_raises(tmp_path, what, messages):
+    """A rank that disagrees, refuses or dies: an error on all the others, well within the group's timeout, and no hang."""
+    script = tmp_path / "refusal.py"
+    script.write_text(REFUSAL)
+    for rank, ((code, err), message) in enumerate(zip(launch(script, 3, tmp_path, what, timeout=120), messages, strict=True)):
+        assert code != 0, (rank, err)
+        assert message is None or message in err, (rank, err)
+        assert message is not None or "Error" in err, (rank, err)
+
+
+HALO = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+from kdakit.parallel.torch import previous_tokens
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+torch.manual_seed(0)
+cuts = [0, 5, 5, 6, 12]
+x, weight, d = torch.randn(2, 12, 3), torch.randn(3, 1, 4), torch.randn(2, 12, 3)
+convolve = lambda x: torch.nn.functional.conv1d(x.mT, weight, groups=3).mT
+whole = x.clone().requires_grad_()
+y = convolve(torch.cat([torch.zeros(2, 3, 3), whole], 1))
+(y * d).sum().backward()
+mine = slice(cuts[rank], cuts[rank + 1])
+part = x[:, mine].clone().requires_grad_()
+before = previous_tokens(part, 3)
+out = convolve(torch.cat([before, part], 1)) if part.shape[1] else before[:, :0]
+(out * d[:, mine]).sum().backward()
+torch.testing.assert_close(out, y[:, mine])
+torch.testing.assert_close(part.grad, whole.grad[:, mine])
+"""
+
+
+def test_a_convolution_reads_over_the_border(tmp_path):
+    """Slices of 5, 0, 1 and 6 tokens, a window of four: outputs and gradients equal those of the whole."""
+    script = tmp_path / "halo.py"
+    script.write_text(HALO)
+    for rank, (code, err) in enumerate(launch(script, 4, tmp_path, timeout=120)):
+        assert code == 0, (rank, err)
