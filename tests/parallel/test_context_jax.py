@@ -15,6 +15,7 @@ from kdakit import accuracy
 from kdakit.cases import CASES, SEGMENT_CASES
 from kdakit.cli import checking
 
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 EVERY_CASE = CASES | SEGMENT_CASES
 DEVICES = Path(__file__).parent / "devices.py"
 CHOSEN = [
@@ -41,8 +42,7 @@ JOBS = make_jobs()
 def everything(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("devices")
     (tmp / "jobs").write_text(json.dumps(JOBS))
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    done = subprocess.run([sys.executable, DEVICES, tmp / "out", tmp / "jobs"], env=os.environ | {"XLA_FLAGS": flags}, timeout=600)
+    done = subprocess.run([sys.executable, DEVICES, tmp / "out", tmp / "jobs"], env=os.environ | {"XLA_FLAGS": FLAGS}, timeout=600)
     assert done.returncode == 0
     return pickle.loads((tmp / "out").read_bytes())
 
@@ -89,3 +89,10 @@ def test_a_window_reads_over_the_border(everything, index, size, count):
         d_tokens[begin : begin + count] += weights[device]
     assert (before == np.concatenate(want)).all()
     assert (gradient == d_tokens[count:]).all()
+
+
+def test_the_model_cut_over_context_heads_and_data():
+    """Eight devices as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences: loss and every gradient equal those of one device."""
+    pytest.importorskip("flax")
+    done = subprocess.run([sys.executable, DEVICES.with_name("model_devices.py")], env=os.environ | {"XLA_FLAGS": FLAGS}, timeout=600)
+    assert done.returncode == 0

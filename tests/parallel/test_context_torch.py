@@ -165,3 +165,9 @@ def test_a_convolution_reads_over_the_border(tmp_path):
     script.write_text(HALO)
     for rank, (code, err) in enumerate(launch(script, 4, tmp_path, timeout=120)):
         assert code == 0, (rank, err)
+
+
+def test_the_model_cut_over_context_heads_and_data(tmp_path):
+    """Eight ranks as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences: loss and every gradient equal those of one process."""
+    for rank, (code, err) in enumerate(launch(RANKS.with_name("model_ranks.py"), 8, tmp_path)):
+        assert code == 0, (rank, err)

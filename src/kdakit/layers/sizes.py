@@ -101,6 +101,13 @@ def _check_positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
+def check_context(context, attention_mask, cache) -> None:
+    """Slices of tokens over several devices have neither padding nor a cache: pack the sequences instead."""
+    for name, given in (("attention_mask", attention_mask), ("cache", cache)):
+        if context is not None and given is not None:
+            raise ValueError(f"{name} must be None with a context: pack sequences of different lengths with cu_seqlens")
+
+
 def check_rows(shape, hidden_size: int, mask_shape, packed: bool) -> None:
     """The input of a layer: [B, T, hidden_size], a mask [B, T], or B = 1 packed with cu_seqlens; never both."""
     if len(shape) != 3 or shape[-1] != hidden_size:

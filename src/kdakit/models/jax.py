@@ -17,6 +17,7 @@ from flax import nnx
 
 from kdakit.layers.jax import FullAttention, KimiDeltaAttention, Linear, Rows
 from kdakit.layers.jax.norm import RMSNorm
+from kdakit.layers.sizes import check_context
 from kdakit.models.config import ModelConfig
 from kdakit.models.initial import initial_weights
 from kdakit.models.weights import check_tokens, check_weights
@@ -82,13 +83,15 @@ class KimiLinear(nnx.Module):
         """One entry a layer, for sequences of up to max_length tokens; only full-attention layers grow with it."""
         return [block.attn.new_cache(batch_size, max_length) for block in self.model.layers]
 
-    def __call__(self, tokens, attention_mask=None, cache: list | None = None, cu_seqlens=None):
+    def __call__(self, tokens, attention_mask=None, cache: list | None = None, cu_seqlens=None, context=None):
         """tokens [B, T]; attention_mask [B, T], 0 at padding, wherever it is; or packed sequences, B = 1 with cu_seqlens [N + 1].
 
+        context: a kdakit.parallel.jax.Context, where tokens is one device's slice of those that cu_seqlens counts.
         Returns logits [B, T, vocab_size], zero at padding, and the next cache where one was given.
         """
+        check_context(context, attention_mask, cache)
         check_tokens(tokens.shape, None if attention_mask is None else attention_mask.shape, cu_seqlens is not None)
-        rows = Rows(cu_seqlens=cu_seqlens) if attention_mask is None else Rows.from_mask(attention_mask)
+        rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
         embeddings = self.model.embeddings.weight[...]
         x = embeddings[rows.arrange(tokens)]
         run = nnx.remat(Block.__call__) if self.checkpoint_activations else Block.__call__
@@ -128,9 +131,9 @@ class KimiLinear(nnx.Module):
         return call
 
 
-def loss(model: KimiLinear, tokens, targets, cu_seqlens=None):
-    """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count."""
-    logits, _ = model(tokens, cu_seqlens=cu_seqlens)
+def loss(model: KimiLinear, tokens, targets, cu_seqlens=None, context=None):
+    """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count. With a context: of this slice."""
+    logits, _ = model(tokens, cu_seqlens=cu_seqlens, context=context)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
     return -jnp.where(targets >= 0, chosen, 0).sum() / (targets >= 0).sum()

@@ -8,12 +8,15 @@ logits, cache = model(token, cache=cache)                                  # one
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kdakit.layers.sizes import check_context
 from kdakit.layers.torch import FullAttention, KimiDeltaAttention, Rows
 from kdakit.layers.torch.norm import RMSNorm
 from kdakit.models.config import ModelConfig
@@ -81,13 +84,16 @@ class KimiLinear(nn.Module):
 
     def forward(
         self, tokens: Tensor, attention_mask: Tensor | None = None, cache: list | None = None, cu_seqlens: Tensor | None = None,
+        context: Any = None,
     ) -> tuple[Tensor, list | None]:  # fmt: skip
         """tokens [B, T]; attention_mask [B, T], 0 at padding, wherever it is; or packed sequences, B = 1 with cu_seqlens [N + 1].
 
+        context: a kdakit.parallel.torch.Context, where tokens is one rank's slice of those that cu_seqlens counts.
         Returns logits [B, T, vocab_size], zero at padding, and the next cache where one was given.
         """
+        check_context(context, attention_mask, cache)
         check_tokens(tokens.shape, None if attention_mask is None else attention_mask.shape, cu_seqlens is not None)
-        rows = Rows(cu_seqlens=cu_seqlens) if attention_mask is None else Rows.from_mask(attention_mask)
+        rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
         x = self.model.embeddings(rows.arrange(tokens))
         following = []
         for i, block in enumerate(self.model.layers):
@@ -123,7 +129,7 @@ class KimiLinear(nn.Module):
         return call
 
 
-def loss(model: KimiLinear, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count."""
-    logits, _ = model(tokens, cu_seqlens=cu_seqlens)
+def loss(model: nn.Module, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, context: Any = None) -> Tensor:
+    """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count. With a context: of this slice."""
+    logits, _ = model(tokens, cu_seqlens=cu_seqlens, context=context)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)

@@ -3,6 +3,7 @@
     from kdakit.parallel.jax import chunk_kda, sharded_chunk_kda
     o, final_state = chunk_kda(q, k, v, g, beta, axis_name="context")                     # inside shard_map: this device's tokens
     o, final_state = sharded_chunk_kda(mesh, context="context")(q, k, v, g, beta)         # outside: whole arrays, sharded as said
+    logits, _ = model(tokens, context=Context("context"))                                 # layers and models, inside shard_map
 
 Every device reduces its slice to a map of states, S_out = M S_in + b; a scan over the devices in 1 + ceil(log2(devices - 1)) steps gives
 each the state that enters it; then the local work is a plain `kdakit.jax.chunk_kda`. What travels does not depend on T. The backward runs
@@ -11,11 +12,13 @@ the same scan in reverse on  dS_in = M^T dS_out + c.  Shapes do not depend on wh
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from kdakit import jax as local
 from kdakit.problem import MAX_HEAD_DIM
 
-__all__ = ["chunk_kda", "previous_tokens", "sharded_chunk_kda"]
+__all__ = ["Context", "chunk_kda", "previous_tokens", "sharded_chunk_kda"]
 
 
 def chunk_kda(
@@ -113,6 +116,45 @@ def previous_tokens(x, count: int, axis_name):
         found += tail.shape[1]
         hop += 1
     return jnp.concatenate([jnp.zeros_like(x, shape=(x.shape[0], count - found, *x.shape[2:])), *pieces], 1)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Context:
+    """What a layer must know of the other slices of its tokens, which lie along a mesh axis; inside shard_map."""
+
+    axis_name: str
+
+    def chunk_kda(self, *arrays, **options):
+        return chunk_kda(*arrays, axis_name=self.axis_name, **options)
+
+    def all_tokens(self, x):
+        """x [B, T, ..] of all devices, [B, devices * T, ..]."""
+        return lax.all_gather(x, self.axis_name, axis=1, tiled=True)
+
+    def windows(self, inputs, count: int, cu_seqlens):
+        """For convolutions of inputs [B, T, D] each: cu_seqlens of this slice, and the `count` inputs before it [N, count, D] each."""
+        line = jnp.concatenate(inputs, -1)
+        before = previous_tokens(line, count, self.axis_name)
+        if cu_seqlens is not None:
+            begin, starts, stops = lax.axis_index(self.axis_name) * line.shape[1], cu_seqlens[:-1], cu_seqlens[1:]
+            inside = begin - count + jnp.arange(count) >= starts[:, None]  # [N, count]
+            goes_on = (starts < begin) & (begin < stops)
+            before = jnp.where((inside & goes_on[:, None])[..., None], before, 0)
+            cu_seqlens = jnp.clip(cu_seqlens - begin, 0, line.shape[1])
+        edges = np.cumsum([x.shape[-1] for x in inputs])[:-1]
+        return cu_seqlens, jnp.split(before, edges, -1)
+
+    def visible(self, x, cu_seqlens):
+        """[1, T, all tokens]: what each of this slice's tokens sees of all of them, its own sequence up to itself."""
+        T = x.shape[1]
+        everywhere = jnp.arange(T * lax.axis_size(self.axis_name))
+        here = lax.axis_index(self.axis_name) * T + jnp.arange(T)
+        mask = here[:, None] >= everywhere
+        if cu_seqlens is not None:
+            owner = lambda places: (places[:, None] >= cu_seqlens[1:]).sum(-1)
+            mask &= owner(here)[:, None] == owner(everywhere)
+        return mask[None]
 
 
 class Place(NamedTuple):

@@ -2,6 +2,7 @@
 
     from kdakit.parallel.torch import chunk_kda
     o, final_state = chunk_kda(q, k, v, g, beta, group=group)       # q .. beta: this rank's tokens
+    logits, _ = model(tokens, context=Context(group))               # layers and models likewise
 
 Every rank reduces the part of its slice that continues an earlier rank's sequence to a map of states, S_out = M S_in + b; a scan over the
 ranks gives each the state that enters it; then the local work is a plain `kdakit.torch.chunk_kda`. What travels does not depend on T.
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from kdakit import torch as local
 from kdakit.parallel.exchange import Affine, Scan, Traffic, agree, collective_device, count_traffic, fingerprint, scan_bytes
-from kdakit.parallel.halo import previous_tokens
+from kdakit.parallel.halo import all_tokens, previous_tokens, token_counts
 from kdakit.parallel.slices import Slice, dense_slice, packed_slice
 from kdakit.problem import MAX_HEAD_DIM, Arrays, check_cu_seqlens, check_devices, make_options, make_problem
 
-__all__ = ["Traffic", "chunk_kda", "count_traffic", "previous_tokens", "scan_bytes"]
+__all__ = ["Context", "Traffic", "all_tokens", "chunk_kda", "count_traffic", "previous_tokens", "scan_bytes"]
 
 
 def chunk_kda(
@@ -55,6 +56,43 @@ def chunk_kda(
     if not output_final_state:
         return o, None
     return o, final_state.transpose(-1, -2).contiguous() if state_v_first else final_state
+
+
+class Context:
+    """What a layer must know of the other slices of its tokens. Slices follow each other in the order of the group's ranks."""
+
+    def __init__(self, group: Any = None):
+        self.group = dist.group.WORLD if group is None else group
+
+    def chunk_kda(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return chunk_kda(*tensors, group=self.group, **options)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        return all_tokens(x, self.group)
+
+    def windows(self, inputs: tuple[Tensor, ...], count: int, cu_seqlens: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        """For convolutions of inputs [B, T, D] each: cu_seqlens of this slice, and the `count` inputs before it [N, count, D] each."""
+        line = torch.cat(inputs, -1)
+        tokens = token_counts(line, self.group)
+        before = previous_tokens(line, count, self.group, tokens)
+        if cu_seqlens is not None:
+            begin, starts, stops = sum(tokens[: dist.get_rank(self.group)]), cu_seqlens[:-1], cu_seqlens[1:]
+            inside = begin - count + torch.arange(count, device=line.device) >= starts[:, None]  # [N, count]
+            goes_on = (starts < begin) & (begin < stops)
+            before = torch.where((inside & goes_on[:, None])[..., None], before, 0)
+            cu_seqlens = (cu_seqlens - begin).clamp(0, line.shape[1])
+        return cu_seqlens, list(before.split([x.shape[-1] for x in inputs], -1))
+
+    def visible(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """[1, T, all tokens]: what each of this slice's tokens sees of all of them, its own sequence up to itself."""
+        tokens = token_counts(x, self.group)
+        everywhere = torch.arange(sum(tokens), device=x.device)
+        here = sum(tokens[: dist.get_rank(self.group)]) + torch.arange(x.shape[1], device=x.device)
+        mask = here[:, None] >= everywhere
+        if cu_seqlens is not None:
+            owner = lambda places: torch.searchsorted(cu_seqlens, places, right=True)
+            mask &= owner(here)[:, None] == owner(everywhere)
+        return mask[None]
 
 
 def _meet(arrays: Arrays, group: Any, output_final_state: bool, state_v_first: bool, options: dict[str, Any]) -> tuple[Slice, bool]:

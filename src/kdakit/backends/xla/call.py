@@ -15,6 +15,7 @@ from kdakit.backends.xla.plan import (
     Config,
     Plan,
     default_config,
+    edges_passed,
     from_chunks,
     join_windows,
     make_plan,
@@ -118,8 +119,7 @@ def step(problem: Problem, arrays: Arrays, config: Config | None = None) -> Resu
     """The same results token by token."""
     sequence = resets = None
     if problem.varlen == "cu_seqlens":
-        tokens = jnp.arange(problem.T, dtype=arrays.cu_seqlens.dtype)
-        sequence = jnp.searchsorted(arrays.cu_seqlens[1:], tokens, side="right")
+        sequence = edges_passed(arrays.cu_seqlens[1:], problem.T)
     if problem.varlen == "segment_ids":
         resets = segment_starts(arrays.segment_ids)
     o, final = recurrence(activate(problem, arrays, resets), _initial_states(problem, arrays), sequence)

@@ -65,18 +65,25 @@ def make_plan(problem: Problem, config: Config, cu_seqlens=None) -> Plan:
     counts = -(-jnp.diff(cu_seqlens) // C)  # [N]  chunks of each sequence
     ends = jnp.cumsum(counts)
     slot = jnp.arange(windows * G, dtype=cu_seqlens.dtype)
-    sequence = jnp.searchsorted(ends, slot, side="right")
+    sequence = edges_passed(ends, windows * G)
     real, used = jnp.minimum(sequence, N - 1), sequence < N
     within = slot - (ends - counts)[real]  # the slot's number in its sequence
     source = (cu_seqlens[real] + C * within)[:, None] + jnp.arange(C, dtype=slot.dtype)
     valid = used[:, None] & (source < cu_seqlens[real + 1][:, None])
     tokens = jnp.arange(T, dtype=cu_seqlens.dtype)
-    owner = jnp.searchsorted(cu_seqlens[1:], tokens, side="right")
+    owner = edges_passed(cu_seqlens[1:], T)
     position = tokens - cu_seqlens[owner]
     place = ((ends - counts)[owner] + position // C) * C + position % C
     rows = lambda x: x.reshape(windows, -1)
     slots = Slots(rows(sequence), rows(~used | (within == 0)), rows(~used | (within == counts[real] - 1)))
     return Plan(T, C, G, windows, rows(source), rows(valid), place, slots)
+
+
+def edges_passed(edges, size: int):
+    """[size]: how many of the ascending `edges` are <= 0, 1, .. size - 1, so in which sequence each place lies."""
+    # Not searchsorted, which jax 0.10 cannot trace where some mesh axes are manual and others are not.
+    marks = jnp.zeros_like(edges, shape=size + 1).at[jnp.minimum(edges, size)].add(1)
+    return jnp.cumsum(marks)[:size]
 
 
 def pad_tokens(plan: Plan, x):

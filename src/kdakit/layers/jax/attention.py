@@ -41,7 +41,10 @@ class FullAttention(nnx.Module):
     def mix(self, x, rows: Rows, cache: KeyValueCache | None = None):
         """x [B, T, hidden_size] as `rows` says. Beyond the cache's capacity the outputs are NaN: too late to raise inside a graph."""
         q, k, v = (_heads(project(x), self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
-        if cache is None:
+        if rows.context is not None:
+            mask = rows.context.visible(x, rows.cu_seqlens)
+            o = _attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
+        elif cache is None:
             o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
         else:
             cache, mask, fits = _extend(cache, k, v, rows)

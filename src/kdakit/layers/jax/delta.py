@@ -15,7 +15,7 @@ from kdakit.layers.jax.gated_linear import gated_linear_attention
 from kdakit.layers.jax.linear import Linear
 from kdakit.layers.jax.norm import RMSNorm
 from kdakit.layers.jax.rows import Rows
-from kdakit.layers.sizes import MODES, LayerSizes, check_rows
+from kdakit.layers.sizes import MODES, LayerSizes, check_context, check_rows
 
 
 class DeltaCache(NamedTuple):
@@ -82,14 +82,16 @@ class KimiDeltaAttention(nnx.Module):
         shape = (batch_size, s.value_heads, s.head_dim, s.head_v_dim)
         return DeltaCache(*windows, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)))
 
-    def __call__(self, hidden_states, attention_mask=None, cache: DeltaCache | None = None, cu_seqlens=None):
+    def __call__(self, hidden_states, attention_mask=None, cache: DeltaCache | None = None, cu_seqlens=None, context=None):
         """hidden_states [B, T, hidden_size]; attention_mask [B, T], 0 at padding, wherever it is; or B = 1 with cu_seqlens [N + 1].
 
+        context: a kdakit.parallel.jax.Context, where hidden_states is one device's slice of the tokens that cu_seqlens counts.
         Returns o, zero at padding, and the next cache where one was given.
         """
+        check_context(context, attention_mask, cache)
         mask_shape = None if attention_mask is None else attention_mask.shape
         check_rows(hidden_states.shape, self.sizes.hidden_size, mask_shape, cu_seqlens is not None)
-        rows = Rows(cu_seqlens=cu_seqlens) if attention_mask is None else Rows.from_mask(attention_mask)
+        rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
         o, cache = self.mix(rows.arrange(hidden_states), rows, cache)
         return rows.restore(o), cache
 
@@ -109,6 +111,9 @@ class KimiDeltaAttention(nnx.Module):
             return *map(jax.nn.silu, made), (None, None, None)
         filters = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         windows = (None, None, None) if cache is None else cache[:3]
+        if rows.context is not None:
+            cu_seqlens, windows = rows.context.windows(made, self.sizes.conv_size - 1, rows.cu_seqlens)
+            rows = Rows(cu_seqlens=cu_seqlens)
         out = [convolve(y, rows, window) for convolve, y, window in zip(filters, made, windows, strict=True)]
         return *(y for y, _ in out), tuple(window for _, window in out)
 
@@ -125,11 +130,15 @@ class KimiDeltaAttention(nnx.Module):
             real = rows.real(g.shape[1])[..., None]
             g, beta = jnp.where(real[..., None], g, 0), jnp.where(real, beta, 0)
         if not s.delta_rule:
-            if rows.cu_seqlens is not None:
-                raise ValueError("cu_seqlens must be None with delta_rule=False, which is there to compare with; use attention_mask")
+            if rows.cu_seqlens is not None or rows.context is not None:
+                raise ValueError(
+                    "cu_seqlens and context must be None with delta_rule=False, which is there to compare with; use attention_mask"
+                )
             return gated_linear_attention(q, k, v, g, beta, state)
         recurrent = self.mode == "recurrent" or (self.mode == "auto" and q.shape[1] == 1)
         call = fused_recurrent_kda if recurrent else chunk_kda
+        if rows.context is not None:
+            call = rows.context.chunk_kda
         return call(
             q, k, v, g, beta, initial_state=state, output_final_state=state is not None, use_qk_l2norm_in_kernel=True,
             cu_seqlens=rows.cu_seqlens, backend=self.backend, **gate,

@@ -3,6 +3,8 @@
 plain      every row is full
 padded     row b holds `lengths[b]` tokens, first; the rest is padding. A mask with padding anywhere is brought into this form, and back.
 packed     B = 1, and sequence n is tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+
+With a `context` the array is one slice of all tokens, and cu_seqlens counts all of them: see kdakit.parallel.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ class Rows(NamedTuple):
     lengths: Any = None  # [B]
     cu_seqlens: Any = None  # [N + 1]
     order: Any = None  # [B, T]: where the tokens of each row came from
+    context: Any = None  # kdakit.parallel's Context: who has the other tokens
 
     @staticmethod
     def from_mask(mask: jax.Array) -> Rows:
@@ -42,7 +45,7 @@ class Rows(NamedTuple):
     def places(self, T: int):
         """For packed rows, [T] each: the token's sequence and its place in it."""
         tokens = jnp.arange(T)
-        owner = jnp.searchsorted(self.cu_seqlens, tokens, side="right") - 1
+        owner = (tokens[:, None] >= self.cu_seqlens[1:]).sum(-1)  # not searchsorted, which jax 0.10 cannot do inside shard_map
         return owner, tokens - self.cu_seqlens[owner]
 
     def counts(self, B: int, T: int):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdakit.layers.torch.rows import Rows
+from kdakit.layers.torch.shards import own
 
 
 class ShortConvolution(nn.Module):
@@ -27,7 +28,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows, window: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D]; window [N, W - 1, D], the inputs before it. Returns y and, where a window was given, the next one."""
-        taps = self.weight[:, 0]  # [D, W]
+        taps = own(self.weight)[:, 0]  # [D, W]
         if rows.cu_seqlens is None:
             before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2]) if window is None else window.to(x.dtype)
             line = torch.cat([before, x], 1)  # [B, W - 1 + T, D]
@@ -35,7 +36,7 @@ class ShortConvolution(nn.Module):
             after = None if window is None else _last(line, rows.lengths, self.width - 1)
         else:
             y, after = self._packed(x, rows, window, taps)
-        return F.silu(y if self.bias is None else y + self.bias), after
+        return F.silu(y if self.bias is None else y + own(self.bias)), after
 
     def _packed(self, x, rows, window, taps):
         T, W = x.shape[1], self.width

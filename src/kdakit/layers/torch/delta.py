@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdakit.layers.sizes import MODES, LayerSizes, check_rows
+from kdakit.layers.sizes import MODES, LayerSizes, check_context, check_rows
 from kdakit.layers.torch.convolution import ShortConvolution
 from kdakit.layers.torch.gated_linear import gated_linear_attention
 from kdakit.layers.torch.norm import GatedRMSNorm
 from kdakit.layers.torch.rows import Rows
+from kdakit.layers.torch.shards import own
 from kdakit.torch import chunk_kda, fused_recurrent_kda, kda_gate
 
 
@@ -84,15 +85,17 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, cache: DeltaCache | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, context: Any = None,
     ) -> tuple[Tensor, DeltaCache | None]:  # fmt: skip
         """hidden_states [B, T, hidden_size]; attention_mask [B, T], 0 at padding, wherever it is; or B = 1 with cu_seqlens [N + 1].
 
+        context: a kdakit.parallel.torch.Context, where hidden_states is one rank's slice of the tokens that cu_seqlens counts.
         Returns o, zero at padding, and the next cache where one was given.
         """
+        check_context(context, attention_mask, cache)
         mask_shape = None if attention_mask is None else attention_mask.shape
         check_rows(hidden_states.shape, self.sizes.hidden_size, mask_shape, cu_seqlens is not None)
-        rows = Rows(cu_seqlens=cu_seqlens) if attention_mask is None else Rows.from_mask(attention_mask)
+        rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
         o, cache = self.mix(rows.arrange(hidden_states), rows, cache)
         return rows.restore(o), cache
 
@@ -112,27 +115,34 @@ class KimiDeltaAttention(nn.Module):
             return *map(F.silu, made), (None, None, None)
         filters = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         windows = (None, None, None) if cache is None else cache[:3]
+        if rows.context is not None:
+            cu_seqlens, windows = rows.context.windows(made, self.sizes.conv_size - 1, rows.cu_seqlens)
+            rows = Rows(cu_seqlens=cu_seqlens)
         out = [convolve(y, rows, window) for convolve, y, window in zip(filters, made, windows, strict=True)]
         return *(y for y, _ in out), tuple(window for _, window in out)
 
     def _attend(self, q, k, v, g, beta, rows, state):
         """Padding neither decays nor writes: its log-decay and its beta are zero."""
-        s = self.sizes
+        s, A_log, dt_bias = self.sizes, own(self.A_log), own(self.dt_bias)
         gate = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate,
-                    lower_bound=s.lower_bound, A_log=self.A_log, dt_bias=self.dt_bias)  # fmt: skip
+                    lower_bound=s.lower_bound, A_log=A_log, dt_bias=dt_bias)  # fmt: skip
         if rows.lengths is not None or not s.delta_rule:
-            g = kda_gate(g, self.A_log, self.dt_bias, s.lower_bound, torch.promote_types(g.dtype, torch.float32))
+            g = kda_gate(g, A_log, dt_bias, s.lower_bound, torch.promote_types(g.dtype, torch.float32))
             beta = (2 if s.allow_neg_eigval else 1) * torch.sigmoid(beta.to(g.dtype))
             gate = {}
         if rows.lengths is not None:
             real = rows.real(g.shape[1])[..., None]
             g, beta = torch.where(real[..., None], g, 0), torch.where(real, beta, 0)
         if not s.delta_rule:
-            if rows.cu_seqlens is not None:
-                raise ValueError("cu_seqlens must be None with delta_rule=False, which is there to compare with; use attention_mask")
+            if rows.cu_seqlens is not None or rows.context is not None:
+                raise ValueError(
+                    "cu_seqlens and context must be None with delta_rule=False, which is there to compare with; use attention_mask"
+                )
             return gated_linear_attention(q, k, v, g, beta, state)
         recurrent = self.mode == "recurrent" or (self.mode == "auto" and q.shape[1] == 1)
         call = fused_recurrent_kda if recurrent else chunk_kda
+        if rows.context is not None:
+            call = rows.context.chunk_kda
         return call(
             q, k, v, g, beta, initial_state=state, output_final_state=state is not None, use_qk_l2norm_in_kernel=True,
             cu_seqlens=rows.cu_seqlens, backend=self.backend, **gate,

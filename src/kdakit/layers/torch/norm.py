@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kdakit.layers.torch.shards import shared
+
 
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps)"""
@@ -25,5 +27,5 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps)
+        normed = F.rms_norm(wide, (x.shape[-1],), shared(self.weight).to(wide.dtype), self.eps)
         return (normed * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)

@@ -3,11 +3,13 @@
 plain      every row is full
 padded     row b holds `lengths[b]` tokens, first; the rest is padding. A mask with padding anywhere is brought into this form, and back.
 packed     B = 1, and sequence n is tokens cu_seqlens[n] .. cu_seqlens[n + 1]
+
+With a `context` the tensor is one slice of all tokens, and cu_seqlens counts all of them: see kdakit.parallel.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ class Rows(NamedTuple):
     lengths: Tensor | None = None  # [B]
     cu_seqlens: Tensor | None = None  # [N + 1]
     order: Tensor | None = None  # [B, T]: where the tokens of each row came from
+    context: Any = None  # kdakit.parallel's Context: who has the other tokens
 
     @staticmethod
     def from_mask(mask: Tensor) -> Rows:

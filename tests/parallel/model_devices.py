@@ -1,0 +1,75 @@
+"""The JAX model on 8 host devices, cut over data, context and heads, equals the whole one. A process of its own: python model_devices.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kdakit import accuracy
+from kdakit.models.config import ModelConfig
+from kdakit.models.jax import KimiLinear
+from kdakit.parallel.heads import parameter_specs
+from kdakit.parallel.jax import Context
+
+CONFIG = ModelConfig(vocab_size=32, hidden_size=24, num_layers=2, attention_every=2, head_dim=8, num_heads=2, num_v_heads=4)
+
+
+def total(model, tokens, targets, **options):
+    """The summed loss: sums of parts add up."""
+    log_p = jax.nn.log_softmax(model(tokens, **options)[0])
+    return -jnp.take_along_axis(log_p, targets[..., None], -1).sum()
+
+
+def named(state):
+    return {".".join(map(str, path)): value for path, value in nnx.to_flat_state(state)}
+
+
+def placed(state, mesh):
+    """The parameters, split over the mesh axis `heads`."""
+    flat = nnx.to_flat_state(state)
+    specs = parameter_specs(".".join(map(str, path)) for path, _ in flat)
+    moved = [(path, value.replace(jax.device_put(value[...], NamedSharding(mesh, specs[".".join(map(str, path))])))) for path, value in flat]
+    return nnx.from_flat_state(dict(moved))
+
+
+def compare(mesh, rows, tokens, targets, **options):
+    graph, state = nnx.split(KimiLinear(CONFIG, seed=3))
+    state = jax.tree.map(lambda x: x.astype(jnp.float64), state)
+
+    def whole(state, tokens, targets):
+        return total(nnx.merge(graph, state), tokens, targets, **options)
+
+    def cut(state, tokens, targets):
+        manual = jax.shard_map(
+            lambda state, tokens, targets: lax.psum(
+                total(nnx.merge(graph, state), tokens, targets, context=Context("context"), **options), [axis for axis in rows if axis]
+            ),
+            mesh=mesh, in_specs=(P(), rows, rows), out_specs=P(), axis_names={"data", "context"},
+        )  # fmt: skip
+        return manual(state, tokens, targets)
+
+    want, want_gradients = jax.jit(jax.value_and_grad(whole))(state, tokens, targets)
+    value, gradients = jax.jit(jax.value_and_grad(cut))(placed(state, mesh), tokens, targets)
+    np.testing.assert_allclose(value, want, rtol=1e-8)  # dot_product_attention takes its softmax in float32
+    want_gradients = named(want_gradients)
+    for name, gradient in named(gradients).items():
+        assert accuracy.error(gradient[...], want_gradients[name][...]) < 1e-6, name
+
+
+def main():
+    jax.config.update("jax_enable_x64", True)
+    rng = np.random.default_rng(0)
+    tokens, targets = (jnp.asarray(rng.integers(0, 32, (4, 24))) for _ in range(2))
+    axes = ("data", "context", "heads")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    compare(mesh, P("data", "context"), tokens, targets)
+    mesh = jax.make_mesh((1, 4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    cu_seqlens = jnp.asarray([0, 22, 23, 23, 50, 96])
+    compare(mesh, P(None, "context"), tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens=cu_seqlens)
+
+
+if __name__ == "__main__":
+    main()
