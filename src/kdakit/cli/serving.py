@@ -21,6 +21,12 @@ def build(framework: str, config: ModelConfig, weights: dict[str, np.ndarray] | 
     return model
 
 
+def use_one_thread(framework: str) -> None:
+    """Models this small are slower on more. JAX decides when it starts."""
+    if framework == "torch":
+        importlib.import_module("torch").set_num_threads(1)
+
+
 def stepwise(model: Any, tokens: np.ndarray, prompt: int) -> tuple[np.ndarray, float]:
     """Logits of tokens [B, T] with the first `prompt` at once and the others one by one, and their largest distance from those of one
     forward pass over everything, relative to the largest logit."""

@@ -28,15 +28,18 @@ class Rows(NamedTuple):
         return Rows(lengths=mask.sum(1), order=jnp.argsort(~mask, axis=1, stable=True))
 
     def arrange(self, x):
-        """[B, T, ..] as the caller has it -> as the layers want it."""
-        return x if self.order is None else x[jnp.arange(x.shape[0])[:, None], self.order]
+        """[B, T, ..] as the caller has it -> as the layers want it; padding becomes zero."""
+        return x if self.order is None else self._tokens_only(x[jnp.arange(x.shape[0])[:, None], self.order])
 
     def restore(self, x):
         """The way back; padding becomes zero."""
         if self.order is None:
             return x
-        keep = self.real(x.shape[1]).reshape(*x.shape[:2], *[1] * (x.ndim - 2))
-        return jnp.where(keep, x, 0)[jnp.arange(x.shape[0])[:, None], jnp.argsort(self.order, 1)]
+        return self._tokens_only(x)[jnp.arange(x.shape[0])[:, None], jnp.argsort(self.order, 1)]
+
+    def _tokens_only(self, x):
+        """By selection, so that not even a NaN in the padding gets any further."""
+        return jnp.where(self.real(x.shape[1]).reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
 
     def real(self, T: int):
         """[B, T]: which places of padded rows hold tokens."""

@@ -28,15 +28,18 @@ class Rows(NamedTuple):
         return Rows(lengths=mask.sum(1), order=(~mask).to(torch.uint8).argsort(dim=1, stable=True))
 
     def arrange(self, x: Tensor) -> Tensor:
-        """[B, T, ..] as the caller has it -> as the layers want it."""
-        return x if self.order is None else x[torch.arange(x.shape[0], device=x.device)[:, None], self.order]
+        """[B, T, ..] as the caller has it -> as the layers want it; padding becomes zero."""
+        return x if self.order is None else self._tokens_only(x[torch.arange(x.shape[0], device=x.device)[:, None], self.order])
 
     def restore(self, x: Tensor) -> Tensor:
         """The way back; padding becomes zero."""
         if self.order is None:
             return x
-        keep = self.real(x.shape[1]).view(*x.shape[:2], *[1] * (x.ndim - 2))
-        return torch.where(keep, x, 0)[torch.arange(x.shape[0], device=x.device)[:, None], self.order.argsort(1)]
+        return self._tokens_only(x)[torch.arange(x.shape[0], device=x.device)[:, None], self.order.argsort(1)]
+
+    def _tokens_only(self, x: Tensor) -> Tensor:
+        """By selection, so that not even a NaN in the padding gets any further."""
+        return torch.where(self.real(x.shape[1]).view(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
 
     def real(self, T: int) -> Tensor:
         """[B, T]: which places of padded rows hold tokens."""
