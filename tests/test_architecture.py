@@ -27,8 +27,8 @@ ALLOWED = {
     "backends": DEFINITION,
     "layers": {"torch", "jax", "layers", "gates"},
     "models": {"layers", "models"},
-    "training": {"models", "training"},
-    "parallel": {"problem", "torch", "jax", "parallel"},
+    "training": {"models", "parallel", "training"},
+    "parallel": {"problem", "torch", "jax", "layers", "parallel"},
     "cli": None,  # anything
 }
 

@@ -1,4 +1,4 @@
-"""The JAX model on 8 host devices, cut over data, context and heads, equals the whole one. A process of its own: python model_devices.py."""
+"""The JAX model on 8 host devices, cut over data, context and heads, equals the whole one. A process of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,9 @@ def named(state):
 def placed(state, mesh):
     """The parameters, split over the mesh axis `heads`."""
     flat = nnx.to_flat_state(state)
-    specs = parameter_specs(".".join(map(str, path)) for path, _ in flat)
-    moved = [(path, value.replace(jax.device_put(value[...], NamedSharding(mesh, specs[".".join(map(str, path))])))) for path, value in flat]
-    return nnx.from_flat_state(dict(moved))
+    specs = parameter_specs(".".join(map(str, path)) for path, _ in flat).values()
+    moved = {path: x.replace(jax.device_put(x[...], NamedSharding(mesh, spec))) for (path, x), spec in zip(flat, specs, strict=True)}
+    return nnx.from_flat_state(moved)
 
 
 def compare(mesh, rows, tokens, targets, **options):

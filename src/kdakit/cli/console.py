@@ -16,10 +16,15 @@ def output() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=False)
 
 
-def progress() -> Progress:
+def silent() -> Console:
+    """Nowhere: for processes that another one speaks for."""
+    return Console(quiet=True)
+
+
+def progress(shown: bool = True) -> Progress:
     """A bar on stderr that vanishes when done, and stays silent where nobody watches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not (shown and sys.stderr.isatty()))
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:

@@ -24,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
+    args.words = sys.argv[1:] if argv is None else argv
     try:
         return COMMANDS[args.command].run(args)
     except (UsageError, FileNotFoundError) as problem:

@@ -26,12 +26,16 @@ def add_arguments(parser) -> None:
     parser.add_argument("--framework", choices=("torch", "jax"), help="what to train with (default: torch where installed)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--every", type=int, default=50, metavar="N", help="steps between checkpoints (default: 50)")
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (torch) or devices (jax) that share the work")
+    parser.add_argument(
+        "--context", type=int, metavar="C", help="how many of them share a sequence; the others share the batch (default: all)"
+    )
     for name, value in DEFAULTS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), metavar="N", help=f"default: {value:g}")
 
 
 def run(args) -> int:
-    from kdakit.cli import console, demo
+    from kdakit.cli import console, demo, processes
     from kdakit.models.weights import WeightsError
     from kdakit.training import checkpoint
 
@@ -41,18 +45,25 @@ def run(args) -> int:
     demo.check_installed(framework)
     try:
         run_ = resumed(args) if args.resume else fresh(args)
+        processes.check(args, run_.data["batch"], run_.data["length"])
         data, held_out = _text(run_.data)
-        learner = importlib.import_module(f"kdakit.training.{framework}").Learner(run_.config, run_.optimizer, run_.data["seed"])
+        code = processes.elsewhere(args, framework)
+        if code is not None:
+            return code
+        cut, speaks = processes.join(args, framework)
+        learner = importlib.import_module(f"kdakit.training.{framework}").Learner(run_.config, run_.optimizer, run_.data["seed"], **cut)
         if run_.state.step:
             learner.load(run_.state)
     except (WeightsError, ValueError) as problem:
         raise UsageError(str(problem)) from problem
-    out = console.output()
+    out = console.output() if speaks else console.silent()
     count = sum(x.size for x in run_.state.weights.values())
     out.print(f"{count:,} parameters, {len(data):,} bytes of {run_.data['text'] or 'the built-in book'}; {framework}; "
               f"steps {run_.state.step} .. {run_.optimizer.steps}", markup=False)  # fmt: skip
-    _loop(out, learner, run_, data, held_out, Path(args.out), args.every)
-    _finish(out, learner, run_, Path(args.out), checkpoint.INDEX)
+    _loop(out, learner, run_, data, held_out, Path(args.out) if speaks else None, args.every)
+    if speaks:
+        _finish(out, learner, run_, Path(args.out), checkpoint.INDEX)
+    processes.leave(framework)
     return 0
 
 
@@ -112,15 +123,16 @@ def _text(data: dict[str, Any]):
     return train, held_out
 
 
-def _loop(out, learner, run_, data, held_out, folder: Path, every: int) -> None:
+def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int) -> None:
+    """Without a folder another process writes the checkpoints."""
     import numpy as np
 
-    from kdakit.cli import console
+    from kdakit.cli import console, processes
     from kdakit.training import checkpoint, text
 
     d, steps = run_.data, run_.optimizer.steps
-    check = text.batch(held_out, np.random.default_rng(0), 8, d["length"])
-    with console.progress() as bar:
+    check = text.batch(held_out, np.random.default_rng(0), processes.HELD_OUT, d["length"])
+    with console.progress(shown=folder is not None) as bar:
         task = bar.add_task("training", total=steps, completed=run_.state.step)
         losses, begin = [], time.perf_counter()
         for step in range(run_.state.step + 1, steps + 1):
@@ -132,7 +144,8 @@ def _loop(out, learner, run_, data, held_out, folder: Path, every: int) -> None:
                 row = {"step": step, "loss": float(np.mean(losses)), "held_out": learner.loss(*check), "tokens_per_second": rate}
                 run_.curve.append(row)
                 run_.state = learner.state()
-                checkpoint.save(folder, run_)
+                if folder is not None:
+                    checkpoint.save(folder, run_)
                 out.print(f"step {step:6}  loss {row['loss']:.4f}  held out {row['held_out']:.4f}  {rate:,.0f} tokens/s", markup=False)
                 losses, begin = [], time.perf_counter()
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from kdakit.models.config import ModelConfig
 from kdakit.models.jax import KimiLinear, loss
+from kdakit.parallel.jax import Context
 from kdakit.training.optimizer import AdamW, TrainingState, decays
 
 
 class Learner:
-    """A model and its AdamW. Arrays in and out are NumPy's."""
+    """A model and its AdamW. Arrays in and out are NumPy's. With a `mesh` batches are cut over its axes `data` and `context`."""
 
-    def __init__(self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto"):
+    def __init__(self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto", mesh: Any = None):
         graph, state = nnx.split(KimiLinear(config, seed=seed, backend=backend))
         self.graph, self.settings, self.count = graph, optimizer, 0
         self.parameters = state
@@ -28,14 +33,16 @@ class Learner:
         )
         self.moments = self.chain.init(state)
 
+        measure = _whole_loss(graph) if mesh is None else _cut_loss(graph, mesh)
+
         def update(parameters, moments, tokens, targets, rate):
-            value, gradients = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens, targets))(parameters)
+            value, gradients = jax.value_and_grad(measure)(parameters, tokens, targets)
             updates, moments = self.chain.update(gradients, moments, parameters)
             return jax.tree.map(lambda p, u: p - rate * u, parameters, updates), moments, value
 
         self._update = jax.jit(update, donate_argnums=(0, 1))
         self._logits = jax.jit(lambda parameters, tokens: nnx.merge(graph, parameters)(tokens)[0])
-        self._loss = jax.jit(lambda parameters, tokens, targets: loss(nnx.merge(graph, parameters), tokens, targets))
+        self._loss = jax.jit(measure)
 
     @property
     def model(self) -> KimiLinear:
@@ -67,6 +74,20 @@ class Learner:
         first, second = (_like(self.parameters, {n: jnp.asarray(x) for n, x in m.items()}) for m in (state.first, state.second))
         clip, adam, decay = self.moments
         self.moments = (clip, adam._replace(count=jnp.asarray(state.step, jnp.int32), mu=first, nu=second), decay)
+
+
+def _whole_loss(graph):
+    return lambda parameters, tokens, targets: loss(nnx.merge(graph, parameters), tokens, targets)
+
+
+def _cut_loss(graph, mesh):
+    """The same of a batch [B, T] cut over the mesh, rows over `data`, tokens over `context`; the parts are of one size."""
+    axes = ("data", "context")
+
+    def part(parameters, tokens, targets):
+        return lax.pmean(loss(nnx.merge(graph, parameters), tokens, targets, context=Context("context")), axes)
+
+    return jax.shard_map(part, mesh=mesh, in_specs=(P(), P(*axes), P(*axes)), out_specs=P())
 
 
 def _named(state) -> dict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -11,9 +13,10 @@ from kdakit.training.optimizer import AdamW, TrainingState, decays
 
 
 class Learner:
-    """A model and its AdamW. Arrays in and out are NumPy's."""
+    """A model and its AdamW. Arrays in and out are NumPy's. With a `team` every process gives the whole batch and works on its part."""
 
-    def __init__(self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto"):
+    def __init__(self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto", team: Any = None):
+        self.team = team
         self.model = KimiLinear(config, seed=seed, backend=backend)
         self.settings, self.count = optimizer, 0
         self.named = dict(self.model.named_parameters())
@@ -27,13 +30,24 @@ class Learner:
         """One update; returns the loss before it."""
         for group in self.adam.param_groups:
             group["lr"] = self.settings.rate(self.count)
-        value = loss(self.model, torch.from_numpy(tokens), torch.from_numpy(targets))
+        value = self._loss(tokens, targets)
         self.adam.zero_grad(set_to_none=True)
         value.backward()
+        if self.team is not None:
+            self.team.average_gradients(self.model)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.adam.step()
         self.count += 1
-        return float(value.detach())
+        return self._mean(value)
+
+    def _loss(self, tokens, targets):
+        if self.team is None:
+            return loss(self.model, torch.from_numpy(tokens), torch.from_numpy(targets))
+        part = (torch.from_numpy(self.team.part(x)) for x in (tokens, targets))
+        return loss(self.model, *part, context=self.team.context)
+
+    def _mean(self, value) -> float:
+        return float(value.detach() if self.team is None else self.team.mean(value.detach().clone()))
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -41,7 +55,7 @@ class Learner:
 
     @torch.no_grad()
     def loss(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        return float(loss(self.model, torch.from_numpy(tokens), torch.from_numpy(targets)))
+        return self._mean(self._loss(tokens, targets))
 
     def state(self) -> TrainingState:
         moments = [{n: self._moment(p, key) for n, p in self.named.items()} for key in ("exp_avg", "exp_avg_sq")]

@@ -135,9 +135,8 @@ class KimiDeltaAttention(nn.Module):
             g, beta = torch.where(real[..., None], g, 0), torch.where(real, beta, 0)
         if not s.delta_rule:
             if rows.cu_seqlens is not None or rows.context is not None:
-                raise ValueError(
-                    "cu_seqlens and context must be None with delta_rule=False, which is there to compare with; use attention_mask"
-                )
+                name = "context" if rows.cu_seqlens is None else "cu_seqlens"
+                raise ValueError(f"{name} must be None with delta_rule=False, which is there to compare with; use attention_mask")
             return gated_linear_attention(q, k, v, g, beta, state)
         recurrent = self.mode == "recurrent" or (self.mode == "auto" and q.shape[1] == 1)
         call = fused_recurrent_kda if recurrent else chunk_kda

@@ -1,0 +1,42 @@
+"""Several processes that train one model: each batch is cut over them, rows over `data`, tokens over `context`.
+
+Every process draws the same batches and keeps its part; losses and gradients are averaged over all, so that each then makes the same step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from kdakit.parallel.torch import Context
+from kdakit.training.cuts import check_team
+
+
+class Team:
+    """The processes of the default group, `context` of them to a sequence."""
+
+    def __init__(self, context: int):
+        size = dist.get_world_size()
+        check_team(size, context)
+        self.mesh = init_device_mesh("cpu", (size // context, context), mesh_dim_names=("data", "context"))
+        self.context = Context(self.mesh.get_group("context"))
+
+    def part(self, array: np.ndarray) -> np.ndarray:
+        """This process's part of a batch [B, T]."""
+        rows, columns = (np.array_split(np.arange(n), self.mesh.size(i))[self.mesh.get_local_rank(i)] for i, n in enumerate(array.shape))
+        return np.ascontiguousarray(array[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The average over all processes, whose parts are of one size."""
+        dist.all_reduce(x)
+        return x.div_(dist.get_world_size())
+
+    def average_gradients(self, model: nn.Module) -> None:
+        """In one exchange for all parameters."""
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = self.mean(torch.cat([g.flatten() for g in gradients]))
+        for gradient, new in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(new.view_as(gradient))

@@ -1,0 +1,41 @@
+"""`kdakit train --nproc N` makes the losses of one process, whatever the batch is cut into."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SMALL = "--steps 4 --batch 4 --length 32 --layers 2 --hidden 16 --heads 2 --head-dim 8 --attention-every 2 --every 2".split()
+
+
+def train(folder, *words):
+    """Training and held-out losses of a run."""
+    command = [sys.executable, "-m", "kdakit.cli.main", "train", *SMALL, "--out", str(folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    curve = json.loads((folder / "checkpoint.json").read_text())["curve"]
+    return [row[name] for row in curve for name in ("loss", "held_out")]
+
+
+@pytest.mark.parametrize(
+    ("framework", "cuts"),
+    [("torch", [("--nproc", "2"), ("--nproc", "4", "--context", "2")]), ("jax", [("--nproc", "4", "--context", "2")])],
+    ids=["torch", "jax"],
+)
+def test_many_processes_make_the_losses_of_one(tmp_path, framework, cuts):
+    for package in ("safetensors", framework) + (("flax", "optax") if framework == "jax" else ()):
+        pytest.importorskip(package)
+    alone = train(tmp_path / "alone", "--framework", framework)
+    for i, cut in enumerate(cuts):
+        assert train(tmp_path / str(i), "--framework", framework, *cut) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused(tmp_path, capsys):
+    from kdakit.cli.main import main
+
+    pytest.importorskip("safetensors")
+    assert main(["train", *SMALL, "--out", str(tmp_path / "out"), "--nproc", "3"]) == 2
+    assert "length must be a multiple of the 3 parts it is cut into, got 32" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
