@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-SMALL = "--steps 4 --batch 4 --length 32 --layers 2 --hidden 16 --heads 2 --head-dim 8 --attention-every 2 --every 2".split()
+SIZES = {"steps": 4, "batch": 4, "length": 32, "layers": 2, "hidden": 16, "heads": 2, "head-dim": 8, "attention-every": 2, "every": 2}
+SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
 
 def train(folder, *words):
