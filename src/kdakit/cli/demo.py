@@ -60,7 +60,9 @@ def check_installed(framework: str) -> None:
 
     for package in ("safetensors", *(("torch",) if framework == "torch" else ("jax", "flax", "optax"))):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"--framework {framework} needs {package}: pip install 'kdakit[{framework},models]'")
+            raise UsageError(
+                f"--framework {framework} needs {package}: pip install 'kdakit[{'torch' if framework == 'torch' else 'flax'},models]'"
+            )
 
 
 def race_settings(args):
