@@ -18,18 +18,18 @@ venv: $(STAMP)  ## virtual environment in .venv with pinned versions
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kdakit needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,jax,torch,bench,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,jax,torch,models,flax,bench,docs]'
 	@touch $@
 
-demo: $(STAMP)  ## what runs here, is it right, how fast: under two minutes
+demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remember: under three minutes
 	$(BIN)/kdakit demo
 
 test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## the site, into site/; warnings are errors

@@ -71,7 +71,7 @@ def test_help_is_fast_and_imports_no_framework():
     assert time.perf_counter() - start < 5
 
 
-@pytest.mark.parametrize("command", ["doctor", "verify", "bench", "demo"])
+@pytest.mark.parametrize("command", ["doctor", "verify", "bench", "demo", "train", "generate"])
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -405,16 +405,58 @@ def test_commit_is_none_outside_a_checkout(monkeypatch, tmp_path):
 # demo
 
 
-def test_demo_runs(tmp_path, capsys, monkeypatch):
-    frameworks_of("torch", "matplotlib")
+def test_demo_shows_what_the_delta_rule_is_worth(tmp_path, capsys, monkeypatch):
+    """The short form, from its fixed seed: over 95 % right with the delta rule, far behind without."""
+    frameworks_of("torch", "matplotlib", "safetensors")
     from kdakit.cli import demo
 
-    monkeypatch.setattr(demo, "CASES", ("short", "one_token"))
     monkeypatch.setattr(demo, "what_runs", lambda out: ["torch_native"])
-    assert main(["demo", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(demo, "CASES", ("short",))
+    threads = sys.modules["torch"].get_num_threads()
+    assert main(["demo", "--quick", "--framework", "torch", "--out", str(tmp_path)]) == 0
+    sys.modules["torch"].set_num_threads(threads)
     out = capsys.readouterr().out
-    assert "Is it right?" in out and "nudging" in out and "differ by" in out and "How fast?" in out
-    assert (tmp_path / "demo.png").exists()
+    assert "Is it right?" in out and "tokens/s of training" in out and "KV cache keeps" in out and "Largest distance" in out
+    record = json.loads((tmp_path / "demo.json").read_text())
+    last = {name: rows[-1]["accuracy"] for name, rows in record["curves"].items()}
+    assert last["KDA"] > 0.95 and last["no delta rule"] < last["KDA"] - 0.2, last
+    assert record["prefill_and_step_differ_by"] < 1e-5
+    assert [row["state_bytes"] for row in record["memory"]] == [record["memory"][0]["state_bytes"]] * 2
+    assert record["memory"][1]["kv_bytes"] == 4 * record["memory"][0]["kv_bytes"]
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_demo_trains_with_jax():
+    """A few steps only: that both frameworks learn alike is for test_training.py."""
+    frameworks_of("jax", "flax", "optax")
+    from kdakit.cli.recall_worker import Race, learn
+
+    rows = []
+    race = Race(pairs=2, writes=1, warm_pairs=2, steps=4, measure_every=2, hidden_size=16, head_dim=8, seed=3)
+    learner = learn(race, "jax", False, rows.append)
+    assert [row["step"] for row in rows] == [2, 4] and all(0 <= row["accuracy"] <= 1 for row in rows)
+    assert set(learner.model.weights()) == set(race.config(False).parameters())
+
+
+def test_demo_reports_a_worker_that_fails(tmp_path):
+    frameworks_of("torch")
+    from kdakit.cli import recall_race
+    from kdakit.cli.recall_worker import Race
+
+    with pytest.raises(recall_race.WorkerFailed, match=r"ended with code 1: .*pairs must lie in 1 \.\. keys = 128, got 129"):
+        recall_race.run(Race(pairs=129), "torch", tmp_path)
+
+
+def test_demo_says_what_the_framework_needs(monkeypatch, capsys, tmp_path):
+    import importlib.util
+
+    from kdakit.cli import demo
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "flax" else real(name, *rest))
+    monkeypatch.setattr(demo, "what_runs", lambda out: ["xla"])
+    assert main(["demo", "--framework", "jax", "--out", str(tmp_path)]) == 2
+    assert "needs flax: pip install 'kdakit[flax,models]'" in capsys.readouterr().err
 
 
 def test_demo_says_what_to_install_when_nothing_runs(tmp_path, capsys, monkeypatch):

@@ -32,11 +32,21 @@ def needs(code):
 
 
 @pytest.mark.parametrize(
-    "path, index", [("README.md", 0), ("README.md", 1), ("docs/index.md", 0), ("docs/index.md", 1), ("docs/api.md", 0)]
+    "path, index",
+    [
+        ("README.md", 0),
+        ("README.md", 1),
+        ("docs/index.md", 0),
+        ("docs/index.md", 1),
+        ("docs/api.md", 0),
+        ("docs/model.md", 0),
+        ("docs/model.md", 1),
+    ],
 )
-def test_examples_run(path, index):
+def test_examples_run(path, index, tmp_path, monkeypatch):
     code = code_blocks(path)[index]
     needs(code)
+    monkeypatch.chdir(tmp_path)
     exec(compile(code, f"{path}[{index}]", "exec"), {})
 
 

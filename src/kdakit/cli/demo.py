@@ -21,7 +21,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    from kdakit.cli import console, serving
+    from kdakit.cli import console, recall_race, serving
 
     begin = time.perf_counter()
     out = console.output()
@@ -38,7 +38,11 @@ def run(args) -> int:
     framework = args.framework or default_framework()
     check_installed(framework)
     right = is_it_right(out, backends, CASES[:1] if args.quick else CASES)
-    record = learn(out, framework, race_settings(args), folder)
+    try:
+        record = learn(out, framework, race_settings(args), folder)
+    except recall_race.WorkerFailed as problem:
+        out.print(str(problem), style="red", markup=False)
+        return 1
     serving.use_one_thread(framework)
     right &= generate(out, framework, record, folder)
     compare_memory(out, framework, record, args.quick)
@@ -60,7 +64,9 @@ def check_installed(framework: str) -> None:
 
     for package in ("safetensors", *(("torch",) if framework == "torch" else ("jax", "flax", "optax"))):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"--framework {framework} needs {package}: pip install 'kdakit[{framework},models]'")
+            raise UsageError(
+                f"--framework {framework} needs {package}: pip install 'kdakit[{'torch' if framework == 'torch' else 'flax'},models]'"
+            )
 
 
 def race_settings(args):

@@ -22,8 +22,11 @@ PACKAGES = {
     "jax": "kdakit.jax",
     "jaxlib": "kdakit.jax",
     "libtpu": "TPU compiler and runtime",
+    "safetensors": "weights files, kdakit demo and train",
+    "flax": "kdakit.layers.jax and kdakit.models.jax",
+    "optax": "training in JAX",
     "rich": "this command line",
-    "matplotlib": "bench --plot",
+    "matplotlib": "plots",
     "fla-core": "bench --against fla",
 }
 

@@ -21,13 +21,13 @@ HELD_OUT = 1_000_000  # where the random streams of the measurements begin
 class Race:
     """The task, the model and its training: the same for both models but for the delta rule."""
 
-    keys: int = 64
+    keys: int = 128  # more than the two layers have room for side by side
     values: int = 32
     pairs: int = 7
     writes: int = 4
     warm_pairs: int = 3  # shorter sequences for the first `warm_share` of the steps
     warm_share: float = 0.35
-    steps: int = 450
+    steps: int = 500
     batch: int = 32
     learning_rate: float = 1e-2
     hidden_size: int = 64

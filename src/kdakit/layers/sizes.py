@@ -71,7 +71,8 @@ class LayerSizes:
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """{name: shape}; the matrices are [out, in], the convolutions [channels, 1, width]."""
         hidden, rank = self.hidden_size, self.head_v_dim
-        made = {"q_proj.weight": (self.key_dim, hidden), "k_proj.weight": (self.key_dim, hidden), "v_proj.weight": (self.value_dim, hidden)}
+        made: dict[str, tuple[int, ...]] = {f"{name}_proj.weight": (self.key_dim, hidden) for name in "qk"}
+        made["v_proj.weight"] = (self.value_dim, hidden)
         if self.use_short_conv:
             for name, channels in (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim)):
                 made[f"{name}_conv1d.weight"] = (channels, 1, self.conv_size)

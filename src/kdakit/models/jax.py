@@ -40,10 +40,11 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, backend: str, *, rngs: nnx.Rngs):
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        if config.is_attention(layer):
-            self.attn = FullAttention(config.hidden_size, config.attention_heads, config.head_dim, config.kv_heads, rngs=rngs)
-        else:
-            self.attn = KimiDeltaAttention(**config.layer_options(), backend=backend, rngs=rngs)
+        self.attn: FullAttention | KimiDeltaAttention = (
+            FullAttention(config.hidden_size, config.attention_heads, config.head_dim, config.kv_heads, rngs=rngs)
+            if config.is_attention(layer)
+            else KimiDeltaAttention(**config.layer_options(), backend=backend, rngs=rngs)
+        )
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size, rngs=rngs)
 

@@ -43,10 +43,11 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: str):
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        if config.is_attention(layer):
-            self.attn = FullAttention(config.hidden_size, config.attention_heads, config.head_dim, config.kv_heads)
-        else:
-            self.attn = KimiDeltaAttention(**config.layer_options(), backend=backend)
+        self.attn: FullAttention | KimiDeltaAttention = (
+            FullAttention(config.hidden_size, config.attention_heads, config.head_dim, config.kv_heads)
+            if config.is_attention(layer)
+            else KimiDeltaAttention(**config.layer_options(), backend=backend)
+        )
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
@@ -80,7 +81,10 @@ class KimiLinear(nn.Module):
 
     def new_cache(self, batch_size: int, max_length: int) -> list:
         """One entry a layer, for sequences of up to max_length tokens; only full-attention layers grow with it."""
-        return [block.attn.new_cache(batch_size, max_length) for block in self.model.layers]
+        return [block.attn.new_cache(batch_size, max_length) for block in self.blocks()]
+
+    def blocks(self) -> list[Block]:
+        return list(self.model.layers)  # type: ignore[arg-type]
 
     def forward(
         self, tokens: Tensor, attention_mask: Tensor | None = None, cache: list | None = None, cu_seqlens: Tensor | None = None,
@@ -96,7 +100,7 @@ class KimiLinear(nn.Module):
         rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
         x = self.model.embeddings(rows.arrange(tokens))
         following = []
-        for i, block in enumerate(self.model.layers):
+        for i, block in enumerate(self.blocks()):
             state = None if cache is None else cache[i]
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x, state = checkpoint(block, x, rows, state, use_reentrant=False)

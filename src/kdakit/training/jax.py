@@ -64,8 +64,8 @@ class Learner:
 
     def state(self) -> TrainingState:
         adam = self.moments[1]
-        arrays = ({n: np.array(x) for n, x in _named(tree).items()} for tree in (self.parameters, adam.mu, adam.nu))
-        return TrainingState(*arrays, self.count)
+        weights, first, second = ({n: np.array(x) for n, x in _named(tree).items()} for tree in (self.parameters, adam.mu, adam.nu))
+        return TrainingState(weights, first, second, self.count)
 
     def load(self, state: TrainingState) -> None:
         model = self.model

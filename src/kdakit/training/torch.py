@@ -58,8 +58,8 @@ class Learner:
         return self._mean(self._loss(tokens, targets))
 
     def state(self) -> TrainingState:
-        moments = [{n: self._moment(p, key) for n, p in self.named.items()} for key in ("exp_avg", "exp_avg_sq")]
-        return TrainingState({n: w.copy() for n, w in self.model.weights().items()}, *moments, self.count)
+        first, second = ({n: self._moment(p, key) for n, p in self.named.items()} for key in ("exp_avg", "exp_avg_sq"))
+        return TrainingState({n: w.copy() for n, w in self.model.weights().items()}, first, second, self.count)
 
     def _moment(self, parameter, key: str) -> np.ndarray:
         state = self.adam.state.get(parameter)

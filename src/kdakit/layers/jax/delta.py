@@ -80,7 +80,7 @@ class KimiDeltaAttention(nnx.Module):
         widths = (s.key_dim, s.key_dim, s.value_dim)
         windows = [jnp.zeros((batch_size, s.conv_size - 1, width), dtype) if s.use_short_conv else None for width in widths]
         shape = (batch_size, s.value_heads, s.head_dim, s.head_v_dim)
-        return DeltaCache(*windows, jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)))
+        return DeltaCache(windows[0], windows[1], windows[2], jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32)))
 
     def __call__(self, hidden_states, attention_mask=None, cache: DeltaCache | None = None, cu_seqlens=None, context=None):
         """hidden_states [B, T, hidden_size]; attention_mask [B, T], 0 at padding, wherever it is; or B = 1 with cu_seqlens [N + 1].
@@ -103,7 +103,7 @@ class KimiDeltaAttention(nnx.Module):
         g, beta = _heads(self.f_proj[1](self.f_proj[0](x)), s.head_dim), self.b_proj(x)
         o, state = self._attend(q, k, v, g, beta, rows, None if cache is None else cache.state)
         o = self.o_norm(o, _heads(self.g_proj[1](self.g_proj[0](x)), s.head_v_dim))
-        return self.o_proj(o.reshape(*o.shape[:-2], -1)), None if cache is None else DeltaCache(*windows, state)
+        return self.o_proj(o.reshape(*o.shape[:-2], -1)), None if cache is None else DeltaCache(windows[0], windows[1], windows[2], state)
 
     def _convolved(self, x, rows, cache):
         made = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
@@ -120,8 +120,10 @@ class KimiDeltaAttention(nnx.Module):
     def _attend(self, q, k, v, g, beta, rows, state):
         """Padding neither decays nor writes: its log-decay and its beta are zero."""
         s, A_log, dt_bias = self.sizes, self.A_log[...], self.dt_bias[...]
-        gate = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate,
-                    lower_bound=s.lower_bound, A_log=A_log, dt_bias=dt_bias)  # fmt: skip
+        gate: dict[str, Any] = dict(
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate,
+            lower_bound=s.lower_bound, A_log=A_log, dt_bias=dt_bias,
+        )  # fmt: skip
         if rows.lengths is not None or not s.delta_rule:
             g = kda_gate(g, A_log, dt_bias, s.lower_bound, jnp.promote_types(g.dtype, jnp.float32))
             beta = (2 if s.allow_neg_eigval else 1) * jax.nn.sigmoid(beta.astype(g.dtype))

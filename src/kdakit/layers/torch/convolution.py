@@ -32,7 +32,9 @@ class ShortConvolution(nn.Module):
         if rows.cu_seqlens is None:
             before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2]) if window is None else window.to(x.dtype)
             line = torch.cat([before, x], 1)  # [B, W - 1 + T, D]
-            y = sum(line[:, j : j + x.shape[1]] * taps[:, j] for j in range(self.width))
+            y = line[:, : x.shape[1]] * taps[:, 0]
+            for j in range(1, self.width):
+                y = y + line[:, j : j + x.shape[1]] * taps[:, j]
             after = None if window is None else _last(line, rows.lengths, self.width - 1)
         else:
             y, after = self._packed(x, rows, window, taps)

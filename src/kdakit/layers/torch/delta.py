@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kdakit.layers.sizes import MODES, LayerSizes, check_context, check_rows
 from kdakit.layers.torch.convolution import ShortConvolution
 from kdakit.layers.torch.gated_linear import gated_linear_attention
-from kdakit.layers.torch.norm import GatedRMSNorm
+from kdakit.layers.torch.norm import RMSNorm
 from kdakit.layers.torch.rows import Rows
 from kdakit.layers.torch.shards import own
 from kdakit.torch import chunk_kda, fused_recurrent_kda, kda_gate
@@ -72,7 +72,7 @@ class KimiDeltaAttention(nn.Module):
         dt = torch.empty(sizes.gate_dim).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
         self.g_proj = nn.Sequential(nn.Linear(hidden_size, rank, bias=False), nn.Linear(rank, sizes.value_dim, bias=True))
-        self.o_norm = GatedRMSNorm(rank, norm_eps)
+        self.o_norm = RMSNorm(rank, norm_eps)
         self.o_proj = nn.Linear(sizes.value_dim, hidden_size, bias=False)
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> DeltaCache:
@@ -81,7 +81,8 @@ class KimiDeltaAttention(nn.Module):
         widths = (s.key_dim, s.key_dim, s.value_dim)
         windows = [weight.new_zeros(batch_size, s.conv_size - 1, width) if s.use_short_conv else None for width in widths]
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        return DeltaCache(*windows, weight.new_zeros(batch_size, s.value_heads, s.head_dim, s.head_v_dim, dtype=dtype))
+        state = weight.new_zeros(batch_size, s.value_heads, s.head_dim, s.head_v_dim, dtype=dtype)
+        return DeltaCache(windows[0], windows[1], windows[2], state)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, cache: DeltaCache | None = None,
@@ -107,7 +108,7 @@ class KimiDeltaAttention(nn.Module):
         g, beta = self.f_proj(x).unflatten(-1, (-1, s.head_dim)), self.b_proj(x)
         o, state = self._attend(q, k, v, g, beta, rows, None if cache is None else cache.state)
         o = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, s.head_v_dim)))
-        return self.o_proj(o.flatten(-2)), None if cache is None else DeltaCache(*windows, state)
+        return self.o_proj(o.flatten(-2)), None if cache is None else DeltaCache(windows[0], windows[1], windows[2], state)
 
     def _convolved(self, x, rows, cache):
         made = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
@@ -124,8 +125,10 @@ class KimiDeltaAttention(nn.Module):
     def _attend(self, q, k, v, g, beta, rows, state):
         """Padding neither decays nor writes: its log-decay and its beta are zero."""
         s, A_log, dt_bias = self.sizes, own(self.A_log), own(self.dt_bias)
-        gate = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate,
-                    lower_bound=s.lower_bound, A_log=A_log, dt_bias=dt_bias)  # fmt: skip
+        gate: dict[str, Any] = dict(
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate,
+            lower_bound=s.lower_bound, A_log=A_log, dt_bias=dt_bias,
+        )  # fmt: skip
         if rows.lengths is not None or not s.delta_rule:
             g = kda_gate(g, A_log, dt_bias, s.lower_bound, torch.promote_types(g.dtype, torch.float32))
             beta = (2 if s.allow_neg_eigval else 1) * torch.sigmoid(beta.to(g.dtype))

@@ -10,22 +10,14 @@ from kdakit.layers.torch.shards import shared
 
 
 class RMSNorm(nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps)"""
+    """y = weight * x / sqrt(mean(x^2) + eps), times sigmoid(gate) where a gate is given"""
 
     def __init__(self, size: int, eps: float = 1e-5):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, (x.shape[-1],), self.weight.to(wide.dtype), self.eps).to(x.dtype)
-
-
-class GatedRMSNorm(RMSNorm):
-    """y = weight * x / sqrt(mean(x^2) + eps) * sigmoid(gate)"""
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = F.rms_norm(wide, (x.shape[-1],), shared(self.weight).to(wide.dtype), self.eps)
-        return (normed * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)
+        y = F.rms_norm(wide, (x.shape[-1],), shared(self.weight).to(wide.dtype), self.eps)
+        return (y if gate is None else y * torch.sigmoid(gate.to(wide.dtype))).to(x.dtype)

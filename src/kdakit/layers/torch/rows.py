@@ -43,16 +43,24 @@ class Rows(NamedTuple):
 
     def real(self, T: int) -> Tensor:
         """[B, T]: which places of padded rows hold tokens."""
-        return torch.arange(T, device=self.lengths.device) < self.lengths[:, None]
+        lengths = _given("lengths", self.lengths)
+        return torch.arange(T, device=lengths.device) < lengths[:, None]
 
     def places(self, T: int) -> tuple[Tensor, Tensor]:
         """For packed rows, [T] each: the token's sequence and its place in it."""
-        tokens = torch.arange(T, device=self.cu_seqlens.device)
-        owner = torch.searchsorted(self.cu_seqlens, tokens, right=True) - 1
-        return owner, tokens - self.cu_seqlens[owner]
+        cu_seqlens = _given("cu_seqlens", self.cu_seqlens)
+        tokens = torch.arange(T, device=cu_seqlens.device)
+        owner = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+        return owner, tokens - cu_seqlens[owner]
 
     def counts(self, B: int, T: int, device) -> Tensor:
         """How many tokens each sequence has here: [N]."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff()
         return torch.full((B,), T, device=device) if self.lengths is None else self.lengths
+
+
+def _given(name: str, value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ValueError(f"{name} must be given for rows of this kind, got None")
+    return value
