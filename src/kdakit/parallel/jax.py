@@ -52,7 +52,8 @@ def chunk_kda(
         raise ValueError("segment_ids and cu_seqlens say the same thing twice: pass one of them, got both")
     where = _place(axis_name, q, cu_seqlens, segment_ids)
     options |= {"segment_ids": segment_ids, "cu_seqlens": where.cu_seqlens, "output_final_state": True}
-    inputs, parameters = (q, k, v, g, beta), {"A_log": A_log, "dt_bias": dt_bias}
+    inputs = (q, k, v, g, beta)
+    parameters: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias}
     K, (HV, V) = q.shape[-1], v.shape[2:]
     N = where.begins.shape[0]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -61,7 +62,8 @@ def chunk_kda(
         initial = _rows(where.begins, initial_state.mT if state_v_first else initial_state, 0)
     own, o_map = _map(*lax.stop_gradient((inputs, parameters, initial)), options, where)
     entering = _scan(axis_name, *_leaving(own, where), reverse=False)
-    o, states = local.chunk_kda(*inputs, initial_state=_rows(where.continues, entering, initial), **parameters, **options)
+    start = _rows(where.continues, entering, initial)
+    o, states = local.chunk_kda(q, k, v, g, beta, initial_state=start, **parameters, **options)
     o, states = _leave(axis_name, o, states, own[0], o_map, where)
     if not output_final_state:
         return o, None
@@ -87,9 +89,10 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
         wants_state = options.get("output_final_state", False)
 
         def run(inputs, rest):
+            named = dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)) | rest | options
             if context is None:
-                return local.chunk_kda(*inputs, **rest, **options)
-            o, final_state = chunk_kda(*inputs, axis_name=context, **rest, **options)
+                return local.chunk_kda(**named)
+            o, final_state = chunk_kda(**named, axis_name=context)
             return o, lax.psum(final_state, context) if wants_state else None
 
         return jax.shard_map(
@@ -194,7 +197,7 @@ def _rows(which, states, otherwise):
     return jnp.where(which[:, None, None, None], states, otherwise)
 
 
-def _map(inputs, parameters, initial, options, where: Place):
+def _map(inputs, parameters: dict[str, Any], initial, options: dict[str, Any], where: Place):
     """What the slice does to the states that enter it: (M, b) of every row, and o_map [B, T, HV, K] with  o = o(state 0) + o_map S.
 
     The recurrence runs on the identity, where a sequence continues, beside the states that begin here, with values of zero and the given
@@ -203,7 +206,7 @@ def _map(inputs, parameters, initial, options, where: Place):
     q, k, v, g, beta = inputs
     q, k, v = (x.astype(initial.dtype) for x in (q, k, v))
     K, V = initial.shape[-2:]
-    run = partial(local.chunk_kda, **parameters, **options)
+    run: Any = partial(local.chunk_kda, **parameters, **options)
     identity = _rows(where.continues, jnp.broadcast_to(jnp.eye(K, dtype=initial.dtype), (*initial.shape[:-1], K)), 0)
     no_value = jnp.zeros_like(v, shape=(*v.shape[:-1], K))
     if K + V <= MAX_HEAD_DIM:

@@ -43,8 +43,8 @@ class Learner:
     def _loss(self, tokens, targets):
         if self.team is None:
             return loss(self.model, torch.from_numpy(tokens), torch.from_numpy(targets))
-        part = (torch.from_numpy(self.team.part(x)) for x in (tokens, targets))
-        return loss(self.model, *part, context=self.team.context)
+        tokens, targets = (torch.from_numpy(self.team.part(x)) for x in (tokens, targets))
+        return loss(self.model, tokens, targets, context=self.team.context)
 
     def _mean(self, value) -> float:
         return float(value.detach() if self.team is None else self.team.mean(value.detach().clone()))

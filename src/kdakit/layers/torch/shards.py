@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 
-def own(parameter: Tensor) -> Tensor:
+def own(parameter: Any) -> Tensor:
     """This rank's part of a parameter that is split over the ranks; an ordinary parameter itself."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def shared(parameter: Tensor) -> Tensor:
+def shared(parameter: Any) -> Tensor:
     """A parameter that every rank has whole and applies to its own heads: its gradient is the sum of theirs."""
     if not hasattr(parameter, "to_local"):
         return parameter
