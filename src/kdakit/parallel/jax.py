@@ -61,7 +61,7 @@ def chunk_kda(
     if initial_state is not None:
         initial = _rows(where.begins, initial_state.mT if state_v_first else initial_state, 0)
     own, o_map = _map(*lax.stop_gradient((inputs, parameters, initial)), options, where)
-    entering = _scan(axis_name, *_leaving(own, where), reverse=False)
+    entering = _scan(axis_name, _leaving(own, where), reverse=False)
     start = _rows(where.continues, entering, initial)
     o, states = local.chunk_kda(q, k, v, g, beta, initial_state=start, **parameters, **options)
     o, states = _leave(axis_name, o, states, own[0], o_map, where)
@@ -230,12 +230,12 @@ def _carried(x, where: Place):
 _dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def _scan(axis_name, M, b, reverse: bool):
+def _scan(axis_name, own, reverse: bool):
     """The state that enters each device, zero at the first: maps composed over the devices before it, in an order that never changes."""
     devices = lax.axis_size(axis_name)
     places = list(reversed(range(devices))) if reverse else list(range(devices))
     shift = lambda x, by: lax.ppermute(x, axis_name, [(places[i], places[i + by]) for i in range(devices - by)])
-    M, b = shift((M, b), 1)
+    M, b = shift(own, 1)
     distance = 1
     while distance < devices - 1:
         M_before, b_before = shift((M, b), distance)
@@ -259,7 +259,7 @@ def _leave_backward(axis_name, residuals, cotangents):
     (M, o_map, where), (d_o, d_states) = residuals, cotangents
     c = _carried(_rows(where.ends, _dot("...ji,...jv->...iv", M, d_states), 0), where)
     c = c + _dot("bthk,bthv->bhkv", o_map, d_o.astype(M.dtype))
-    d_next = _scan(axis_name, _carried(_rows(where.leaving, M.mT, 0), where), c, reverse=True)
+    d_next = _scan(axis_name, (_carried(_rows(where.leaving, M.mT, 0), where), c), reverse=True)
     return d_o, d_states + _rows(where.leaving, d_next, 0), None, None, None
 
 
