@@ -76,7 +76,7 @@ def race_settings(args):
     return replace(race, **QUICK) if args.quick else race
 
 
-QUICK = dict(pairs=3, warm_pairs=3, steps=400)
+QUICK = dict(keys=64, values=16, pairs=3, warm_pairs=3, steps=350)
 
 
 def what_runs(out) -> list[str]:
@@ -182,7 +182,8 @@ def compare_memory(out, framework: str, record: dict, quick: bool) -> None:
     record["prefill_rate"] = serving.prefill_rate(serving.build(framework, config))
     record["memory"] = serving.memory(framework, config, serving.LENGTHS[:2] if quick else serving.LENGTHS)
     out.print(f"Prefill of 2048 tokens: {record['prefill_rate']:,.0f} tokens/s. One more token after so many, for this model and for the")
-    out.print("same one with softmax attention and a key-value cache in both layers, on one thread:")
+    threads = ", on one thread" if framework == "torch" else ""
+    out.print(f"same one with softmax attention and a key-value cache in both layers{threads}:")
     numbers = ("tokens seen", "KDA keeps", "KV cache keeps", "KDA tokens/s", "attention tokens/s")
     shown = console.table("", *numbers, right=numbers)
     for row in record["memory"]:

@@ -47,9 +47,9 @@ def prefill_rate(model: Any, tokens: int = 2048, repeat: int = 3) -> float:
     return tokens / min(_seconds(lambda: call(given, model.new_cache(1, tokens))) for _ in range(repeat + 1))
 
 
-def decode_rate(model: Any, length: int, steps: int = 20) -> float:
-    """Tokens a second of one sequence that has `length` tokens behind it."""
-    call, token = model.inference(), np.zeros((1, 1), np.int64)
+def decode_rate(model: Any, call: Any, length: int, steps: int = 20) -> float:
+    """Tokens a second of one sequence that has `length` tokens behind it; `call` is the model's inference()."""
+    token = np.zeros((1, 1), np.int64)
     cache = [_as_if(entry, length) for entry in model.new_cache(1, length + steps + 3)]
     times = []
     for _ in range(steps + 3):
@@ -74,11 +74,12 @@ def memory(framework: str, config: ModelConfig, lengths=LENGTHS) -> list[dict[st
     """Bytes and measured speed of `config`, and of the same model with full attention in every layer, at growing length."""
     attention = replace(config, attention_every=1)
     kda, full = build(framework, config), build(framework, attention)
+    step_kda, step_full = kda.inference(), full.inference()
     rows = []
     for length in lengths:
         rows.append({
             "length": length,
             "state_bytes": config.cache_bytes(length), "kv_bytes": attention.cache_bytes(length),
-            "state_rate": decode_rate(kda, length), "kv_rate": decode_rate(full, length),
+            "state_rate": decode_rate(kda, step_kda, length), "kv_rate": decode_rate(full, step_full, length),
         })  # fmt: skip
     return rows
