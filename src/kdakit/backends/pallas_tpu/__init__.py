@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from kdakit.backends.pallas_tpu.call import Saved, forward
+from kdakit.backends.pallas_tpu.call import Saved, backward, forward
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
 
 __all__ = ["Config", "Saved", "backward", "default_config", "forward", "interpreted", "operand_dtype", "step", "supports"]
 
-backward = None
 step = None
 
 

@@ -9,12 +9,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 
+from kdakit.backends.pallas_tpu.backward import backward_kernel
 from kdakit.backends.pallas_tpu.fused import forward_kernel
+from kdakit.backends.pallas_tpu.gate import collecting_matrix
 from kdakit.backends.pallas_tpu.launch import (
     Launch,
     Operand,
+    constant,
+    from_token_rows,
     input_operands,
+    lanes,
     make_launch,
+    pad_state,
+    row_operand,
     run,
     shape_of,
     state_operand,
@@ -58,6 +65,64 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
         states = states if o.state_v_first else states.swapaxes(-1, -2)
     saved = Saved(*(checkpoint_name(out[n], f"kda_{n}") if n in out else None for n in Saved._fields)) if keep else None
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
+
+
+def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config) -> Arrays:
+    """Gradients of sum(o * d_o) + sum(final_state * d_final_state), each in its input's dtype; None where there is no input."""
+    if problem.T == 0 or problem.B == 0:
+        return _no_gradients(problem, arrays, d_final_state)
+    if saved is None:  # after a token recurrence
+        saved = forward(problem.replace(needs_grad=True, disable_recompute=False), arrays, config)[1]
+    launch = make_launch(problem, arrays, config)
+    t, (B, _, _) = launch.tile, launch.grid
+    inputs = input_operands(launch, arrays)
+    inputs["collect"] = constant(jnp.asarray(collecting_matrix(t), jnp.bfloat16))
+    inputs["d_o"] = token_operand(launch, lanes(d_o.astype(t.dtype)))
+    inputs["states"] = step_operand(launch, saved.states, t.heads)
+    if saved.matrices is not None:
+        inputs["matrices"] = step_operand(launch, saved.matrices, t.heads // t.group)
+    if d_final_state is not None:
+        inputs["d_final"] = state_operand(launch, pad_state(t, d_final_state.astype(jnp.float32)))
+    tokens = {"d_q": t.K, "d_k": t.K, "d_v": t.V, "d_g": t.K}
+    whole = jnp.float32 if problem.group > 1 else t.dtype  # of d_q and d_k, which a group's heads add up
+    dtypes = {"d_q": whole, "d_k": whole, "d_v": t.dtype, "d_g": inputs["g"].value.dtype}
+    outputs = {n: token_operand(launch, shape_of((B, problem.T, problem.HV, width), dtypes[n])) for n, width in tokens.items()}
+    outputs["d_beta"] = row_operand(launch, shape_of(inputs["beta"].value.shape, jnp.float32))
+    if arrays.initial_state is not None:
+        outputs["d_initial"] = _final_operand(launch)
+    if t.gate != "log_decay":
+        shape = shape_of((B, problem.HV, 2, t.K), jnp.float32)
+        outputs["d_gate"] = Operand(shape, (1, t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (b, h, 0, 0))
+    scratch = [pltpu.VMEM((t.heads, t.V, t.K), jnp.float32)]
+    out = run(launch, partial(backward_kernel, t, problem.T), "kda_backward", inputs, outputs, scratch, reverse=True)
+    return _gradients(problem, arrays, out, d_final_state)
+
+
+def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state) -> Arrays:
+    """The kernel's outputs without padding, groups and batches added up, in the dtypes of the inputs."""
+    d_q, d_k = (out[n][..., : problem.K] for n in ("d_q", "d_k"))
+    if problem.group > 1:
+        d_q, d_k = (x.reshape(*x.shape[:2], problem.H, problem.group, problem.K).sum(3) for x in (d_q, d_k))
+    d_A_log = d_dt_bias = d_initial = None
+    if "d_gate" in out:
+        d_gate = out["d_gate"][..., : problem.K].sum(0)  # [HV, 2, K]
+        d_A_log, d_dt_bias = d_gate[:, 0].sum(-1), d_gate[:, 1]
+    if arrays.initial_state is not None:
+        rows, columns = problem.state_shape[2:]
+        d_initial = out["d_initial"][..., :rows, :columns]
+        if problem.varlen == "cu_seqlens":
+            passed = jnp.zeros((), d_initial.dtype) if d_final_state is None else d_final_state.astype(d_initial.dtype)
+            d_initial = jnp.where((jnp.diff(arrays.cu_seqlens) > 0)[:, None, None, None], d_initial, passed)
+    d_beta = from_token_rows(out["d_beta"], problem.T)
+    found = (d_q, d_k, out["d_v"][..., : problem.V], out["d_g"][..., : problem.K], d_beta, d_A_log, d_dt_bias, d_initial)
+    return Arrays(*(None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in zip(arrays[:8], found, strict=True)))
+
+
+def _no_gradients(problem: Problem, arrays: Arrays, d_final_state) -> Arrays:
+    zeros = [None if x is None else jnp.zeros_like(x) for x in arrays[:8]]
+    if zeros[7] is not None and d_final_state is not None:
+        zeros[7] = d_final_state.astype(zeros[7].dtype)
+    return Arrays(*zeros)
 
 
 def _nothing(problem: Problem, arrays: Arrays) -> Result:

@@ -39,6 +39,7 @@ class Head(NamedTuple):
     beta: Any  # [C, 1]
     d: Decays
     x: Factors
+    unit: Any  # [C, K]  q before the scale
     norms: tuple  # l2norm factors [C, 1] of q and k
 
 
@@ -98,9 +99,9 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
     for first in range(0, tile.heads, tile.group):
         group = slice(first, first + tile.group)
         for h, d in zip(range(tile.heads)[group], decays(tile, members, gates[group]), strict=True):
-            (q_h, q_norm), (k_h, k_norm) = normalise(tile, q[h]), normalise(tile, k[h])
-            q_h = q_h * tile.scale
-            heads.append(Head(q_h, k_h, v[h], gates[h], beta[:, h : h + 1], d, factors(q_h, k_h, d), (q_norm, k_norm)))
+            (unit, q_norm), (k_h, k_norm) = normalise(tile, q[h]), normalise(tile, k[h])
+            q_h = unit * tile.scale
+            heads.append(Head(q_h, k_h, v[h], gates[h], beta[:, h : h + 1], d, factors(q_h, k_h, d), unit, (q_norm, k_norm)))
     return heads
 
 

@@ -40,12 +40,21 @@ class Decays(NamedTuple):
 
 def member_matrix(tile: Tile) -> np.ndarray:
     """[sums, pieces * C] of 0/1: whether a token's gate is part of a sum; sums are `to`, `after` and the levels, C rows each."""
+    return np.tile(_members(tile), (1, tile.pieces)).astype(np.float32)
+
+
+def collecting_matrix(tile: Tile) -> np.ndarray:
+    """[C, pieces * sums]: what a gate collects from the gradients of the sums that it is part of."""
+    return np.tile(_members(tile).T, (1, tile.pieces)).astype(np.float32)
+
+
+def _members(tile: Tile) -> np.ndarray:
     i, m = np.indices((tile.C, tile.C))
     here = i // BLOCK == m // BLOCK
     sums = [here & (m <= i), here & (m > i)]
     for s in tile.summed_levels:
         sums.append((i // s == m // s) & np.where((i // s) % 2 == 1, m <= i, m > i))
-    return np.tile(np.concatenate(sums), (1, tile.pieces)).astype(np.float32)
+    return np.concatenate(sums)
 
 
 def pieces_of(x, count: int):

@@ -67,8 +67,8 @@ def step_operand(launch: Launch, value, heads: int) -> Operand:
 def input_operands(launch: Launch, arrays: Arrays) -> dict[str, Operand]:
     """The call's arrays as the kernels take them: heads repeated, lanes filled up, float16 widened, beta as rows."""
     p, t = launch.problem, launch.tile
-    q, k = (_lanes(jnp.repeat(x, p.group, axis=2) if p.group > 1 else x) for x in arrays[:2])
-    found = {name: token_operand(launch, x) for name, x in zip("qkvg", (q, k, _lanes(arrays.v), _lanes(arrays.g)), strict=True)}
+    q, k = (lanes(jnp.repeat(x, p.group, axis=2) if p.group > 1 else x) for x in arrays[:2])
+    found = {name: token_operand(launch, x) for name, x in zip("qkvg", (q, k, lanes(arrays.v), lanes(arrays.g)), strict=True)}
     found["beta"] = row_operand(launch, token_rows(t, arrays.beta))
     if t.gate != "log_decay":
         found["gate"] = Operand(gate_rows(p, t, arrays), (t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (h, 0, 0))
@@ -105,7 +105,7 @@ def gate_rows(problem: Problem, tile: Tile, arrays: Arrays):
     if arrays.A_log is not None:
         a = a * jnp.exp(arrays.A_log.astype(jnp.float32)).reshape(HV, 1)
     bias = jnp.zeros((HV, K), jnp.float32) if arrays.dt_bias is None else arrays.dt_bias.astype(jnp.float32).reshape(HV, K)
-    return _lanes(jnp.stack([a, bias], 1))
+    return lanes(jnp.stack([a, bias], 1))
 
 
 def pad_state(tile: Tile, state):
@@ -114,7 +114,7 @@ def pad_state(tile: Tile, state):
     return state if missing == (0, 0) else jnp.pad(state, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
 
 
-def _lanes(x):
+def lanes(x):
     """float16 widened and the last axis made up to whole lanes."""
     x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
     missing = padded(x.shape[-1]) - x.shape[-1]
