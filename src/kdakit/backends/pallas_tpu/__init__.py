@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from kdakit.backends.pallas_tpu.call import Saved, backward, forward
+from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
 
 __all__ = ["Config", "Saved", "backward", "default_config", "forward", "interpreted", "operand_dtype", "step", "supports"]
-
-step = None
 
 
 def supports(problem: Problem, device) -> str | None:

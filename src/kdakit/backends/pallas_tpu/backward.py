@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, group_matrices, state_block, step_rows
+from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, group_matrices, groups_of, state_block, step_rows
 from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
 from kdakit.backends.pallas_tpu.heads import dot, read_heads, row_sums, write_heads
 from kdakit.backends.pallas_tpu.intra import Masks, make_masks, operand
@@ -118,15 +118,16 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     heads = activate(tile, inputs, rows)
     d_o = read_heads(given.d_o, rows.valid)
     d_q, d_k, d_v, d_g, d_beta = [], [], [], [], []
-    for n in range(0, tile.heads, tile.group):
-        group, here = heads[n : n + tile.group], slice(n, n + tile.group)
-        if given.matrices is None:
-            matrices = group_matrices(tile, group, masks)
-        else:
-            matrices = tuple(given.matrices[0, 0, n // tile.group, m] for m in range(3))
+    groups = groups_of(tile, heads)
+    if given.matrices is None:
+        matrices = group_matrices(tile, groups, masks)
+    else:
+        matrices = [tuple(given.matrices[0, 0, n, m] for m in range(3)) for n in range(len(groups))]
+    for n, group in enumerate(groups):
+        here = slice(n * tile.group, (n + 1) * tile.group)
         S, d_S = [given.states[0, 0, h] for h in range(tile.heads)[here]], [d_state[h] for h in range(tile.heads)[here]]
-        flows = state_flow(tile, group, matrices, rows, S, d_S, d_o[here])
-        for h, flow in enumerate(flows, n):
+        flows = state_flow(tile, group, matrices[n], rows, S, d_S, d_o[here])
+        for h, flow in enumerate(flows, n * tile.group):
             d_state[h] = flow.d_state
             d_v.append(flow.d_v)
             d_beta.append(flow.d_beta)

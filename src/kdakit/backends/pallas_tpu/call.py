@@ -28,6 +28,7 @@ from kdakit.backends.pallas_tpu.launch import (
     step_operand,
     token_operand,
 )
+from kdakit.backends.pallas_tpu.step import TOKENS, step_kernel
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -98,6 +99,28 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     return _gradients(problem, arrays, out, d_final_state)
 
 
+def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
+    """The same results token by token. The final states take the initial ones' place, where the caller gives that memory away."""
+    if problem.T == 0 or problem.B == 0:
+        return _nothing(problem, arrays)
+    launch = make_launch(problem, arrays, config, min(problem.T, TOKENS))
+    t = launch.tile
+    inputs = {n: x for n, x in input_operands(launch, arrays).items() if n != "members"}
+    outputs = {"o": token_operand(launch, shape_of((problem.B, problem.T, problem.HV, t.V), t.dtype))}
+    in_place = problem.options.output_final_state and arrays.initial_state is not None
+    if problem.options.output_final_state:
+        outputs["final"] = _final_operand(launch, inputs["initial"].value.dtype if in_place else jnp.float32)
+    scratch = [pltpu.VMEM((t.heads, t.K, t.V), jnp.float32)]
+    aliases = {"initial": "final"} if in_place else None
+    out = run(launch, partial(step_kernel, t, problem.T), "kda_step", inputs, outputs, scratch, aliases=aliases)
+    final = None
+    if in_place:  # sequences without tokens were left as they were
+        final = _unpadded(problem, out["final"])
+    elif problem.options.output_final_state:
+        final = _final_states(problem, arrays, out["final"])
+    return Result(out["o"][..., : problem.V].astype(problem.dtype), final)
+
+
 def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state) -> Arrays:
     """The kernel's outputs without padding, groups and batches added up, in the dtypes of the inputs."""
     d_q, d_k = (out[n][..., : problem.K] for n in ("d_q", "d_k"))
@@ -108,8 +131,7 @@ def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state) -> Ar
         d_gate = out["d_gate"][..., : problem.K].sum(0)  # [HV, 2, K]
         d_A_log, d_dt_bias = d_gate[:, 0].sum(-1), d_gate[:, 1]
     if arrays.initial_state is not None:
-        rows, columns = problem.state_shape[2:]
-        d_initial = out["d_initial"][..., :rows, :columns]
+        d_initial = _unpadded(problem, out["d_initial"])
         if problem.varlen == "cu_seqlens":
             passed = jnp.zeros((), d_initial.dtype) if d_final_state is None else d_final_state.astype(d_initial.dtype)
             d_initial = jnp.where((jnp.diff(arrays.cu_seqlens) > 0)[:, None, None, None], d_initial, passed)
@@ -137,16 +159,20 @@ def _nothing(problem: Problem, arrays: Arrays) -> Result:
     return Result(o, final, states)
 
 
-def _final_operand(launch: Launch) -> Operand:
+def _final_operand(launch: Launch, dtype=jnp.float32) -> Operand:
     p, t = launch.problem, launch.tile
     layout = (t.V, t.K) if t.state_v_first else (t.K, t.V)
-    return state_operand(launch, shape_of((p.N, p.HV, *layout), jnp.float32))
+    return state_operand(launch, shape_of((p.N, p.HV, *layout), dtype))
+
+
+def _unpadded(problem: Problem, state):
+    rows, columns = problem.state_shape[2:]
+    return state[..., :rows, :columns].astype(problem.state_dtype)
 
 
 def _final_states(problem: Problem, arrays: Arrays, final):
     """Without the padding; sequences without tokens keep what they had."""
-    rows, columns = problem.state_shape[2:]
-    final = final[..., :rows, :columns].astype(problem.state_dtype)
+    final = _unpadded(problem, final)
     if problem.varlen != "cu_seqlens":
         return final
     before = jnp.zeros((), final.dtype) if arrays.initial_state is None else arrays.initial_state

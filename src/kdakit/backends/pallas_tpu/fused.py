@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, log_decay, normalise
 from kdakit.backends.pallas_tpu.heads import column, read_heads, write_heads
-from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverse
+from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverses
+from kdakit.backends.pallas_tpu.sequences import own_tokens
 from kdakit.backends.pallas_tpu.state import apply_group, from_start, next_state, read_state, to_end
 from kdakit.backends.pallas_tpu.tile import Tile
 
@@ -26,7 +26,6 @@ class Rows(NamedTuple):
     leave: Any = None
     keep: Any = None  # [1, 1]: whether the entering state reaches the leaving one
     same: Any = None  # [C, C]: pairs of one segment
-    fresh: Any = None  # scalar: whether the step starts without a state
 
 
 class Head(NamedTuple):
@@ -51,7 +50,7 @@ class Inputs(NamedTuple):
     v: Any
     g: Any
     beta: Any  # [1, 1, heads, C]
-    members: Any  # [sums, pieces * C]
+    members: Any = None  # [sums, pieces * C]; the token recurrence needs none
     gate: Any = None  # [heads, 2, K]: exp(A_log), dt_bias
     segments: Any = None  # [1, 1, 2, C]: each token's segment, counted from the first token's; whether that starts one
     initial: Any = None  # [1, heads, K, V] or [1, heads, V, K]
@@ -67,11 +66,7 @@ class Outputs(NamedTuple):
 
 
 def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
-    """table: refs (block, low, high, ..) of a packed call with states; None otherwise."""
-    token = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
-    if table is not None:
-        return Rows(valid=(token >= table.low[step]) & (token < table.high[step]))
-    valid = token + step * tile.C < T if tile.ragged else None
+    valid = own_tokens(tile, T, table, step)
     if not tile.segments:
         return Rows(valid)
     row = inputs.segments[0, 0, 0:1, :]  # [1, C] float32
@@ -105,11 +100,15 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
     return heads
 
 
-def group_matrices(tile: Tile, group: list[Head], masks: Masks):
-    """A_qk, P and the inverse of a group of heads."""
-    A_qk, P = pair_products(tile, [(h.q, h.k, h.x, h.d) for h in group], masks)
-    inverse = unit_lower_inverse(tile, over_lanes(masks, [h.beta for h in group]) * P, masks)
-    return A_qk, P, inverse
+def groups_of(tile: Tile, values: list) -> list[list]:
+    return [values[n : n + tile.group] for n in range(0, len(values), tile.group)]
+
+
+def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks) -> list:
+    """(A_qk, P, inverse) of each group of heads."""
+    products = [pair_products(tile, [(h.q, h.k, h.x, h.d) for h in group], masks) for group in groups]
+    A_kk = [over_lanes(masks, [h.beta for h in group]) * P for group, (_, P) in zip(groups, products, strict=True)]
+    return [(*x, inverse) for x, inverse in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
 
 
 def chunk_decay(tile: Tile, head: Head, rows: Rows):
@@ -137,15 +136,15 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
     rows = step_rows(tile, T, inputs, table, step)
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
+    groups = groups_of(tile, heads)
+    matrices = group_matrices(tile, groups, masks)
     outputs = []
-    for n in range(0, tile.heads, tile.group):
-        group = heads[n : n + tile.group]
-        A_qk, P, inverse = group_matrices(tile, group, masks)
+    for n, (group, (A_qk, P, inverse)) in enumerate(zip(groups, matrices, strict=True)):
         if out.matrices is not None:
             for m, x in enumerate((A_qk, P, inverse)):
-                out.matrices[0, 0, n // tile.group, m] = x.astype(out.matrices.dtype)
+                out.matrices[0, 0, n, m] = x.astype(out.matrices.dtype)
         errors, reads = [], []
-        for h, head in enumerate(group, n):
+        for h, head in enumerate(group, n * tile.group):
             S = state[h]
             if out.states is not None:
                 out.states[0, 0, h] = S.astype(out.states.dtype)
@@ -153,9 +152,10 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
             errors.append(head.beta * (head.v - from_k))
             reads.append(from_q)
         v_new = apply_group(tile, inverse, errors)
-        for h, (head, u, read, inside) in enumerate(zip(group, v_new, reads, apply_group(tile, A_qk, v_new), strict=True), n):
+        inside = apply_group(tile, A_qk, v_new)
+        for h, (head, u) in enumerate(zip(group, v_new, strict=True), n * tile.group):
             state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
-            outputs.append(read + inside)
+        outputs += [x + y for x, y in zip(reads, inside, strict=True)]
     write_heads(out.o, outputs, None if table is None else rows.valid)
 
     if out.final is not None:

@@ -128,16 +128,17 @@ def over_lanes(masks: Masks, columns: list):
     return out
 
 
-def unit_lower_inverse(tile: Tile, A, masks: Masks):
+def unit_lower_inverses(tile: Tile, matrices: list, masks: Masks) -> list:
     """(I + A)^-1 of strictly lower A [C, g C] by masked doubling: X <- X - X (A where runs of s part) X,  s = 1, 2, 4, ..
 
-    X is the exact inverse of the diagonal blocks of 2 s, so nothing ever grows beyond the inverse itself.
+    X is the exact inverse of the diagonal blocks of 2 s, so nothing ever grows beyond the inverse itself. All matrices take each step
+    together: alone, one would wait for the matrix unit most of the time.
     """
-    X = jnp.where(masks.diagonal, 1.0, 0.0) - jnp.where(masks.inverse[0], A, 0.0)
+    found = [jnp.where(masks.diagonal, 1.0, 0.0) - jnp.where(masks.inverse[0], A, 0.0) for A in matrices]
     for parts in masks.inverse[1:]:
-        left = dot(tile, X, spread(tile, jnp.where(parts, A, 0.0), masks))
-        X = X - dot(tile, left, spread(tile, X, masks))
-    return X
+        left = [dot(tile, X, spread(tile, jnp.where(parts, A, 0.0), masks)) for X, A in zip(found, matrices, strict=True)]
+        found = [X - dot(tile, x, spread(tile, X, masks)) for X, x in zip(found, left, strict=True)]
+    return found
 
 
 def spread(tile: Tile, x, masks: Masks):

@@ -109,6 +109,8 @@ def gate_rows(problem: Problem, tile: Tile, arrays: Arrays):
 
 
 def pad_state(tile: Tile, state):
+    """float16 widened, rows and columns made up to whole lanes."""
+    state = state.astype(jnp.float32) if state.dtype == jnp.float16 else state
     rows, columns = (tile.V, tile.K) if tile.state_v_first else (tile.K, tile.V)
     missing = (rows - state.shape[-2], columns - state.shape[-1])
     return state if missing == (0, 0) else jnp.pad(state, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))

@@ -11,6 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
+
+from kdakit.backends.pallas_tpu.tile import Tile
 
 
 class Table(NamedTuple):
@@ -59,3 +62,11 @@ def segment_rows(ids, C: int):
 def packed_ids(cu_seqlens, T: int):
     """[1, T]: each token's sequence."""
     return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=cu_seqlens.dtype), side="right")[None]
+
+
+def own_tokens(tile: Tile, T: int, table: Table | None, step):
+    """In a kernel, [C, 1]: which tokens of its chunk a step works on; None: all."""
+    token = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
+    if table is not None:
+        return (token >= table.low[step]) & (token < table.high[step])
+    return token + step * tile.C < T if tile.ragged else None
