@@ -58,6 +58,22 @@ def default_device(framework: str) -> Any:
     return jax.default_backend()
 
 
+def interpreted(backend: str) -> str | None:
+    """Why this backend would run in an interpreter here; None: it would not, or cannot run at all. Never raises."""
+    framework = framework_of(backend)
+    if importlib.util.find_spec(framework) is None:
+        return None
+    try:
+        return dispatch.interpreted(backend, default_device(framework))
+    except Exception:
+        return None
+
+
+def native_backends() -> list[str]:
+    """The backends that are not interpreted here: what a command takes where none is named."""
+    return [name for name in dispatch.names() if interpreted(name) is None]
+
+
 def refusal(backend: str, case: Case, dtype: str, op: str = "chunk", grad: bool = False) -> str | None:
     """Why this combination cannot run here; None: it can. Never raises."""
     framework = framework_of(backend)
@@ -188,7 +204,7 @@ def _jax_functions(backend: str, call_options: tuple[tuple[str, Any], ...], op: 
 
     # An interpreted kernel is a large program that runs once or twice: compiling it dearly does not pay.
     quick = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-    options = quick if dispatch.interpreted(backend, default_device("jax")) else None
+    options = quick if interpreted(backend) else None
     return jax.jit(forward, compiler_options=options), jax.jit(with_gradients, compiler_options=options)
 
 

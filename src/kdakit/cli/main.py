@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from kdakit import __version__
-from kdakit.cli import bench, demo, doctor, verify
+from kdakit.cli import bench, compile, demo, doctor, verify
 from kdakit.cli.choices import UsageError
 
-COMMANDS = {"doctor": doctor, "verify": verify, "bench": bench, "demo": demo}
+COMMANDS = {"doctor": doctor, "verify": verify, "bench": bench, "compile": compile, "demo": demo}
 
 
 def build_parser() -> argparse.ArgumentParser:
