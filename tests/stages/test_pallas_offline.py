@@ -1,4 +1,4 @@
-"""Every TPU kernel lowers to Mosaic for every chip on any machine, within budgets of VMEM, FLOPs and bytes; where libtpu is installed, it compiles."""
+"""Every TPU kernel lowers to Mosaic for every chip on any machine, within budgets of VMEM, FLOPs and bytes; with libtpu, it compiles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_primitive_that_mosaic_lacks_is_refused():
         o[...] = jax.numpy.sort(x[...], axis=0)
 
     x = jax.ShapeDtypeStruct((8, 128), jax.numpy.float32)
-    with on_chip("v5e"), pytest.raises(Exception, match="(?i)not implemented|unimplemented|lowering"):
+    with on_chip("v5e"), pytest.raises(Exception, match=r"(?i)not implemented|unimplemented|lowering"):
         jax.export.export(jax.jit(lambda x: pl.pallas_call(kernel, out_shape=x)(x)), platforms=["tpu"])(x)
 
 
@@ -87,7 +87,7 @@ def test_budget_of_training():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_largest_heads_fit(dtype):
-    """K = V = 256 in chunks of 128, forward and backward: blocks and scratch leave room for temporaries below the limit that is asked for."""
+    """K = V = 256 in chunks of 128, forward and backward: blocks and scratch leave room for temporaries below the limit."""
     job = Job("training", "log_decay", dtype, T=256, H=8, K=256, chunk_size=128, states=True)
     for budget in tpu_budget.budgets(*function_of(job)):
         assert budget.vmem_bytes <= VMEM_LIMIT // 2, budget

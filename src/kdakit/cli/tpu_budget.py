@@ -1,4 +1,4 @@
-"""What a Pallas kernel needs by its own specification: VMEM, matrix-unit FLOPs, bytes to and from HBM. Read from its jaxpr, on any machine."""
+"""What a Pallas kernel needs by its own specification: VMEM, matrix-unit FLOPs, bytes to and from HBM. Read from its jaxpr, anywhere."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def problem_of(job: Job):
     N = job.sequences or B
     arrays = Arrays(
         q=array(B, T, H, K), k=array(B, T, H, K), v=array(B, T, HV, V), g=array(B, T, HV, K, dtype=job.dtype if fused else "float32"),
-        beta=array(B, T, HV), A_log=array(HV, dtype="float32") if fused else None, dt_bias=array(HV * K, dtype="float32") if fused else None,
+        beta=array(B, T, HV),
+        A_log=array(HV, dtype="float32") if fused else None, dt_bias=array(HV * K, dtype="float32") if fused else None,
         initial_state=array(N, HV, K, V, dtype="float32") if job.states or recurrent else None,
         cu_seqlens=array(N + 1, dtype="int32") if job.sequences else None,
     )  # fmt: skip

@@ -31,5 +31,5 @@ def operand_dtype(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, device) -> Config:
-    """Eight heads a step fill the latencies of each other's products; fewer if there are fewer, since blocks may be as wide as the array."""
+    """Eight heads a step fill the latencies of each other's products. Fewer if there are fewer: blocks may be as wide as the array."""
     return Config(heads=problem.HV if problem.HV < 8 else 8, interpret=str(device) != "tpu")

@@ -116,7 +116,7 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     rows = step_rows(tile, T, inputs, table, step)
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
-    d_o = read_heads(given.d_o, rows.valid)
+    d_o = read_heads(tile, given.d_o, rows.valid)
     d_q, d_k, d_v, d_g, d_beta = [], [], [], [], []
     groups = groups_of(tile, heads)
     if given.matrices is None:
@@ -155,14 +155,14 @@ def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, 
     d_q, d_k, d_v, d_g, d_beta = gradients
     only = None if table is None else rows.valid
     if inputs.gate is not None:
-        raw = read_heads(inputs.g, rows.valid)
+        raw = read_heads(tile, inputs.g, rows.valid)
         for h in range(tile.heads):
             d_x = d_g[h] if rows.valid is None else jnp.where(rows.valid, d_g[h], 0.0)
             d_g[h], d_A_log = log_decay_backward(tile, raw[h], inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :], d_x)
             added = jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (d_A_log, d_g[h])], axis=0)
             out.d_gate[0, h] = out.d_gate[0, h] + added
     for ref, values in zip(out[:4], (d_q, d_k, d_v, d_g), strict=True):
-        write_heads(ref, values, only)
+        write_heads(tile, ref, values, only)
     columns = jnp.concatenate(d_beta, axis=1).T  # [heads, C]
     d_rows = activate_beta_backward(tile, inputs.beta[0, 0], columns)
     if table is not None:

@@ -80,7 +80,7 @@ def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
 
 def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
     """Every head's inputs as the recurrence wants them; tokens that are not the step's write nothing and forget nothing."""
-    q, k, v, g = (read_heads(ref, rows.valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
+    q, k, v, g = (read_heads(tile, ref, rows.valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
     beta = activate_beta(tile, inputs.beta[0, 0].astype(jnp.float32)).T  # [C, heads]
     if rows.valid is not None:
         beta = jnp.where(rows.valid, beta, 0.0)
@@ -156,7 +156,7 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
         for h, (head, u) in enumerate(zip(group, v_new, strict=True), n * tile.group):
             state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
         outputs += [x + y for x, y in zip(reads, inside, strict=True)]
-    write_heads(out.o, outputs, None if table is None else rows.valid)
+    write_heads(tile, out.o, outputs, None if table is None else rows.valid)
 
     if out.final is not None:
 

@@ -1,8 +1,8 @@
 """Stage gate: activations of the inputs, and the decays between tokens of a chunk.
 
 A decay is the exponential of a sum of gates, built by adding only, so every exponent is <= 0 and none has lost its digits to a difference
-of cumulative sums. Inside blocks of 16 tokens the sums are products of a 0/1 matrix with the gates, split into bfloat16 pieces that hold all
-their bits; across blocks decays are multiplied. Where the gate is bounded and operands are bfloat16, exp(-sum) over a block fits too.
+of cumulative sums. Inside blocks of 16 tokens the sums are products of a 0/1 matrix with the gates, split into bfloat16 pieces that hold
+all their bits; across blocks decays are multiplied. Where the gate is bounded and operands are bfloat16, exp(-sum) over a block fits too.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def log_decay(tile: Tile, g, a, bias):
 def log_decay_backward(tile: Tile, g, a, bias, d_g):
     """d_raw [C, K], and what a token and channel adds to d_A_log.
 
-    softplus, x = g + bias: d_x = -a sigmoid(x) d_g, d_A_log = -a softplus(x) d_g        bounded, s = sigmoid(a x): d_x = a z, d_A_log = a x z
-    with z = lower_bound s (1 - s) d_g.
+    softplus, x = g + bias:      d_x = -a sigmoid(x) d_g, d_A_log = -a softplus(x) d_g
+    bounded, s = sigmoid(a x):   d_x = a z, d_A_log = a x z, z = lower_bound s (1 - s) d_g
     """
     if tile.gate == "log_decay":
         return d_g, None

@@ -10,57 +10,72 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 HIGH_HALF = 0xFFFF0000
 
 
-def read_heads(ref, rows=None) -> list:
+def read_heads(tile, ref, rows=None) -> list:
     """float32 [C, K] of each head; zero where `rows` [C, 1] is False."""
-    _, C, heads, K = ref.shape
-    if not _strided(ref):
+    heads = ref.shape[2]
+    if not _strided(tile, ref):
         found = [ref[0, :, h, :].astype(jnp.float32) for h in range(heads)]
     elif ref.dtype == jnp.float32:
-        flat = ref.reshape(1, C * heads, K)
-        found = [flat[0, pl.ds(h, C, stride=heads), :] for h in range(heads)]
+        view = _view(ref)
+        found = [view[_rows_of(ref, h)] for h in range(heads)]
     else:
-        words = ref.bitcast(jnp.uint32).reshape(C * heads // 2, K)
-        found = []
-        for pair in range(heads // 2):
-            x = words[pl.ds(pair, C, stride=heads // 2), :]
-            found += [_float(x << 16), _float(x & jnp.uint32(HIGH_HALF))]
+        view = _view(ref)
+        found = [x for pair in range(heads // 2) for x in unpack(view[_rows_of(ref, pair)])]
     return found if rows is None else [jnp.where(rows, x, 0.0) for x in found]
 
 
-def write_heads(ref, values: list, rows=None) -> None:
+def write_heads(tile, ref, values: list, rows=None) -> None:
     """`values`: [C, K] of each head; where `rows` [C, 1] is False, what is there stays."""
-    _, C, heads, K = ref.shape
     if rows is not None:
-        before = read_heads(ref)
+        before = read_heads(tile, ref)
         values = [jnp.where(rows, x, y) for x, y in zip(values, before, strict=True)]
-    if not _strided(ref):
+    if not _strided(tile, ref):
         for h, x in enumerate(values):
             ref[0, :, h, :] = x.astype(ref.dtype)
-    elif ref.dtype == jnp.float32:
-        flat = ref.reshape(1, C * heads, K)
-        for h, x in enumerate(values):
-            flat[0, pl.ds(h, C, stride=heads), :] = x
-    else:
-        words = ref.bitcast(jnp.uint32).reshape(C * heads // 2, K)
-        for pair in range(heads // 2):
-            both = [x.astype(jnp.float32) for x in values[2 * pair : 2 * pair + 2]]
-            x = pltpu.pack_elementwise(both, packed_dtype=jnp.bfloat16)
-            words[pl.ds(pair, C, stride=heads // 2), :] = lax.bitcast_convert_type(x, jnp.uint32)
+        return
+    view = _view(ref)
+    if ref.dtype == jnp.bfloat16:
+        values = [pack(*values[n : n + 2]) for n in range(0, len(values), 2)]
+    for n, x in enumerate(values):
+        view[_rows_of(ref, n)] = x
+
+
+def unpack(words) -> tuple:
+    """The two float32 heads of [C, K] words: the even one in the low half."""
+    return _float(words << 16), _float(words & jnp.uint32(HIGH_HALF))
+
+
+def pack(even, odd):
+    """Two float32 heads [C, K], rounded to bfloat16, as words."""
+    low, high = (lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32) for x in (even, odd))
+    return low >> 16 | high
+
+
+def _view(ref):
+    """[C * heads, K], or with bfloat16 [C * heads / 2, K] words."""
+    _, C, heads, K = ref.shape
+    flat = ref.reshape(C * heads, K)
+    return flat if ref.dtype == jnp.float32 else flat.bitcast(jnp.uint32)
+
+
+def _rows_of(ref, n: int):
+    """In the view: head n, or with bfloat16 pair n of heads."""
+    _, C, heads, _ = ref.shape
+    return pl.ds(n, C, stride=heads if ref.dtype == jnp.float32 else heads // 2), slice(None)
 
 
 def _float(words):
     return lax.bitcast_convert_type(words, jnp.float32)
 
 
-def _strided(ref) -> bool:
+def _strided(tile, ref) -> bool:
     """Strided loads walk whole tiles: 128 lanes, and a multiple of 8 heads."""
     _, _, heads, K = ref.shape
-    return K == 128 and heads % 8 == 0 and ref.dtype in (jnp.float32, jnp.bfloat16)
+    return tile.strided and K == 128 and heads % 8 == 0 and ref.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def column(x):

@@ -47,7 +47,8 @@ def make_masks(tile: Tile, same_segment=None) -> Masks:
         same = side_by_side([same_segment] * g) > 0
         lower, strict, levels = lower & same, strict & same, [x & same for x in levels]
     runs = [1 << n for n in range(C.bit_length() - 1)]
-    return Masks(lower, strict, i == j, tuple(levels), tuple(parts(s) for s in runs), tuple((lane >= h * C) & (lane < (h + 1) * C) for h in range(g)))
+    heads = tuple((lane >= h * C) & (lane < (h + 1) * C) for h in range(g))
+    return Masks(lower, strict, i == j, tuple(levels), tuple(parts(s) for s in runs), heads)
 
 
 class Factors(NamedTuple):

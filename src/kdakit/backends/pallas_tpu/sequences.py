@@ -48,7 +48,7 @@ def make_table(cu_seqlens, T: int, C: int) -> Table:
 
 
 def segment_rows(ids, C: int):
-    """ids [B, T] -> [B, chunks, 2, C] float32: each token's segment, counted from that of the chunk's first token; and 1 if that starts one.
+    """ids [B, T] -> [B, chunks, 2, C] float32: each token's segment, counted from the chunk's first token's; and 1 if that starts one.
 
     A row's first token starts none: the initial state enters there.
     """

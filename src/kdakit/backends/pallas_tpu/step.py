@@ -2,8 +2,8 @@
 
 S <- Diag(e^g) S;   S <- S + k (beta (v - k^T S))^T;   o = S^T q            S [K, V], tokens one after the other
 
-grid (B, head blocks, steps of up to 8 tokens), the last axis in order. One token is far too little for the matrix unit: the products are sums
-over rows of S, and the time is that of moving S.
+grid (B, head blocks, steps of up to 8 tokens), the last axis in order. One token is far too little for the matrix unit: the products are
+sums over rows of S, and the time is that of moving S.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch)
             state[h] = jnp.zeros((tile.K, tile.V), jnp.float32) if given is None else _k_first(tile, given)
 
     valid = own_tokens(tile, T, table, step)
-    q, k, v, g = (read_heads(ref, valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
+    q, k, v, g = (read_heads(tile, ref, valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
     beta = activate_beta(tile, inputs.beta[0, 0])  # [heads, C]
     keep = _kept(tile, inputs)
     outputs = []
@@ -53,7 +53,7 @@ def step_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch)
             o.append(jnp.sum(q_i * S, axis=0, keepdims=True))
         state[h] = S
         outputs.append(jnp.concatenate(o, axis=0))
-    write_heads(out.o, outputs, None if table is None else valid)
+    write_heads(tile, out.o, outputs, None if table is None else valid)
 
     if out.final is not None:
 

@@ -36,6 +36,7 @@ class Tile:
     l2norm: bool
     beta: str
     scale: float
+    strided: bool = True  # heads are read by strided loads; the TPU interpreter knows none
 
     @property
     def group(self) -> int:
@@ -94,4 +95,5 @@ def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Ti
         bounded=narrow and o.lower_bound is not None and -o.lower_bound * BLOCK <= 80,
         ragged=tables or problem.T % C != 0, segments=bool(problem.varlen) and not tables, tables=tables,
         state_v_first=o.state_v_first, gate=o.gate, lower_bound=o.lower_bound, l2norm=o.l2norm, beta=o.beta, scale=o.scale,
+        strided=not config.interpret,
     )  # fmt: skip
