@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, group_matrices, groups_of, state_block, step_rows
+from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, group_matrices, state_block, step_rows
 from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
-from kdakit.backends.pallas_tpu.heads import dot, read_heads, row_sums, write_heads
-from kdakit.backends.pallas_tpu.intra import Masks, make_masks, operand
-from kdakit.backends.pallas_tpu.intra_backward import Collected, pair_products_backward
+from kdakit.backends.pallas_tpu.heads import dot, groups_of, read_heads, row_slices, row_sums, write_heads
+from kdakit.backends.pallas_tpu.intra import make_masks, operand
+from kdakit.backends.pallas_tpu.intra_backward import pair_products_backward
 from kdakit.backends.pallas_tpu.state import apply_group, from_start, read_state, to_end
 from kdakit.backends.pallas_tpu.tile import Tile
 
@@ -64,33 +64,41 @@ class Flow(NamedTuple):
     d_decay: Any  # [1, K]  of the exponent
 
 
-def state_flow(tile: Tile, group: list[Head], matrices, rows: Rows, S: list, d_S: list, d_o: list) -> list[Flow]:
-    """Through output, state and the triangular system, for the heads of a group."""
-    A_qk, P, inverse = matrices
-    q_in, k_in = ([from_start(tile, x, h.d, rows.enter) for h, x in zip(group, xs, strict=True)]
-                  for xs in ([h.x.q_to for h in group], [h.x.k_to for h in group]))  # fmt: skip
-    r = [h.v - read_state(tile, s, x)[0] for h, s, x in zip(group, S, k_in, strict=True)]
-    v_new = apply_group(tile, inverse, [h.beta * x for h, x in zip(group, r, strict=True)])
-    errors = [x - y for x, y in zip(r, apply_group(tile, P, v_new), strict=True)]
-    A_turned, inverse_turned = A_qk.astype(jnp.float32).T, inverse.astype(jnp.float32).T  # [g C, C]
-    found = []
-    for n, head in enumerate(group):
-        own = slice(n * tile.C, (n + 1) * tile.C)
-        k_end = to_end(tile, head.x, head.d, rows.leave)
-        d_v_new = dot(tile, A_turned[own], d_o[n]) + dot(tile, k_end, d_S[n], (1, 1))
-        e = dot(tile, inverse_turned[own], d_v_new)
-        d_r = head.beta * e
-        both = operand(tile, jnp.concatenate([d_o[n], -d_r], axis=0))  # [2 C, V]
-        d_in = dot(tile, both, S[n])  # [2 C, K]
-        decay = chunk_decay(tile, head, rows)
-        d_decay = decay * jnp.sum(S[n].astype(jnp.float32) * d_S[n], axis=0, keepdims=True)
-        inner = operand(tile, jnp.concatenate([q_in[n], k_in[n]], axis=0))
-        d_state = d_S[n] * decay + dot(tile, both, inner, (0, 0))
-        found.append(Flow(
-            d_r, row_sums(e * errors[n]), d_state, v_new[n], both, q_in[n], d_in[: tile.C], k_in[n], d_in[tile.C :],
-            k_end, dot(tile, v_new[n], d_S[n]), d_decay,
-        ))  # fmt: skip
-    return found
+def state_flow(tile: Tile, heads: list[Head], matrices: list, rows: Rows, S: list, d_S: list, d_o: list) -> list[Flow]:
+    """Through output, state and the triangular system. Stage by stage for all heads: alone, one would wait for the matrix unit."""
+    each = range(len(heads))
+
+    def grouped(m: int, values: list) -> list:
+        return [x for group, own in zip(matrices, groups_of(tile, values), strict=True) for x in apply_group(tile, group[m], own)]
+
+    def turned(m: int) -> list:
+        """The transposed matrix [C, C] of each head."""
+        return [x for group in matrices for x in row_slices(group[m].astype(jnp.float32).T, tile.group)]
+
+    q_in = [from_start(tile, h.x.q_to, h.d, rows.enter) for h in heads]
+    k_in = [from_start(tile, h.x.k_to, h.d, rows.enter) for h in heads]
+    k_end = [to_end(tile, h.x, h.d, rows.leave) for h in heads]
+    r = [h.v - read_state(tile, s, x)[0] for h, s, x in zip(heads, S, k_in, strict=True)]
+    v_new = grouped(2, [h.beta * x for h, x in zip(heads, r, strict=True)])
+    d_v_new = [dot(tile, A, d) for A, d in zip(turned(0), d_o, strict=True)]
+    d_v_new = [x + dot(tile, k, d, (1, 1)) for x, k, d in zip(d_v_new, k_end, d_S, strict=True)]
+    e = [dot(tile, X, x) for X, x in zip(turned(2), d_v_new, strict=True)]
+    errors = [x - y for x, y in zip(r, grouped(1, v_new), strict=True)]
+    d_r = [h.beta * x for h, x in zip(heads, e, strict=True)]
+    both = [operand(tile, jnp.concatenate([d_o[n], -d_r[n]], axis=0)) for n in each]  # [2 C, V]
+    d_in = [dot(tile, both[n], S[n]) for n in each]  # [2 C, K]
+    d_k_end = [dot(tile, v_new[n], d_S[n]) for n in each]
+    decay = [chunk_decay(tile, h, rows) for h in heads]
+    d_decay = [decay[n] * jnp.sum(S[n].astype(jnp.float32) * d_S[n], axis=0, keepdims=True) for n in each]
+    inner = [operand(tile, jnp.concatenate([q_in[n], k_in[n]], axis=0)) for n in each]
+    d_state = [d_S[n] * decay[n] + dot(tile, both[n], inner[n], (0, 0)) for n in each]
+    return [
+        Flow(
+            d_r[n], row_sums(e[n] * errors[n]), d_state[n], v_new[n], both[n], q_in[n], d_in[n][: tile.C], k_in[n], d_in[n][tile.C :],
+            k_end[n], d_k_end[n], d_decay[n],
+        )
+        for n in each
+    ]  # fmt: skip
 
 
 def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch):
@@ -117,26 +125,22 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
     d_o = read_heads(tile, given.d_o, rows.valid)
-    d_q, d_k, d_v, d_g, d_beta = [], [], [], [], []
     groups = groups_of(tile, heads)
     if given.matrices is None:
         matrices = group_matrices(tile, groups, masks)
     else:
         matrices = [tuple(given.matrices[0, 0, n, m] for m in range(3)) for n in range(len(groups))]
-    for n, group in enumerate(groups):
-        here = slice(n * tile.group, (n + 1) * tile.group)
-        S, d_S = [given.states[0, 0, h] for h in range(tile.heads)[here]], [d_state[h] for h in range(tile.heads)[here]]
-        flows = state_flow(tile, group, matrices[n], rows, S, d_S, d_o[here])
-        for h, flow in enumerate(flows, n * tile.group):
-            d_state[h] = flow.d_state
-            d_v.append(flow.d_v)
-            d_beta.append(flow.d_beta)
-        for head, flow, d, x in zip(group, flows, d_o[here], _pairs(tile, group, flows, masks, rows, given), strict=True):
-            own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
-            d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
-            d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))
-            d_g.append(x.d_g)
-    _write(tile, inputs, out, rows, table, step, (d_q, d_k, d_v, d_g, d_beta))
+    S, d_S = ([ref[h] for h in range(tile.heads)] for ref in (given.states.at[0, 0], d_state))
+    flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o)
+    for h, flow in enumerate(flows):
+        d_state[h] = flow.d_state
+    d_q, d_k, d_g = [], [], []
+    for head, flow, d, x in zip(heads, flows, d_o, pair_products_backward(tile, heads, flows, masks, rows, given.collect[...]), strict=True):
+        own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
+        d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
+        d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))
+        d_g.append(x.d_g)
+    _write(tile, inputs, out, rows, table, step, (d_q, d_k, [f.d_v for f in flows], d_g, [f.d_beta for f in flows]))
 
     if out.d_initial is not None:
 
@@ -144,10 +148,6 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
         def _():
             for h in range(tile.heads):
                 out.d_initial[0, h] = state_block(tile, d_state[h])
-
-
-def _pairs(tile: Tile, group, flows, masks: Masks, rows: Rows, given: Given) -> list[Collected]:
-    return pair_products_backward(tile, group, flows, masks, rows, given.collect[...])
 
 
 def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, gradients) -> None:

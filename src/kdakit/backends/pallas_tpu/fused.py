@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, log_decay, normalise
-from kdakit.backends.pallas_tpu.heads import column, read_heads, write_heads
+from kdakit.backends.pallas_tpu.heads import column, groups_of, read_heads, write_heads
 from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverses
 from kdakit.backends.pallas_tpu.sequences import own_tokens
 from kdakit.backends.pallas_tpu.state import apply_group, from_start, next_state, read_state, to_end
@@ -100,10 +100,6 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
     return heads
 
 
-def groups_of(tile: Tile, values: list) -> list[list]:
-    return [values[n : n + tile.group] for n in range(0, len(values), tile.group)]
-
-
 def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks) -> list:
     """(A_qk, P, inverse) of each group of heads."""
     products = [pair_products(tile, [(h.q, h.k, h.x, h.d) for h in group], masks) for group in groups]
@@ -138,24 +134,23 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
     heads = activate(tile, inputs, rows)
     groups = groups_of(tile, heads)
     matrices = group_matrices(tile, groups, masks)
-    outputs = []
-    for n, (group, (A_qk, P, inverse)) in enumerate(zip(groups, matrices, strict=True)):
-        if out.matrices is not None:
-            for m, x in enumerate((A_qk, P, inverse)):
-                out.matrices[0, 0, n, m] = x.astype(out.matrices.dtype)
-        errors, reads = [], []
-        for h, head in enumerate(group, n * tile.group):
-            S = state[h]
-            if out.states is not None:
-                out.states[0, 0, h] = S.astype(out.states.dtype)
-            from_k, from_q = read_state(tile, S, *(from_start(tile, x, head.d, rows.enter) for x in (head.x.k_to, head.x.q_to)))
-            errors.append(head.beta * (head.v - from_k))
-            reads.append(from_q)
-        v_new = apply_group(tile, inverse, errors)
-        inside = apply_group(tile, A_qk, v_new)
-        for h, (head, u) in enumerate(zip(group, v_new, strict=True), n * tile.group):
-            state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
-        outputs += [x + y for x, y in zip(reads, inside, strict=True)]
+    if out.matrices is not None:
+        for n, x in enumerate(matrices):
+            for m in range(3):
+                out.matrices[0, 0, n, m] = x[m].astype(out.matrices.dtype)
+    errors, reads = [], []
+    for h, head in enumerate(heads):
+        S = state[h]
+        if out.states is not None:
+            out.states[0, 0, h] = S.astype(out.states.dtype)
+        from_k, from_q = read_state(tile, S, *(from_start(tile, x, head.d, rows.enter) for x in (head.x.k_to, head.x.q_to)))
+        errors.append(head.beta * (head.v - from_k))
+        reads.append(from_q)
+    v_new = [x for m, e in zip(matrices, groups_of(tile, errors), strict=True) for x in apply_group(tile, m[2], e)]
+    inside = [x for m, u in zip(matrices, groups_of(tile, v_new), strict=True) for x in apply_group(tile, m[0], u)]
+    for h, (head, u) in enumerate(zip(heads, v_new, strict=True)):
+        state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
+    outputs = [x + y for x, y in zip(reads, inside, strict=True)]
     write_heads(tile, out.o, outputs, None if table is None else rows.valid)
 
     if out.final is not None:

@@ -85,6 +85,11 @@ def column(x):
     return jnp.sum(jnp.where(i == j, x, 0), axis=1, keepdims=True)
 
 
+def groups_of(tile, values: list) -> list[list]:
+    """Values of heads, those of a group together."""
+    return [values[n : n + tile.group] for n in range(0, len(values), tile.group)]
+
+
 def side_by_side(values: list):
     """Heads beside each other in lanes."""
     return values[0] if len(values) == 1 else jnp.concatenate(values, axis=1)
@@ -102,6 +107,11 @@ def block_diagonal(values: list):
 def lane_slices(x, parts: int) -> list:
     width = x.shape[1] // parts
     return [x[:, i * width : (i + 1) * width] for i in range(parts)]
+
+
+def row_slices(x, parts: int) -> list:
+    height = x.shape[0] // parts
+    return [x[i * height : (i + 1) * height] for i in range(parts)]
 
 
 def row_sums(x):

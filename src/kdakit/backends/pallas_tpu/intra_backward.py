@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdakit.backends.pallas_tpu.gate import member_sums
-from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, lane_slices, side_by_side
+from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, groups_of, lane_slices, side_by_side
 from kdakit.backends.pallas_tpu.intra import Masks, block, column_blocks, columns_of, operand, rows_of
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
@@ -49,38 +49,43 @@ class _Blocks:
         return jnp.concatenate([jnp.zeros_like(like) if x is None else x for x in found], axis=0)
 
 
-def pair_products_backward(tile: Tile, group: list, flows: list, masks: Masks, rows, collect) -> list[Collected]:
-    """d_q, d_k (without the diagonal of A_qk) and d_g of the heads of a group, from their `Flow`s."""
-    both = dot(tile, side_by_side([f.rows for f in flows]), block_diagonal([operand(tile, f.v_new) for f in flows]), (1, 1))
-    d_qk, d_kk = (jnp.where(masks.strict, x, 0.0) for x in (both[: tile.C], both[tile.C :]))  # [C, g C]
-    found = [_Blocks(tile) for _ in group]
-    _across(tile, group, found, d_qk, d_kk)
-    for head, flow, d in zip(group, flows, found, strict=True):
-        _to_state(tile, head, flow, d, rows)
-    levels = [_level(tile, group, n, parts, d_qk, d_kk) for n, parts in enumerate(masks.levels)]  # [level][head] (d_q, d_k)
-    return [_collect(tile, head, d, [x[n] for x in levels], collect) for n, (head, d) in enumerate(zip(group, found, strict=True))]
-
-
-def _across(tile: Tile, group: list, found: list, d_qk, d_kk) -> None:
-    """Rows of block n against columns of earlier blocks, and of its own if the gate is bounded."""
+def pair_products_backward(tile: Tile, heads: list, flows: list, masks: Masks, rows, collect) -> list[Collected]:
+    """d_q, d_k (without the diagonal of A_qk) and d_g of each head, from their `Flow`s."""
+    groups, found = groups_of(tile, heads), [_Blocks(tile) for _ in heads]
+    d_A = []  # [group] (d_qk, d_kk) [C, g C]
+    for own in groups_of(tile, flows):
+        both = dot(tile, side_by_side([f.rows for f in own]), block_diagonal([operand(tile, f.v_new) for f in own]), (1, 1))
+        d_A.append([jnp.where(masks.strict, x, 0.0) for x in (both[: tile.C], both[tile.C :])])
     for n in range(0 if tile.bounded else 1, tile.blocks):
-        d_n = operand(tile, jnp.concatenate([block(d_qk, n), block(d_kk, n)], axis=0))  # [2 * 16, g C]
-        columns = [column_blocks(tile, h.x, h.d, n) for h in group]
-        d_rows = lane_slices(dot(tile, d_n, block_diagonal([columns_of(tile, x) for x in columns])), tile.group)
-        turned = d_n.T  # [g C, 2 * 16]
-        for i, (head, d) in enumerate(zip(group, found, strict=True)):
-            d.add("q_to", n, d_rows[i][:BLOCK])
-            d.add("k_to", n, d_rows[i][BLOCK:])
-            start = i * tile.C
-            d_columns = dot(tile, turned[start : start + BLOCK * len(columns[i])], rows_of(tile, head.x, n))
-            for m, column in enumerate(columns[i]):
-                d_column = block(d_columns, m)
-                if m == n:
-                    d.add("k_back", n, d_column)
-                    continue
-                between = head.d.between(m + 1, n)
-                d.add("k_after", m, d_column if between is None else d_column * between)
-                d.add_sums(m + 1, n, column * d_column)
+        for group, own, d in zip(groups, groups_of(tile, found), d_A, strict=True):
+            _across(tile, group, own, n, *d)
+    for head, flow, d in zip(heads, flows, found, strict=True):
+        _to_state(tile, head, flow, d, rows)
+    levels = []  # [level][head] (d_q, d_k)
+    for n, parts in enumerate(masks.levels):
+        levels.append([x for group, d in zip(groups, d_A, strict=True) for x in _level(tile, group, n, parts, *d)])
+    return [_collect(tile, head, d, [x[n] for x in levels], collect) for n, (head, d) in enumerate(zip(heads, found, strict=True))]
+
+
+def _across(tile: Tile, group: list, found: list, n: int, d_qk, d_kk) -> None:
+    """Rows of block n against columns of earlier blocks, and of its own if the gate is bounded."""
+    d_n = operand(tile, jnp.concatenate([block(d_qk, n), block(d_kk, n)], axis=0))  # [2 * 16, g C]
+    columns = [column_blocks(tile, h.x, h.d, n) for h in group]
+    d_rows = lane_slices(dot(tile, d_n, block_diagonal([columns_of(tile, x) for x in columns])), tile.group)
+    turned = d_n.T  # [g C, 2 * 16]
+    for i, (head, d) in enumerate(zip(group, found, strict=True)):
+        d.add("q_to", n, d_rows[i][:BLOCK])
+        d.add("k_to", n, d_rows[i][BLOCK:])
+        start = i * tile.C
+        d_columns = dot(tile, turned[start : start + BLOCK * len(columns[i])], rows_of(tile, head.x, n))
+        for m, column in enumerate(columns[i]):
+            d_column = block(d_columns, m)
+            if m == n:
+                d.add("k_back", n, d_column)
+                continue
+            between = head.d.between(m + 1, n)
+            d.add("k_after", m, d_column if between is None else d_column * between)
+            d.add_sums(m + 1, n, column * d_column)
 
 
 def _to_state(tile: Tile, head, flow, d: _Blocks, rows) -> None:
