@@ -140,7 +140,7 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
         d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
         d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))
         d_g.append(x.d_g)
-    _write(tile, inputs, out, rows, table, step, (d_q, d_k, [f.d_v for f in flows], d_g, [f.d_beta for f in flows]))
+    _write(tile, inputs, out, rows, table, step, heads, (d_q, d_k, [f.d_v for f in flows], d_g, [f.d_beta for f in flows]))
 
     if out.d_initial is not None:
 
@@ -150,7 +150,7 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
                 out.d_initial[0, h] = state_block(tile, d_state[h])
 
 
-def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, gradients) -> None:
+def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, heads: list[Head], gradients) -> None:
     """Through the activations of gate and beta, and out; a packed call's step writes its own tokens only."""
     d_q, d_k, d_v, d_g, d_beta = gradients
     only = None if table is None else rows.valid
@@ -158,7 +158,7 @@ def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, 
         raw = read_heads(tile, inputs.g, rows.valid)
         for h in range(tile.heads):
             d_x = d_g[h] if rows.valid is None else jnp.where(rows.valid, d_g[h], 0.0)
-            d_g[h], d_A_log = log_decay_backward(tile, raw[h], inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :], d_x)
+            d_g[h], d_A_log = log_decay_backward(tile, raw[h], inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :], heads[h].g, d_x)
             added = jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (d_A_log, d_g[h])], axis=0)
             out.d_gate[0, h] = out.d_gate[0, h] + added
     for ref, values in zip(out[:4], (d_q, d_k, d_v, d_g), strict=True):

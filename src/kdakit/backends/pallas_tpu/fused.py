@@ -102,7 +102,7 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
 
 def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks) -> list:
     """(A_qk, P, inverse) of each group of heads."""
-    products = [pair_products(tile, [(h.q, h.k, h.x, h.d) for h in group], masks) for group in groups]
+    products = pair_products(tile, [[(h.q, h.k, h.x, h.d) for h in group] for group in groups], masks)
     A_kk = [over_lanes(masks, [h.beta for h in group]) * P for group, (_, P) in zip(groups, products, strict=True)]
     return [(*x, inverse) for x, inverse in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
 

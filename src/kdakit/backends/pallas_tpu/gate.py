@@ -18,6 +18,7 @@ from kdakit.backends.pallas_tpu.heads import HIGH_HALF, lane_slices, row_sums, s
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 from kdakit.gates import L2_EPSILON
 
+LOG2_E = 1.4426950408889634
 LOWEST = -1e4  # exp of it is 0 in float32, and sums of many stay finite
 
 
@@ -73,21 +74,27 @@ def member_sums(members, x, count: int):
 
 
 def decays(tile: Tile, members, gates: list) -> list[Decays]:
-    """Decays of each head of a group from its log-decays [C, K]."""
+    """Decays of each head of a group from its log-decays [C, K].
+
+    The machine's exponential is 2^x: where bfloat16 operands follow, gates are turned to that base once, instead of each exponent.
+    """
+    if tile.operand == "bfloat16":
+        gates = [g * LOG2_E for g in gates]
     sums = lane_slices(member_sums(members, side_by_side(gates), tile.pieces), len(gates))
     return [_decays(tile, g, s) for g, s in zip(gates, sums, strict=True)]
 
 
 def _decays(tile: Tile, g, sums) -> Decays:
     C = tile.C
+    exp = jnp.exp2 if tile.operand == "bfloat16" else jnp.exp
     to = sums[:C]
-    levels = [jnp.exp(sums[C * (2 + n) : C * (3 + n)]) for n in range(len(tile.summed_levels))]
+    levels = [exp(sums[C * (2 + n) : C * (3 + n)]) for n in range(len(tile.summed_levels))]
     if tile.levels:
         odd = lax.broadcasted_iota(jnp.int32, g.shape, 0) & 1 == 1
-        levels.append(jnp.where(odd, jnp.exp(g), 1.0))
-    factor = jnp.exp(to)
+        levels.append(jnp.where(odd, exp(g), 1.0))
+    factor = exp(to)
     block = tuple(factor[n * BLOCK + BLOCK - 1 : (n + 1) * BLOCK] for n in range(tile.blocks))
-    return Decays(factor, jnp.exp(sums[C : 2 * C]), jnp.exp(-to) if tile.bounded else None, tuple(levels), block)
+    return Decays(factor, exp(sums[C : 2 * C]), exp(-to) if tile.bounded else None, tuple(levels), block)
 
 
 def log_decay(tile: Tile, g, a, bias):
@@ -98,28 +105,30 @@ def log_decay(tile: Tile, g, a, bias):
     if tile.gate == "bounded":
         return tile.lower_bound * sigmoid(tile, a * (g + bias))
     if tile.gate == "softplus":
-        g = -a * softplus(g + bias)
+        g = -a * softplus(tile, g + bias)
     return jnp.maximum(g, LOWEST)
 
 
-def log_decay_backward(tile: Tile, g, a, bias, d_g):
+def log_decay_backward(tile: Tile, g, a, bias, log_decay, d_g):
     """d_raw [C, K], and what a token and channel adds to d_A_log.
 
-    softplus, x = g + bias:      d_x = -a sigmoid(x) d_g, d_A_log = -a softplus(x) d_g
+    softplus, x = g + bias:      d_x = -a sigmoid(x) d_g, d_A_log = log_decay d_g
     bounded, s = sigmoid(a x):   d_x = a z, d_A_log = a x z, z = lower_bound s (1 - s) d_g
     """
     if tile.gate == "log_decay":
         return d_g, None
     x = g + bias
     if tile.gate == "softplus":
-        return -a * sigmoid(tile, x) * d_g, -a * softplus(x) * d_g
+        return -a * sigmoid(tile, x) * d_g, log_decay * d_g
     s = sigmoid(tile, a * x)
     d_x = a * (tile.lower_bound * s * (1 - s) * d_g)
     return d_x, x * d_x
 
 
-def softplus(x):
-    return jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
+def softplus(tile: Tile, x):
+    """Where bfloat16 operands follow, the digits that log1p saves would be lost anyway."""
+    e = jnp.exp(-jnp.abs(x))
+    return jnp.maximum(x, 0.0) + (jnp.log(1.0 + e) if tile.operand == "bfloat16" else jnp.log1p(e))
 
 
 def sigmoid(tile: Tile, x):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdakit.backends.pallas_tpu.gate import Decays
-from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, row_sums, side_by_side
+from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, row_slices, side_by_side
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
 
@@ -95,30 +95,53 @@ def operand(tile: Tile, x):
     return x.astype(jnp.bfloat16) if tile.operand == "bfloat16" else x
 
 
-def pair_products(tile: Tile, group: list, masks: Masks):
-    """A_qk and P [C, g C] of a group of heads, each given as (q, k, Factors, Decays)."""
+def pair_products(tile: Tile, groups: list[list], masks: Masks) -> list:
+    """(A_qk, P) [C, g C] of each group of heads, each head given as (q, k, Factors, Decays)."""
     zero = jnp.zeros((BLOCK, tile.group * tile.C), jnp.float32)
-    qk, kk = [], []
+    found = [([], []) for _ in groups]  # blocks of rows of A_qk and P
     for n in range(tile.blocks):
-        if n == 0 and not tile.bounded:
-            qk, kk = [zero], [zero]
-            continue
-        rows = side_by_side([rows_of(tile, x, n) for _, _, x, _ in group])
-        columns = block_diagonal([columns_of(tile, column_blocks(tile, x, d, n)) for _, _, x, d in group])
-        both = dot(tile, rows, columns, (1, 1))  # [2 * 16, g C]
-        qk.append(both[:BLOCK])
-        kk.append(both[BLOCK:])
-    A_qk, P = jnp.concatenate(qk, axis=0), jnp.concatenate(kk, axis=0)
+        for group, (A_qk, P) in zip(groups, found, strict=True):
+            both = _across(tile, group, n) if n or tile.bounded else jnp.concatenate([zero, zero], axis=0)
+            A_qk.append(both[:BLOCK])
+            P.append(both[BLOCK:])
+    found = [(jnp.concatenate(A_qk, axis=0), jnp.concatenate(P, axis=0)) for A_qk, P in found]
     for n, parts in enumerate(masks.levels):
-        rows = side_by_side([operand(tile, jnp.concatenate(x.levels[n], axis=0)) for _, _, x, _ in group])
-        columns = block_diagonal([operand(tile, x.levels[n][1]) for _, _, x, _ in group])
-        both = dot(tile, rows, columns, (1, 1))  # [2 C, g C]
-        A_qk, P = jnp.where(parts, both[: tile.C], A_qk), jnp.where(parts, both[tile.C :], P)
-    A_qk, P = jnp.where(masks.lower, A_qk, 0.0), jnp.where(masks.strict, P, 0.0)
+        level = [_level(tile, group, n) for group in groups]
+        found = [[jnp.where(parts, new, x) for x, new in zip(old, both, strict=False)] for old, both in zip(found, level, strict=True)]
+    if tile.bounded or tile.segments:  # else everything else is zero already
+        found = [(jnp.where(masks.lower, A_qk, 0.0), jnp.where(masks.strict, P, 0.0)) for A_qk, P in found]
     if tile.bounded:
-        return A_qk, P
-    own = over_lanes(masks, [row_sums(q * k) for q, k, _, _ in group])
-    return jnp.where(masks.diagonal, own, A_qk), P
+        return found
+    return [(jnp.where(masks.diagonal, x[2], A_qk), P) for x, (A_qk, P) in zip(level, found, strict=True)]
+
+
+def _across(tile: Tile, group: list, n: int):
+    """[2 * 16, g C]: the q and then the k rows of block n against all columns that it sees."""
+    rows = side_by_side([rows_of(tile, x, n) for _, _, x, _ in group])
+    columns = block_diagonal([columns_of(tile, column_blocks(tile, x, d, n)) for _, _, x, d in group])
+    return dot(tile, rows, columns, (1, 1))
+
+
+def _level(tile: Tile, group: list, n: int) -> list:
+    """q and k rows against k columns [C, g C] at level n, where only pairs that part there are right; at level 1 also q against k itself."""
+    run = tile.levels[n]
+    # Rows come in tiles of 8: at that level leave out the even runs. At level 1 an even run is one token, with no decay.
+    rows = [[odd_runs(x) if run == 8 else x for x in f.levels[n]] + ([q] if run == 1 else []) for q, _, f, _ in group]
+    columns = block_diagonal([operand(tile, k if run == 1 else f.levels[n][1]) for _, k, f, _ in group])
+    together = side_by_side([operand(tile, jnp.concatenate(x, axis=0)) for x in rows])
+    found = row_slices(dot(tile, together, columns, (1, 1)), len(rows[0]))
+    return [between_even_runs(x) for x in found] if run == 8 else found
+
+
+def odd_runs(x):
+    """[C, ..] -> [C / 2, ..]: every second 8 rows."""
+    return jnp.concatenate([x[n : n + 8] for n in range(8, x.shape[0], 16)], axis=0)
+
+
+def between_even_runs(x):
+    """[C / 2, ..] -> [C, ..]: back to where they were, zeros between."""
+    zero = jnp.zeros_like(x[:8])
+    return jnp.concatenate([y for n in range(0, x.shape[0], 8) for y in (zero, x[n : n + 8])], axis=0)
 
 
 def over_lanes(masks: Masks, columns: list):
