@@ -58,6 +58,22 @@ def default_device(framework: str) -> Any:
     return jax.default_backend()
 
 
+def interpreted(backend: str) -> str | None:
+    """Why this backend would run in an interpreter here; None: it would not, or cannot run at all. Never raises."""
+    framework = framework_of(backend)
+    if importlib.util.find_spec(framework) is None:
+        return None
+    try:
+        return dispatch.interpreted(backend, default_device(framework))
+    except Exception:
+        return None
+
+
+def native_backends() -> list[str]:
+    """The backends that are not interpreted here: what a command takes where none is named."""
+    return [name for name in dispatch.names() if interpreted(name) is None]
+
+
 def refusal(backend: str, case: Case, dtype: str, op: str = "chunk", grad: bool = False) -> str | None:
     """Why this combination cannot run here; None: it can. Never raises."""
     framework = framework_of(backend)
@@ -170,12 +186,12 @@ def _run_jax(backend, case, dtype, arrays, cotangents, op):
 
 
 @lru_cache(maxsize=64)
-def _jax_functions(backend: str, options: tuple[tuple[str, Any], ...], op: str):
+def _jax_functions(backend: str, call_options: tuple[tuple[str, Any], ...], op: str):
     """The jitted call, and the call with its gradients. Kept: cases of equal sizes and options differ in values only."""
     import jax
     import jax.numpy as jnp
 
-    function = _call("jax", backend, dict(options), op)
+    function = _call("jax", backend, dict(call_options), op)
 
     def forward(inputs, rest):
         arrays = Arrays(**dict.fromkeys(Arrays._fields) | inputs | rest)
@@ -186,7 +202,10 @@ def _jax_functions(backend: str, options: tuple[tuple[str, Any], ...], op: str):
         seeds = {"o": d_o, "final_state": d_final_state}
         return out, pullback({n: seeds[n].astype(x.dtype) if n in seeds else jnp.zeros_like(x) for n, x in out.items()})[0]
 
-    return jax.jit(forward), jax.jit(with_gradients)
+    # An interpreted kernel is a large program that runs once or twice: compiling it dearly does not pay.
+    quick = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    options = quick if interpreted(backend) else None
+    return jax.jit(forward, compiler_options=options), jax.jit(with_gradients, compiler_options=options)
 
 
 class Expected(NamedTuple):

@@ -66,6 +66,8 @@ def prepare(name: str, job: Job) -> Callable[[], Any]:
     """A function that does the job once and waits for the result; raises Unavailable with the reason."""
     if name in PEERS:
         return _prepare_fla(job)
+    if (why := checking.interpreted(name)) is not None:
+        raise Unavailable(f"{why}, and the time of an interpreter says nothing")
     case, grad = job.case(), job.mode == "fwdbwd"
     tiny = replace(job.shape, T=1, lengths=())
     # The answer depends on sizes and options only: ask about a one-token copy, draw the real arrays once.

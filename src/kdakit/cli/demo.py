@@ -81,7 +81,7 @@ QUICK = dict(keys=64, values=16, pairs=3, warm_pairs=3, steps=350)
 
 def what_runs(out) -> list[str]:
     """Print what is here; return the backends that can run a plain problem with gradients."""
-    from kdakit.cli import doctor, machine
+    from kdakit.cli import checking, doctor, machine
 
     out.rule("1. What runs here", align="left")
     out.print(f"{machine.cpu_model()}, {machine.cores()} cores; " + ", ".join(f"{n} {v}" for n, v in machine.versions().items()))
@@ -91,7 +91,10 @@ def what_runs(out) -> list[str]:
         out.print(f"  [bold]{name}[/bold] runs {len(answers) - len(refused)} of {len(answers)} kinds of problem")
         for line in refused if len(refused) < 3 else [f"{refused[0]} ..."]:
             out.print(f"      not {line}", markup=False)
-    return [name for name, answers in table.items() if answers["forward + backward"] == doctor.OK]
+    native = checking.native_backends()
+    for name in (name for name in table if name not in native):
+        out.print(f"  [bold]{name}[/bold] {checking.interpreted(name)}: not part of what follows; kdakit verify --backend {name}")
+    return [name for name, answers in table.items() if name in native and answers["forward + backward"] == doctor.OK]
 
 
 def is_it_right(out, backends, names) -> bool:

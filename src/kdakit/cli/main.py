@@ -6,10 +6,12 @@ import argparse
 import sys
 
 from kdakit import __version__
-from kdakit.cli import bench, demo, doctor, generate, train, verify
+from kdakit.cli import bench, compile, demo, doctor, generate, train, verify
 from kdakit.cli.choices import UsageError
 
-COMMANDS = {"doctor": doctor, "verify": verify, "bench": bench, "demo": demo, "train": train, "generate": generate}
+COMMANDS = {
+    "doctor": doctor, "verify": verify, "bench": bench, "compile": compile, "demo": demo, "train": train, "generate": generate,
+}  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:

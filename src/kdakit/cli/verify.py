@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends to check (default: all)")
+    parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends to check (default: all that need no interpreter here)")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="cases of kdakit.cases to run (default: all)")
     parser.add_argument("--dtype", nargs="+", metavar="DTYPE", help="float32, bfloat16, float16, float64 (default: all)")
     parser.add_argument("--op", choices=("chunk", "recurrent"), default="chunk", help="chunk_kda or fused_recurrent_kda")
@@ -53,12 +53,12 @@ class Refusal(NamedTuple):
 
 def run(args) -> int:
     from kdakit.cases import CASES, DTYPES, SEGMENT_CASES
-    from kdakit.cli import console
+    from kdakit.cli import checking, console
     from kdakit.cli.choices import pick
     from kdakit.dispatch import names
 
     known = CASES | SEGMENT_CASES
-    backends, dtypes = pick("backend", args.backend, names()), pick("dtype", args.dtype, DTYPES)
+    backends, dtypes = pick("backend", args.backend or checking.native_backends(), names()), pick("dtype", args.dtype, DTYPES)
     cases = [known[name] for name in pick("case", args.case, known)]
     with console.progress() as bar:
         task = bar.add_task("verify", total=len(backends) * len(dtypes) * len(cases))

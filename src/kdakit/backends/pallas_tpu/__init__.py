@@ -1,0 +1,38 @@
+"""KDA as Mosaic kernels for TPUs, written in Pallas. Without a TPU they run in Pallas' TPU interpreter, when asked for by name."""
+
+from __future__ import annotations
+
+from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
+from kdakit.backends.pallas_tpu.tile import Config
+from kdakit.problem import Problem
+
+__all__ = ["Config", "Saved", "backward", "default_config", "forward", "interpreted", "operand_dtype", "step", "supports"]
+
+
+def supports(problem: Problem, device) -> str | None:
+    """Why this backend cannot run `problem` on `device`; None: it can."""
+    if str(device) not in ("tpu", "cpu"):
+        return f"runs on TPUs, or in its interpreter on the CPU, not on {device}"
+    wide = [name for name in ("dtype", "gate_dtype", "beta_dtype", "state_dtype") if getattr(problem, name) == "float64"]
+    if wide:
+        return "TPUs have no float64"
+    if problem.varlen == "cu_seqlens" and problem.options.return_intermediate_states:
+        return "return_intermediate_states with cu_seqlens: its chunks do not start where sequences do; use backend='xla'"
+    return None
+
+
+def interpreted(device) -> str | None:
+    return None if str(device) == "tpu" else "runs in the TPU interpreter here"
+
+
+def operand_dtype(problem: Problem) -> str:
+    """The dtype in which products take their factors."""
+    return "bfloat16" if problem.dtype == "bfloat16" else "float32"
+
+
+def default_config(problem: Problem, device) -> Config:
+    """Heads of a step fill the latencies of each other's products: 16 take 0.85 times the cycles of 8, each. Fewer if there are fewer:
+    blocks may be as wide as the array."""
+    small = max(problem.K, problem.V) <= 128 and problem.dtype == "bfloat16"
+    wide = 16 if problem.HV % 16 == 0 and small else 8
+    return Config(heads=min(problem.HV, wide), interpret=str(device) != "tpu")

@@ -1,0 +1,171 @@
+"""The whole backward in one kernel: steps from last to first, the gradient of the state [heads, V, K] stays in VMEM.
+
+Given d_o and dS', the gradient of the state after the chunk (states as [V, K], names as in `state` and `intra`):
+
+    d_v_new = A_qk^T d_o + k_end dS'^T         e = inverse^T d_v_new               d_v = d_r = beta e
+    d_q_in = d_o S     d_k_in = -d_r S         d_k_end = v_new dS'                 d_decay = sum_v S dS'
+    d_A_qk = tril(d_o v_new^T)                 d_P = -strict_tril(d_r v_new^T)     d_beta = e . (r - P v_new),   r = v - k_in S^T
+    dS = dS' Diag(decay) + d_o^T q_in - d_r^T k_in
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, group_matrices, state_block, step_rows
+from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
+from kdakit.backends.pallas_tpu.heads import dot, groups_of, read_heads, row_slices, row_sums, write_heads
+from kdakit.backends.pallas_tpu.intra import make_masks, operand
+from kdakit.backends.pallas_tpu.intra_backward import pair_products_backward
+from kdakit.backends.pallas_tpu.state import apply_group, from_start, read_state, to_end
+from kdakit.backends.pallas_tpu.tile import Tile
+
+
+class Given(NamedTuple):
+    """Blocks beside the forward's inputs."""
+
+    collect: Any  # [C, pieces * sums]
+    d_o: Any  # [1, C, heads, V]
+    states: Any  # [1, 1, heads, V, K]
+    matrices: Any = None  # [1, 1, groups, 3, C, g C]
+    d_final: Any = None
+
+
+class Gradients(NamedTuple):
+    """Blocks of the outputs."""
+
+    d_q: Any
+    d_k: Any
+    d_v: Any
+    d_g: Any
+    d_beta: Any  # [1, 1, heads, C]
+    d_initial: Any = None
+    d_gate: Any = None  # [1, heads, 2, K]: d_A_log by channel, d_dt_bias
+
+
+class Flow(NamedTuple):
+    """One head's gradients of what lies between chunk and state."""
+
+    d_v: Any  # [C, V]
+    d_beta: Any  # [C, 1]
+    d_state: Any  # [V, K]
+    v_new: Any  # [C, V]
+    rows: Any  # [2 C, V]: d_o and -d_r, in the operands' dtype
+    q_in: Any  # [C, K]  each, with its gradient
+    d_q_in: Any
+    k_in: Any
+    d_k_in: Any
+    k_end: Any
+    d_k_end: Any
+    d_decay: Any  # [1, K]  of the exponent
+
+
+def state_flow(tile: Tile, heads: list[Head], matrices: list, rows: Rows, S: list, d_S: list, d_o: list) -> list[Flow]:
+    """Through output, state and the triangular system. Stage by stage for all heads: alone, one would wait for the matrix unit."""
+    each = range(len(heads))
+
+    def grouped(m: int, values: list) -> list:
+        return [x for group, own in zip(matrices, groups_of(tile, values), strict=True) for x in apply_group(tile, group[m], own)]
+
+    def turned(m: int) -> list:
+        """The transposed matrix [C, C] of each head."""
+        return [x for group in matrices for x in row_slices(group[m].astype(jnp.float32).T, tile.group)]
+
+    q_in = [from_start(tile, h.x.q_to, h.d, rows.enter) for h in heads]
+    k_in = [from_start(tile, h.x.k_to, h.d, rows.enter) for h in heads]
+    k_end = [to_end(tile, h.x, h.d, rows.leave) for h in heads]
+    r = [h.v - read_state(tile, s, x)[0] for h, s, x in zip(heads, S, k_in, strict=True)]
+    v_new = grouped(2, [h.beta * x for h, x in zip(heads, r, strict=True)])
+    d_v_new = [dot(tile, A, d) for A, d in zip(turned(0), d_o, strict=True)]
+    d_v_new = [x + dot(tile, k, d, (1, 1)) for x, k, d in zip(d_v_new, k_end, d_S, strict=True)]
+    e = [dot(tile, X, x) for X, x in zip(turned(2), d_v_new, strict=True)]
+    errors = [x - y for x, y in zip(r, grouped(1, v_new), strict=True)]
+    d_r = [h.beta * x for h, x in zip(heads, e, strict=True)]
+    both = [operand(tile, jnp.concatenate([d_o[n], -d_r[n]], axis=0)) for n in each]  # [2 C, V]
+    d_in = [dot(tile, both[n], S[n]) for n in each]  # [2 C, K]
+    d_k_end = [dot(tile, v_new[n], d_S[n]) for n in each]
+    decay = [chunk_decay(tile, h, rows) for h in heads]
+    d_decay = [decay[n] * jnp.sum(S[n].astype(jnp.float32) * d_S[n], axis=0, keepdims=True) for n in each]
+    inner = [operand(tile, jnp.concatenate([q_in[n], k_in[n]], axis=0)) for n in each]
+    d_state = [d_S[n] * decay[n] + dot(tile, both[n], inner[n], (0, 0)) for n in each]
+    return [
+        Flow(
+            d_r[n], row_sums(e[n] * errors[n]), d_state[n], v_new[n], both[n], q_in[n], d_in[n][: tile.C], k_in[n], d_in[n][tile.C :],
+            k_end[n], d_k_end[n], d_decay[n],
+        )
+        for n in each
+    ]  # fmt: skip
+
+
+def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch):
+    """Blocks by name; scratch: the gradient of the state."""
+    given = Given(**{n: inputs.pop(n) for n in Given._fields if n in inputs})
+    inputs, out, (d_state,) = Inputs(**inputs), Gradients(**outputs), scratch
+    done, steps = pl.program_id(2), pl.num_programs(2)
+    step = steps - 1 - done
+    first = step == 0 if table is None else table.first[step] == 1
+    last = done == 0 if table is None else table.last[step] == 1
+
+    @pl.when(last)
+    def _():
+        for h in range(tile.heads):
+            d_state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if given.d_final is None else state_block(tile, given.d_final[0, h])
+
+    if out.d_gate is not None:
+
+        @pl.when(done == 0)
+        def _():
+            out.d_gate[...] = jnp.zeros_like(out.d_gate)
+
+    rows = step_rows(tile, T, inputs, table, step)
+    masks = make_masks(tile, rows.same)
+    heads = activate(tile, inputs, rows)
+    d_o = read_heads(tile, given.d_o, rows.valid)
+    groups = groups_of(tile, heads)
+    if given.matrices is None:
+        matrices = group_matrices(tile, groups, masks)
+    else:
+        matrices = [tuple(given.matrices[0, 0, n, m] for m in range(3)) for n in range(len(groups))]
+    S, d_S = ([ref[h] for h in range(tile.heads)] for ref in (given.states.at[0, 0], d_state))
+    flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o)
+    for h, flow in enumerate(flows):
+        d_state[h] = flow.d_state
+    d_q, d_k, d_g = [], [], []
+    for head, flow, d, x in zip(heads, flows, d_o, pair_products_backward(tile, heads, flows, masks, rows, given.collect[...]), strict=True):
+        own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
+        d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
+        d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))
+        d_g.append(x.d_g)
+    _write(tile, inputs, out, rows, table, step, heads, (d_q, d_k, [f.d_v for f in flows], d_g, [f.d_beta for f in flows]))
+
+    if out.d_initial is not None:
+
+        @pl.when(first)
+        def _():
+            for h in range(tile.heads):
+                out.d_initial[0, h] = state_block(tile, d_state[h])
+
+
+def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, heads: list[Head], gradients) -> None:
+    """Through the activations of gate and beta, and out; a packed call's step writes its own tokens only."""
+    d_q, d_k, d_v, d_g, d_beta = gradients
+    only = None if table is None else rows.valid
+    if inputs.gate is not None:
+        raw = read_heads(tile, inputs.g, rows.valid)
+        for h in range(tile.heads):
+            d_x = d_g[h] if rows.valid is None else jnp.where(rows.valid, d_g[h], 0.0)
+            d_g[h], d_A_log = log_decay_backward(tile, raw[h], inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :], heads[h].g, d_x)
+            added = jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (d_A_log, d_g[h])], axis=0)
+            out.d_gate[0, h] = out.d_gate[0, h] + added
+    for ref, values in zip(out[:4], (d_q, d_k, d_v, d_g), strict=True):
+        write_heads(tile, ref, values, only)
+    columns = jnp.concatenate(d_beta, axis=1).T  # [heads, C]
+    d_rows = activate_beta_backward(tile, inputs.beta[0, 0], columns)
+    if table is not None:
+        token = lax.broadcasted_iota(jnp.int32, d_rows.shape, 1)
+        d_rows = jnp.where((token >= table.low[step]) & (token < table.high[step]), d_rows, out.d_beta[0, 0])
+    out.d_beta[0, 0] = d_rows

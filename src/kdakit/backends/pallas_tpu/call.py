@@ -1,0 +1,179 @@
+"""A whole call, its backward, and the token recurrence: arrays in, kernels, arrays out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import tpu as pltpu
+
+from kdakit.backends.pallas_tpu.backward import backward_kernel
+from kdakit.backends.pallas_tpu.fused import forward_kernel
+from kdakit.backends.pallas_tpu.gate import collecting_matrix
+from kdakit.backends.pallas_tpu.launch import (
+    Launch,
+    Operand,
+    constant,
+    from_token_rows,
+    input_operands,
+    lanes,
+    make_launch,
+    pad_state,
+    row_operand,
+    run,
+    shape_of,
+    state_operand,
+    step_operand,
+    token_operand,
+)
+from kdakit.backends.pallas_tpu.step import TOKENS, step_kernel
+from kdakit.backends.pallas_tpu.tile import Config
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+
+class Saved(NamedTuple):
+    """What the backward gets from the forward."""
+
+    states: Any  # [B, steps, HV, V, K]  before each step, in the operands' dtype
+    matrices: Any  # [B, steps, groups, 3, C, g C]  A_qk, P, inverse; None: computed again
+
+
+def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Saved | None]:
+    """The call's results and, if its gradient is needed, what its backward uses."""
+    o = problem.options
+    if problem.T == 0 or problem.B == 0:
+        return _nothing(problem, arrays), None
+    launch = make_launch(problem, arrays, config)
+    t, (B, blocks, steps) = launch.tile, launch.grid
+    keep = problem.needs_grad
+    outputs = {"o": token_operand(launch, shape_of((B, problem.T, problem.HV, t.V), t.dtype))}
+    if o.output_final_state:
+        outputs["final"] = _final_operand(launch)
+    if keep or o.return_intermediate_states:
+        outputs["states"] = step_operand(launch, shape_of((B, steps, problem.HV, t.V, t.K), t.operand), t.heads)
+    if keep and o.disable_recompute:
+        shape = (B, steps, blocks * (t.heads // t.group), 3, t.C, t.group * t.C)
+        outputs["matrices"] = step_operand(launch, shape_of(shape, t.operand), t.heads // t.group)
+    scratch = [pltpu.VMEM((t.heads, t.V, t.K), jnp.float32)]
+    out = run(launch, partial(forward_kernel, t, problem.T), "kda_forward", input_operands(launch, arrays), outputs, scratch)
+    final = _final_states(problem, arrays, out["final"]) if o.output_final_state else None
+    states = None
+    if o.return_intermediate_states:
+        states = out["states"][..., : problem.V, : problem.K].astype(problem.dtype)
+        states = states if o.state_v_first else states.swapaxes(-1, -2)
+    saved = Saved(*(checkpoint_name(out[n], f"kda_{n}") if n in out else None for n in Saved._fields)) if keep else None
+    return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
+
+
+def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config) -> Arrays:
+    """Gradients of sum(o * d_o) + sum(final_state * d_final_state), each in its input's dtype; None where there is no input."""
+    if problem.T == 0 or problem.B == 0:
+        return _no_gradients(problem, arrays, d_final_state)
+    if saved is None:  # after a token recurrence
+        saved = forward(problem.replace(needs_grad=True, disable_recompute=False), arrays, config)[1]
+    launch = make_launch(problem, arrays, config)
+    t, (B, _, _) = launch.tile, launch.grid
+    inputs = input_operands(launch, arrays)
+    inputs["collect"] = constant(jnp.asarray(collecting_matrix(t), jnp.bfloat16))
+    inputs["d_o"] = token_operand(launch, lanes(d_o.astype(t.dtype)))
+    inputs["states"] = step_operand(launch, saved.states, t.heads)
+    if saved.matrices is not None:
+        inputs["matrices"] = step_operand(launch, saved.matrices, t.heads // t.group)
+    if d_final_state is not None:
+        inputs["d_final"] = state_operand(launch, pad_state(t, d_final_state.astype(jnp.float32)))
+    tokens = {"d_q": t.K, "d_k": t.K, "d_v": t.V, "d_g": t.K}
+    whole = jnp.float32 if problem.group > 1 else t.dtype  # of d_q and d_k, which a group's heads add up
+    dtypes = {"d_q": whole, "d_k": whole, "d_v": t.dtype, "d_g": inputs["g"].value.dtype}
+    outputs = {n: token_operand(launch, shape_of((B, problem.T, problem.HV, width), dtypes[n])) for n, width in tokens.items()}
+    outputs["d_beta"] = row_operand(launch, shape_of(inputs["beta"].value.shape, jnp.float32))
+    if arrays.initial_state is not None:
+        outputs["d_initial"] = _final_operand(launch)
+    if t.gate != "log_decay":
+        shape = shape_of((B, problem.HV, 2, t.K), jnp.float32)
+        outputs["d_gate"] = Operand(shape, (1, t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (b, h, 0, 0))
+    scratch = [pltpu.VMEM((t.heads, t.V, t.K), jnp.float32)]
+    out = run(launch, partial(backward_kernel, t, problem.T), "kda_backward", inputs, outputs, scratch, reverse=True)
+    return _gradients(problem, arrays, out, d_final_state)
+
+
+def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
+    """The same results token by token. The final states take the initial ones' place, where the caller gives that memory away."""
+    if problem.T == 0 or problem.B == 0:
+        return _nothing(problem, arrays)
+    launch = make_launch(problem, arrays, config, min(problem.T, TOKENS))
+    t = launch.tile
+    inputs = {n: x for n, x in input_operands(launch, arrays).items() if n != "members"}
+    outputs = {"o": token_operand(launch, shape_of((problem.B, problem.T, problem.HV, t.V), t.dtype))}
+    in_place = problem.options.output_final_state and arrays.initial_state is not None
+    if problem.options.output_final_state:
+        outputs["final"] = _final_operand(launch, inputs["initial"].value.dtype if in_place else jnp.float32)
+    scratch = [pltpu.VMEM((t.heads, t.K, t.V), jnp.float32)]
+    aliases = {"initial": "final"} if in_place else None
+    out = run(launch, partial(step_kernel, t, problem.T), "kda_step", inputs, outputs, scratch, aliases=aliases)
+    final = None
+    if in_place:  # sequences without tokens were left as they were
+        final = _unpadded(problem, out["final"])
+    elif problem.options.output_final_state:
+        final = _final_states(problem, arrays, out["final"])
+    return Result(out["o"][..., : problem.V].astype(problem.dtype), final)
+
+
+def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state) -> Arrays:
+    """The kernel's outputs without padding, groups and batches added up, in the dtypes of the inputs."""
+    d_q, d_k = (out[n][..., : problem.K] for n in ("d_q", "d_k"))
+    if problem.group > 1:
+        d_q, d_k = (x.reshape(*x.shape[:2], problem.H, problem.group, problem.K).sum(3) for x in (d_q, d_k))
+    d_A_log = d_dt_bias = d_initial = None
+    if "d_gate" in out:
+        d_gate = out["d_gate"][..., : problem.K].sum(0)  # [HV, 2, K]
+        d_A_log, d_dt_bias = d_gate[:, 0].sum(-1), d_gate[:, 1]
+    if arrays.initial_state is not None:
+        d_initial = _unpadded(problem, out["d_initial"])
+        if problem.varlen == "cu_seqlens":
+            passed = jnp.zeros((), d_initial.dtype) if d_final_state is None else d_final_state.astype(d_initial.dtype)
+            d_initial = jnp.where((jnp.diff(arrays.cu_seqlens) > 0)[:, None, None, None], d_initial, passed)
+    d_beta = from_token_rows(out["d_beta"], problem.T)
+    found = (d_q, d_k, out["d_v"][..., : problem.V], out["d_g"][..., : problem.K], d_beta, d_A_log, d_dt_bias, d_initial)
+    return Arrays(*(None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in zip(arrays[:8], found, strict=True)))
+
+
+def _no_gradients(problem: Problem, arrays: Arrays, d_final_state) -> Arrays:
+    zeros = [None if x is None else jnp.zeros_like(x) for x in arrays[:8]]
+    if zeros[7] is not None and d_final_state is not None:
+        zeros[7] = d_final_state.astype(zeros[7].dtype)
+    return Arrays(*zeros)
+
+
+def _nothing(problem: Problem, arrays: Arrays) -> Result:
+    """No tokens: states pass through."""
+    o = jnp.zeros_like(arrays.v, problem.dtype)
+    final = states = None
+    if problem.options.output_final_state:
+        final = arrays.initial_state
+        final = jnp.zeros_like(arrays.v, problem.state_dtype, shape=problem.state_shape) if final is None else final
+    if problem.options.return_intermediate_states:
+        states = jnp.zeros_like(arrays.v, problem.dtype, shape=(problem.B, problem.chunks, *problem.state_shape[1:]))
+    return Result(o, final, states)
+
+
+def _final_operand(launch: Launch, dtype=jnp.float32) -> Operand:
+    p, t = launch.problem, launch.tile
+    layout = (t.V, t.K) if t.state_v_first else (t.K, t.V)
+    return state_operand(launch, shape_of((p.N, p.HV, *layout), dtype))
+
+
+def _unpadded(problem: Problem, state):
+    rows, columns = problem.state_shape[2:]
+    return state[..., :rows, :columns].astype(problem.state_dtype)
+
+
+def _final_states(problem: Problem, arrays: Arrays, final):
+    """Without the padding; sequences without tokens keep what they had."""
+    final = _unpadded(problem, final)
+    if problem.varlen != "cu_seqlens":
+        return final
+    before = jnp.zeros((), final.dtype) if arrays.initial_state is None else arrays.initial_state
+    return jnp.where((jnp.diff(arrays.cu_seqlens) > 0)[:, None, None, None], final, before)

@@ -1,0 +1,161 @@
+"""The whole forward in one kernel: nothing between inputs and outputs touches HBM, the state stays in VMEM.
+
+grid (B, head blocks, steps), the last axis in order; a step is one chunk of `heads` heads, or of a packed call one sequence's part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, log_decay, normalise
+from kdakit.backends.pallas_tpu.heads import column, groups_of, read_heads, write_heads
+from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverses
+from kdakit.backends.pallas_tpu.sequences import own_tokens
+from kdakit.backends.pallas_tpu.state import apply_group, from_start, next_state, read_state, to_end
+from kdakit.backends.pallas_tpu.tile import Tile
+
+
+class Rows(NamedTuple):
+    """Which tokens [C, 1] of a step are its own, see the entering state, and reach the state it leaves; None: all."""
+
+    valid: Any = None
+    enter: Any = None
+    leave: Any = None
+    keep: Any = None  # [1, 1]: whether the entering state reaches the leaving one
+    same: Any = None  # [C, C]: pairs of one segment
+
+
+class Head(NamedTuple):
+    """One head's activated inputs."""
+
+    q: Any  # [C, K]  scaled
+    k: Any  # [C, K]
+    v: Any  # [C, V]
+    g: Any  # [C, K]  log-decay
+    beta: Any  # [C, 1]
+    d: Decays
+    x: Factors
+    unit: Any  # [C, K]  q before the scale
+    norms: tuple  # l2norm factors [C, 1] of q and k
+
+
+class Inputs(NamedTuple):
+    """Blocks of the inputs; None: absent."""
+
+    q: Any  # [1, C, heads, K]
+    k: Any
+    v: Any
+    g: Any
+    beta: Any  # [1, 1, heads, C]
+    members: Any = None  # [sums, pieces * C]; the token recurrence needs none
+    gate: Any = None  # [heads, 2, K]: exp(A_log), dt_bias
+    segments: Any = None  # [1, 1, 2, C]: each token's segment, counted from the first token's; whether that starts one
+    initial: Any = None  # [1, heads, K, V] or [1, heads, V, K]
+
+
+class Outputs(NamedTuple):
+    """Blocks of the outputs; None: not asked for."""
+
+    o: Any  # [1, C, heads, V]
+    final: Any = None  # [1, heads, K, V] or [1, heads, V, K]
+    states: Any = None  # [1, 1, heads, V, K]: before the step
+    matrices: Any = None  # [1, 1, groups, 3, C, g C]: A_qk, P, inverse
+
+
+def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
+    valid = own_tokens(tile, T, table, step)
+    if not tile.segments:
+        return Rows(valid)
+    row = inputs.segments[0, 0, 0:1, :]  # [1, C] float32
+    ids = column(row)  # [C, 1]
+    fresh = inputs.segments[0, 0, 1:2, :1]  # [1, 1]: 1 if the first token starts a segment
+    last = row[:, tile.C - 1 :]
+    enter = (ids == 0) & (fresh == 0)
+    keep = jnp.where((last == 0) & (fresh == 0), 1.0, 0.0)
+    return Rows(valid, enter, ids == last, keep, jnp.where(ids == row, 1.0, 0.0))
+
+
+def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
+    """Every head's inputs as the recurrence wants them; tokens that are not the step's write nothing and forget nothing."""
+    q, k, v, g = (read_heads(tile, ref, rows.valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
+    beta = activate_beta(tile, inputs.beta[0, 0].astype(jnp.float32)).T  # [C, heads]
+    if rows.valid is not None:
+        beta = jnp.where(rows.valid, beta, 0.0)
+    gates = []
+    for h in range(tile.heads):
+        a, bias = (None, None) if inputs.gate is None else (inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :])
+        gate = log_decay(tile, g[h], a, bias)
+        gates.append(gate if rows.valid is None else jnp.where(rows.valid, gate, 0.0))
+    heads = []
+    members = inputs.members[...]
+    for first in range(0, tile.heads, tile.group):
+        group = slice(first, first + tile.group)
+        for h, d in zip(range(tile.heads)[group], decays(tile, members, gates[group]), strict=True):
+            (unit, q_norm), (k_h, k_norm) = normalise(tile, q[h]), normalise(tile, k[h])
+            q_h = unit * tile.scale
+            heads.append(Head(q_h, k_h, v[h], gates[h], beta[:, h : h + 1], d, factors(q_h, k_h, d), unit, (q_norm, k_norm)))
+    return heads
+
+
+def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks) -> list:
+    """(A_qk, P, inverse) of each group of heads."""
+    products = pair_products(tile, [[(h.q, h.k, h.x, h.d) for h in group] for group in groups], masks)
+    A_kk = [over_lanes(masks, [h.beta for h in group]) * P for group, (_, P) in zip(groups, products, strict=True)]
+    return [(*x, inverse) for x, inverse in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
+
+
+def chunk_decay(tile: Tile, head: Head, rows: Rows):
+    decay = head.d.between(0, tile.blocks)  # [1, K]
+    return decay if rows.keep is None else decay * rows.keep
+
+
+def state_block(tile: Tile, state):
+    """[K, V] <-> [V, K] between the caller's layout and the kernel's."""
+    return state if tile.state_v_first else state.T
+
+
+def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch):
+    """Blocks by name; scratch: the state [heads, V, K] float32."""
+    inputs, out, (state,) = Inputs(**inputs), Outputs(**outputs), scratch
+    step, steps = pl.program_id(2), pl.num_programs(2)
+    first = step == 0 if table is None else table.first[step] == 1
+    last = step == steps - 1 if table is None else table.last[step] == 1
+
+    @pl.when(first)
+    def _():
+        for h in range(tile.heads):
+            state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if inputs.initial is None else state_block(tile, inputs.initial[0, h])
+
+    rows = step_rows(tile, T, inputs, table, step)
+    masks = make_masks(tile, rows.same)
+    heads = activate(tile, inputs, rows)
+    groups = groups_of(tile, heads)
+    matrices = group_matrices(tile, groups, masks)
+    if out.matrices is not None:
+        for n, x in enumerate(matrices):
+            for m in range(3):
+                out.matrices[0, 0, n, m] = x[m].astype(out.matrices.dtype)
+    errors, reads = [], []
+    for h, head in enumerate(heads):
+        S = state[h]
+        if out.states is not None:
+            out.states[0, 0, h] = S.astype(out.states.dtype)
+        from_k, from_q = read_state(tile, S, *(from_start(tile, x, head.d, rows.enter) for x in (head.x.k_to, head.x.q_to)))
+        errors.append(head.beta * (head.v - from_k))
+        reads.append(from_q)
+    v_new = [x for m, e in zip(matrices, groups_of(tile, errors), strict=True) for x in apply_group(tile, m[2], e)]
+    inside = [x for m, u in zip(matrices, groups_of(tile, v_new), strict=True) for x in apply_group(tile, m[0], u)]
+    for h, (head, u) in enumerate(zip(heads, v_new, strict=True)):
+        state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
+    outputs = [x + y for x, y in zip(reads, inside, strict=True)]
+    write_heads(tile, out.o, outputs, None if table is None else rows.valid)
+
+    if out.final is not None:
+
+        @pl.when(last)
+        def _():
+            for h in range(tile.heads):
+                out.final[0, h] = state_block(tile, state[h])

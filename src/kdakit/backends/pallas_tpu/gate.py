@@ -1,0 +1,162 @@
+"""Stage gate: activations of the inputs, and the decays between tokens of a chunk.
+
+A decay is the exponential of a sum of gates, built by adding only, so every exponent is <= 0 and none has lost its digits to a difference
+of cumulative sums. Inside blocks of 16 tokens the sums are products of a 0/1 matrix with the gates, split into bfloat16 pieces that hold
+all their bits; across blocks decays are multiplied. Where the gate is bounded and operands are bfloat16, exp(-sum) over a block fits too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kdakit.backends.pallas_tpu.heads import HIGH_HALF, lane_slices, row_sums, side_by_side
+from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
+from kdakit.gates import L2_EPSILON
+
+LOG2_E = 1.4426950408889634
+LOWEST = -1e4  # exp of it is 0 in float32, and sums of many stay finite
+
+
+class Decays(NamedTuple):
+    """Of one head; rows are tokens."""
+
+    to: Any  # [C, K]  exp: start of the token's block to it, inclusive
+    after: Any  # [C, K]  exp: after the token to the end of its block
+    back: Any  # [C, K]  1 / to, if the gate is bounded
+    levels: tuple  # [C, K] each: boundary to the token if its run is odd, after the token to the boundary if it is even
+    block: tuple  # blocks x [1, K]: exp of the block's sum
+
+    def between(self, first: int, last: int):
+        """[1, K]: exp of the sum over blocks first .. last - 1; None if there is none."""
+        out = None
+        for x in self.block[first:last]:
+            out = x if out is None else out * x
+        return out
+
+
+def member_matrix(tile: Tile) -> np.ndarray:
+    """[sums, pieces * C] of 0/1: whether a token's gate is part of a sum; sums are `to`, `after` and the levels, C rows each."""
+    return np.tile(_members(tile), (1, tile.pieces)).astype(np.float32)
+
+
+def collecting_matrix(tile: Tile) -> np.ndarray:
+    """[C, pieces * sums]: what a gate collects from the gradients of the sums that it is part of."""
+    return np.tile(_members(tile).T, (1, tile.pieces)).astype(np.float32)
+
+
+def _members(tile: Tile) -> np.ndarray:
+    i, m = np.indices((tile.C, tile.C))
+    here = i // BLOCK == m // BLOCK
+    sums = [here & (m <= i), here & (m > i)]
+    for s in tile.summed_levels:
+        sums.append((i // s == m // s) & np.where((i // s) % 2 == 1, m <= i, m > i))
+    return np.concatenate(sums)
+
+
+def pieces_of(x, count: int):
+    """x [R, W] float32 as `count` arrays whose bits fit bfloat16, one above the other: [count * R, W] bfloat16."""
+    found = []
+    for _ in range(count - 1):
+        top = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(HIGH_HALF), jnp.float32)
+        found.append(top.astype(jnp.bfloat16))
+        x = x - top
+    return jnp.concatenate([*found, x.astype(jnp.bfloat16)], axis=0)
+
+
+def member_sums(members, x, count: int):
+    """Sums of rows of x [R, W] as `members` [S, count * R] names them."""
+    return lax.dot_general(members, pieces_of(x, count), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def decays(tile: Tile, members, gates: list) -> list[Decays]:
+    """Decays of each head of a group from its log-decays [C, K].
+
+    The machine's exponential is 2^x: where bfloat16 operands follow, gates are turned to that base once, instead of each exponent.
+    """
+    if tile.operand == "bfloat16":
+        gates = [g * LOG2_E for g in gates]
+    sums = lane_slices(member_sums(members, side_by_side(gates), tile.pieces), len(gates))
+    return [_decays(tile, g, s) for g, s in zip(gates, sums, strict=True)]
+
+
+def _decays(tile: Tile, g, sums) -> Decays:
+    C = tile.C
+    exp = jnp.exp2 if tile.operand == "bfloat16" else jnp.exp
+    to = sums[:C]
+    levels = [exp(sums[C * (2 + n) : C * (3 + n)]) for n in range(len(tile.summed_levels))]
+    if tile.levels:
+        odd = lax.broadcasted_iota(jnp.int32, g.shape, 0) & 1 == 1
+        levels.append(jnp.where(odd, exp(g), 1.0))
+    factor = exp(to)
+    block = tuple(factor[n * BLOCK + BLOCK - 1 : (n + 1) * BLOCK] for n in range(tile.blocks))
+    return Decays(factor, exp(sums[C : 2 * C]), exp(-to) if tile.bounded else None, tuple(levels), block)
+
+
+def log_decay(tile: Tile, g, a, bias):
+    """g [C, K] raw -> log-decay; a = exp(A_log) and bias [1, K].
+
+    softplus: -a softplus(g + bias)        bounded: lower_bound sigmoid(a (g + bias))
+    """
+    if tile.gate == "bounded":
+        return tile.lower_bound * sigmoid(tile, a * (g + bias))
+    if tile.gate == "softplus":
+        g = -a * softplus(tile, g + bias)
+    return jnp.maximum(g, LOWEST)
+
+
+def log_decay_backward(tile: Tile, g, a, bias, log_decay, d_g):
+    """d_raw [C, K], and what a token and channel adds to d_A_log.
+
+    softplus, x = g + bias:      d_x = -a sigmoid(x) d_g, d_A_log = log_decay d_g
+    bounded, s = sigmoid(a x):   d_x = a z, d_A_log = a x z, z = lower_bound s (1 - s) d_g
+    """
+    if tile.gate == "log_decay":
+        return d_g, None
+    x = g + bias
+    if tile.gate == "softplus":
+        return -a * sigmoid(tile, x) * d_g, log_decay * d_g
+    s = sigmoid(tile, a * x)
+    d_x = a * (tile.lower_bound * s * (1 - s) * d_g)
+    return d_x, x * d_x
+
+
+def softplus(tile: Tile, x):
+    """Where bfloat16 operands follow, the digits that log1p saves would be lost anyway."""
+    e = jnp.exp(-jnp.abs(x))
+    return jnp.maximum(x, 0.0) + (jnp.log(1.0 + e) if tile.operand == "bfloat16" else jnp.log1p(e))
+
+
+def sigmoid(tile: Tile, x):
+    """One transcendental instead of two where bfloat16 operands follow."""
+    return 0.5 * jnp.tanh(0.5 * x) + 0.5 if tile.operand == "bfloat16" else jax.nn.sigmoid(x)
+
+
+def activate_beta(tile: Tile, beta):
+    if tile.beta == "given":
+        return beta
+    return (2.0 if tile.beta == "double_sigmoid" else 1.0) * jax.nn.sigmoid(beta)
+
+
+def activate_beta_backward(tile: Tile, beta, d_beta):
+    if tile.beta == "given":
+        return d_beta
+    s = jax.nn.sigmoid(beta)
+    return (2.0 if tile.beta == "double_sigmoid" else 1.0) * s * (1 - s) * d_beta
+
+
+def normalise(tile: Tile, x):
+    """x / sqrt(x . x + eps) per row if the call asks for it, and the factor (None if not)."""
+    if not tile.l2norm:
+        return x, None
+    r = lax.rsqrt(row_sums(x * x) + L2_EPSILON)
+    return x * r, r
+
+
+def normalise_backward(y, r, d_y):
+    """With y = r x:  d_x = r (d_y - y (y . d_y))."""
+    return d_y if r is None else r * (d_y - y * row_sums(y * d_y))

@@ -1,0 +1,128 @@
+"""Blocks [1, C, heads, K] of [B, T, H, K] arrays, read and written head by head with no transposition.
+
+A head's rows lie `heads` rows apart, which a strided load gathers at no cost. Two bfloat16 heads share a 32-bit word: one strided load of
+words is two heads, and float32 is a shift away.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+HIGH_HALF = 0xFFFF0000
+
+
+def read_heads(tile, ref, rows=None) -> list:
+    """float32 [C, K] of each head; zero where `rows` [C, 1] is False."""
+    heads = ref.shape[2]
+    if not _strided(tile, ref):
+        found = [ref[0, :, h, :].astype(jnp.float32) for h in range(heads)]
+    elif ref.dtype == jnp.float32:
+        view = _view(ref)
+        found = [view[_rows_of(ref, h)] for h in range(heads)]
+    else:
+        view = _view(ref)
+        found = [x for pair in range(heads // 2) for x in unpack(view[_rows_of(ref, pair)])]
+    return found if rows is None else [jnp.where(rows, x, 0.0) for x in found]
+
+
+def write_heads(tile, ref, values: list, rows=None) -> None:
+    """`values`: [C, K] of each head; where `rows` [C, 1] is False, what is there stays."""
+    if rows is not None:
+        before = read_heads(tile, ref)
+        values = [jnp.where(rows, x, y) for x, y in zip(values, before, strict=True)]
+    if not _strided(tile, ref):
+        for h, x in enumerate(values):
+            ref[0, :, h, :] = x.astype(ref.dtype)
+        return
+    view = _view(ref)
+    if ref.dtype == jnp.bfloat16:
+        values = [pack(*values[n : n + 2]) for n in range(0, len(values), 2)]
+    for n, x in enumerate(values):
+        view[_rows_of(ref, n)] = x
+
+
+def unpack(words) -> tuple:
+    """The two float32 heads of [C, K] words: the even one in the low half."""
+    return _float(words << 16), _float(words & jnp.uint32(HIGH_HALF))
+
+
+def pack(even, odd):
+    """Two float32 heads [C, K], rounded to bfloat16, as words."""
+    low, high = (lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32) for x in (even, odd))
+    return low >> 16 | high
+
+
+def _view(ref):
+    """[C * heads, K], or with bfloat16 [C * heads / 2, K] words."""
+    _, C, heads, K = ref.shape
+    flat = ref.reshape(C * heads, K)
+    return flat if ref.dtype == jnp.float32 else flat.bitcast(jnp.uint32)
+
+
+def _rows_of(ref, n: int):
+    """In the view: head n, or with bfloat16 pair n of heads."""
+    _, C, heads, _ = ref.shape
+    return pl.ds(n, C, stride=heads if ref.dtype == jnp.float32 else heads // 2), slice(None)
+
+
+def _float(words):
+    return lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _strided(tile, ref) -> bool:
+    """Strided loads walk whole tiles: 128 lanes, and a multiple of 8 heads."""
+    _, _, heads, K = ref.shape
+    return tile.strided and K == 128 and heads % 8 == 0 and ref.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def column(x):
+    """[1, C] -> [C, 1]."""
+    C = x.shape[-1]
+    i, j = (lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+    return jnp.sum(jnp.where(i == j, x, 0), axis=1, keepdims=True)
+
+
+def groups_of(tile, values: list) -> list[list]:
+    """Values of heads, those of a group together."""
+    return [values[n : n + tile.group] for n in range(0, len(values), tile.group)]
+
+
+def side_by_side(values: list):
+    """Heads beside each other in lanes."""
+    return values[0] if len(values) == 1 else jnp.concatenate(values, axis=1)
+
+
+def block_diagonal(values: list):
+    """g x [R, W] -> [g R, g W], zero outside the diagonal."""
+    if len(values) == 1:
+        return values[0]
+    zero = jnp.zeros_like(values[0])
+    rows = [side_by_side([x if i == j else zero for j in range(len(values))]) for i, x in enumerate(values)]
+    return jnp.concatenate(rows, axis=0)
+
+
+def lane_slices(x, parts: int) -> list:
+    width = x.shape[1] // parts
+    return [x[:, i * width : (i + 1) * width] for i in range(parts)]
+
+
+def row_slices(x, parts: int) -> list:
+    height = x.shape[0] // parts
+    return [x[i * height : (i + 1) * height] for i in range(parts)]
+
+
+def row_sums(x):
+    """[C, K] -> [C, 1]."""
+    return jnp.sum(x, axis=1, keepdims=True)
+
+
+def dot(tile, left, right, contract=(1, 0)):
+    """left . right over the named axes: operands rounded to bfloat16 for bfloat16 inputs, else at full float32 precision."""
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    if tile.operand == "bfloat16":
+        left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+        return lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(left, right, dims, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

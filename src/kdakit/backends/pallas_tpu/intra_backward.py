@@ -1,0 +1,137 @@
+"""Backward of the pair products and of all decays of a chunk.
+
+For A = R C^T with R = r exp(E_r), C = c exp(E_c):  d_r = exp(E_r) (d_A C),  d_c = exp(E_c) (d_A^T R),  d_E_r = R d_R,  d_E_c = C d_C.
+Every exponent is a sum of gates, and each gate collects from the sums that it is part of. The shorter way, a reverse cumulative sum of
+q d_q - k d_k, is a difference of large numbers where gates are strong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdakit.backends.pallas_tpu.gate import member_sums
+from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, groups_of, lane_slices, side_by_side
+from kdakit.backends.pallas_tpu.intra import Masks, block, column_blocks, columns_of, operand, rows_of
+from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
+
+
+class Collected(NamedTuple):
+    """Of one head, [C, K]."""
+
+    d_q: Any
+    d_k: Any
+    d_g: Any
+
+
+class _Blocks:
+    """One head's gradients by block: of q_to, k_to, k_after, k_back [16, K], and of the blocks' sums [1, K]."""
+
+    def __init__(self, tile: Tile):
+        self.q_to, self.k_to, self.k_after, self.k_back, self.sums = ([None] * tile.blocks for _ in range(5))
+
+    def add(self, name: str, n: int, x) -> None:
+        found = getattr(self, name)
+        found[n] = x if found[n] is None else found[n] + x
+
+    def add_sums(self, first: int, last: int, x) -> None:
+        """d of the exponent of a decay over blocks first .. last - 1; x [16, K], one row for each factor that it is in."""
+        if first < last:
+            row = jnp.sum(x, axis=0, keepdims=True) if x.shape[0] > 1 else x
+            for n in range(first, last):
+                self.add("sums", n, row)
+
+    def whole(self, name: str):
+        found = getattr(self, name)
+        like = next(x for x in found if x is not None)
+        return jnp.concatenate([jnp.zeros_like(like) if x is None else x for x in found], axis=0)
+
+
+def pair_products_backward(tile: Tile, heads: list, flows: list, masks: Masks, rows, collect) -> list[Collected]:
+    """d_q, d_k (without the diagonal of A_qk) and d_g of each head, from their `Flow`s."""
+    groups, found = groups_of(tile, heads), [_Blocks(tile) for _ in heads]
+    d_A = []  # [group] (d_qk, d_kk) [C, g C]
+    for own in groups_of(tile, flows):
+        both = dot(tile, side_by_side([f.rows for f in own]), block_diagonal([operand(tile, f.v_new) for f in own]), (1, 1))
+        d_A.append([jnp.where(masks.strict, x, 0.0) for x in (both[: tile.C], both[tile.C :])])
+    for n in range(0 if tile.bounded else 1, tile.blocks):
+        for group, own, d in zip(groups, groups_of(tile, found), d_A, strict=True):
+            _across(tile, group, own, n, *d)
+    for head, flow, d in zip(heads, flows, found, strict=True):
+        _to_state(tile, head, flow, d, rows)
+    levels = []  # [level][head] (d_q, d_k)
+    for n, parts in enumerate(masks.levels):
+        levels.append([x for group, d in zip(groups, d_A, strict=True) for x in _level(tile, group, n, parts, *d)])
+    return [_collect(tile, head, d, [x[n] for x in levels], collect) for n, (head, d) in enumerate(zip(heads, found, strict=True))]
+
+
+def _across(tile: Tile, group: list, found: list, n: int, d_qk, d_kk) -> None:
+    """Rows of block n against columns of earlier blocks, and of its own if the gate is bounded."""
+    d_n = operand(tile, jnp.concatenate([block(d_qk, n), block(d_kk, n)], axis=0))  # [2 * 16, g C]
+    columns = [column_blocks(tile, h.x, h.d, n) for h in group]
+    d_rows = lane_slices(dot(tile, d_n, block_diagonal([columns_of(tile, x) for x in columns])), tile.group)
+    turned = d_n.T  # [g C, 2 * 16]
+    for i, (head, d) in enumerate(zip(group, found, strict=True)):
+        d.add("q_to", n, d_rows[i][:BLOCK])
+        d.add("k_to", n, d_rows[i][BLOCK:])
+        start = i * tile.C
+        d_columns = dot(tile, turned[start : start + BLOCK * len(columns[i])], rows_of(tile, head.x, n))
+        for m, column in enumerate(columns[i]):
+            d_column = block(d_columns, m)
+            if m == n:
+                d.add("k_back", n, d_column)
+                continue
+            between = head.d.between(m + 1, n)
+            d.add("k_after", m, d_column if between is None else d_column * between)
+            d.add_sums(m + 1, n, column * d_column)
+
+
+def _to_state(tile: Tile, head, flow, d: _Blocks, rows) -> None:
+    """From the gradients of q_in, k_in, k_end and of the chunk's decay."""
+    enter = flow.q_in * flow.d_q_in + flow.k_in * flow.d_k_in
+    leave = flow.k_end * flow.d_k_end
+    d_q_in, d_k_in = (x if rows.enter is None else jnp.where(rows.enter, x, 0.0) for x in (flow.d_q_in, flow.d_k_in))
+    d_k_end = flow.d_k_end if rows.leave is None else jnp.where(rows.leave, flow.d_k_end, 0.0)
+    for n in range(tile.blocks):
+        before, after = head.d.between(0, n), head.d.between(n + 1, tile.blocks)
+        for name, x in (("q_to", d_q_in), ("k_to", d_k_in)):
+            d.add(name, n, block(x, n) if before is None else block(x, n) * before)
+        d.add("k_after", n, block(d_k_end, n) if after is None else block(d_k_end, n) * after)
+        d.add_sums(0, n, block(enter, n))
+        d.add_sums(n + 1, tile.blocks, block(leave, n))
+    d.add_sums(0, tile.blocks, flow.d_decay)
+
+
+def _level(tile: Tile, group: list, n: int, parts, d_qk, d_kk) -> list:
+    """d of each head's (q, k) times its decays at level n."""
+    d_A = operand(tile, jnp.concatenate([jnp.where(parts, x, 0.0) for x in (d_qk, d_kk)], axis=0))  # [2 C, g C]
+    d_rows = lane_slices(dot(tile, d_A, block_diagonal([operand(tile, h.x.levels[n][1]) for h in group])), tile.group)
+    turned = d_A.T  # [g C, 2 C]
+    found = []
+    for i, head in enumerate(group):
+        d_columns = dot(tile, turned[i * tile.C : (i + 1) * tile.C], jnp.concatenate(head.x.levels[n], axis=0))
+        found.append((d_rows[i][: tile.C], d_rows[i][tile.C :] + d_columns))
+    return found
+
+
+def _collect(tile: Tile, head, d: _Blocks, levels: list, collect) -> Collected:
+    x, decay = head.x, head.d
+    d_q_to, d_k_to, d_k_after = d.whole("q_to"), d.whole("k_to"), d.whole("k_after")
+    d_to, d_after = x.q_to * d_q_to + x.k_to * d_k_to, x.k_after * d_k_after
+    d_q, d_k = d_q_to * decay.to, d_k_to * decay.to + d_k_after * decay.after
+    if tile.bounded:
+        d_k_back = d.whole("k_back")
+        d_to, d_k = d_to - x.k_back * d_k_back, d_k + d_k_back * decay.back
+    exponents = []
+    for (q, k), (d_q_level, d_k_level), factor in zip(x.levels, levels, decay.levels, strict=True):
+        exponents.append(q * d_q_level + k * d_k_level)
+        d_q, d_k = d_q + d_q_level * factor, d_k + d_k_level * factor
+    summed = exponents[: len(tile.summed_levels)]
+    d_g = member_sums(collect, jnp.concatenate([d_to, d_after, *summed], axis=0), tile.pieces)
+    d_g = d_g + jnp.concatenate([jnp.broadcast_to(row, (BLOCK, row.shape[1])) for row in d.sums], axis=0)
+    if tile.levels:
+        odd = lax.broadcasted_iota(jnp.int32, d_g.shape, 0) & 1 == 1
+        d_g = d_g + jnp.where(odd, exponents[-1], 0.0)
+    return Collected(d_q, d_k, d_g)

@@ -1,0 +1,175 @@
+"""From a call's arrays to blocks: padding, the grid, and which block each step sees."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kdakit.backends.pallas_tpu.gate import member_matrix
+from kdakit.backends.pallas_tpu.sequences import Table, make_table, packed_ids, segment_rows
+from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded
+from kdakit.problem import Arrays, Problem
+
+VMEM_LIMIT = 100 * 2**20
+
+
+class Operand(NamedTuple):
+    """An input (array) or output (its ShapeDtypeStruct) of a kernel, and how it is cut into blocks."""
+
+    value: Any
+    block: tuple
+    index: Any  # (batch, head block, step, chunk, sequence) -> block indices
+
+
+class Launch(NamedTuple):
+    problem: Problem
+    tile: Tile
+    config: Config
+    table: Table | None
+    grid: tuple[int, int, int]
+
+
+def make_launch(problem: Problem, arrays: Arrays, config: Config, tokens: int | None = None) -> Launch:
+    tile = make_tile(problem, config, tokens)
+    table = make_table(arrays.cu_seqlens, problem.T, tile.C) if tile.tables else None
+    steps = -(-problem.T // tile.C) if table is None else table.block.shape[0]
+    return Launch(problem, tile, config, table, (problem.B, -(-problem.HV // tile.heads), steps))
+
+
+def token_operand(launch: Launch, value) -> Operand:
+    """[B, T, HV, K]."""
+    t = launch.tile
+    return Operand(value, (1, t.C, t.heads, value.shape[-1]), lambda b, h, s, chunk, sequence: (b, chunk, h, 0))
+
+
+def row_operand(launch: Launch, value) -> Operand:
+    """[B, chunks, HV, C]."""
+    t = launch.tile
+    return Operand(value, (1, 1, t.heads, t.C), lambda b, h, s, chunk, sequence: (b, chunk, h, 0))
+
+
+def state_operand(launch: Launch, value) -> Operand:
+    """[N, HV, .., ..]."""
+    return Operand(value, (1, launch.tile.heads, *value.shape[2:]), lambda b, h, s, chunk, sequence: (sequence, h, 0, 0))
+
+
+def step_operand(launch: Launch, value, heads: int) -> Operand:
+    """[B, steps, heads, ..]: what each step saves."""
+    rest = value.shape[3:]
+    return Operand(value, (1, 1, heads, *rest), lambda b, h, s, chunk, sequence: (b, s, h, *(0 for _ in rest)))
+
+
+def input_operands(launch: Launch, arrays: Arrays) -> dict[str, Operand]:
+    """The call's arrays as the kernels take them: heads repeated, lanes filled up, float16 widened, beta as rows."""
+    p, t = launch.problem, launch.tile
+    q, k = (lanes(jnp.repeat(x, p.group, axis=2) if p.group > 1 else x) for x in arrays[:2])
+    found = {name: token_operand(launch, x) for name, x in zip("qkvg", (q, k, lanes(arrays.v), lanes(arrays.g)), strict=True)}
+    found["beta"] = row_operand(launch, token_rows(t, arrays.beta))
+    if t.gate != "log_decay":
+        found["gate"] = Operand(gate_rows(p, t, arrays), (t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (h, 0, 0))
+    found["members"] = constant(jnp.asarray(member_matrix(t), jnp.bfloat16))
+    if t.segments:
+        ids = packed_ids(arrays.cu_seqlens, p.T) if p.varlen == "cu_seqlens" else arrays.segment_ids
+        found["segments"] = Operand(segment_rows(ids, t.C), (1, 1, 2, t.C), lambda b, h, s, chunk, sequence: (b, chunk, 0, 0))
+    if arrays.initial_state is not None:
+        found["initial"] = state_operand(launch, pad_state(t, arrays.initial_state))
+    return found
+
+
+def constant(value) -> Operand:
+    return Operand(value, value.shape, lambda b, h, s, chunk, sequence: (0,) * value.ndim)
+
+
+def token_rows(tile: Tile, x):
+    """[B, T, HV] -> [B, chunks, HV, C] float32."""
+    B, T, HV = x.shape
+    x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, -T % tile.C), (0, 0)))
+    return x.reshape(B, -1, tile.C, HV).swapaxes(2, 3)
+
+
+def from_token_rows(x, T: int):
+    """[B, chunks, HV, C] -> [B, T, HV]."""
+    x = x.swapaxes(2, 3)
+    return x.reshape(x.shape[0], -1, x.shape[3])[:, :T]
+
+
+def gate_rows(problem: Problem, tile: Tile, arrays: Arrays):
+    """[HV, 2, K] float32: exp(A_log), or 1, and dt_bias, or 0."""
+    HV, K = problem.HV, problem.K
+    a = jnp.ones((HV, K), jnp.float32)
+    if arrays.A_log is not None:
+        a = a * jnp.exp(arrays.A_log.astype(jnp.float32)).reshape(HV, 1)
+    bias = jnp.zeros((HV, K), jnp.float32) if arrays.dt_bias is None else arrays.dt_bias.astype(jnp.float32).reshape(HV, K)
+    return lanes(jnp.stack([a, bias], 1))
+
+
+def pad_state(tile: Tile, state):
+    """float16 widened, rows and columns made up to whole lanes."""
+    state = state.astype(jnp.float32) if state.dtype == jnp.float16 else state
+    rows, columns = (tile.V, tile.K) if tile.state_v_first else (tile.K, tile.V)
+    missing = (rows - state.shape[-2], columns - state.shape[-1])
+    return state if missing == (0, 0) else jnp.pad(state, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
+
+
+def lanes(x):
+    """float16 widened and the last axis made up to whole lanes."""
+    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    missing = padded(x.shape[-1]) - x.shape[-1]
+    return x if missing == 0 else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+
+
+def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch: list, reverse: bool = False, aliases=None) -> dict:
+    """One pallas_call; results by name. `reverse`: steps from last to first."""
+    steps = launch.grid[2]
+
+    def spec(operand: Operand):
+        def index(b, h, s, *table):
+            s = steps - 1 - s if reverse else s
+            return operand.index(b, h, s, table[0][s] if table else s, table[3][s] if table else b)
+
+        return pl.BlockSpec(operand.block, index)
+
+    table = () if launch.table is None else tuple(launch.table)
+    names = list(inputs), list(outputs)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(table), grid=launch.grid, in_specs=[spec(x) for x in inputs.values()],
+        out_specs=[spec(x) for x in outputs.values()], scratch_shapes=scratch,
+    )  # fmt: skip
+    call = pl.pallas_call(
+        partial(_bound, kernel, names, len(table)), name=name, grid_spec=grid_spec, out_shape=[x.value for x in outputs.values()],
+        input_output_aliases={len(table) + names[0].index(i): names[1].index(o) for i, o in (aliases or {}).items()},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        interpret=interpret_mode(launch.config),
+    )  # fmt: skip
+    return dict(zip(names[1], call(*table, *(x.value for x in inputs.values())), strict=True))
+
+
+def _bound(kernel, names, tables: int, *refs):
+    """kernel(table, inputs, outputs, scratch), the refs by name."""
+    table = Table(*refs[:tables]) if tables else None
+    ends = tables + len(names[0]), tables + len(names[0]) + len(names[1])
+    inputs = dict(zip(names[0], refs[tables : ends[0]], strict=True))
+    outputs = dict(zip(names[1], refs[ends[0] : ends[1]], strict=True))
+    kernel(table, inputs, outputs, refs[ends[1] :])
+
+
+def interpret_mode(config: Config):
+    if not config.interpret:
+        return False
+    if config.race_seed is None:
+        return pltpu.InterpretParams()
+    return pltpu.InterpretParams(
+        detect_races=True, random_seed=config.race_seed, uninitialized_memory="nan",
+        dma_execution_mode="eager" if config.eager_dma else "on_wait",
+    )  # fmt: skip
+
+
+def shape_of(value_shape, dtype):
+    return jax.ShapeDtypeStruct(value_shape, jnp.dtype(dtype))

@@ -1,0 +1,72 @@
+"""Where sequences begin and end, for the kernels; shapes depend on sizes only, never on the values of cu_seqlens.
+
+Two ways, neither of which moves a token:
+- segments: a chunk may hold any number of segments, told apart by masks; one state passes through. For segment_ids, and for packed calls
+  whose sequences neither bring nor leave a state.
+- tables: a chunk is visited once for each sequence in it, and each visit sees its own tokens only. For packed calls with states.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kdakit.backends.pallas_tpu.tile import Tile
+
+
+class Table(NamedTuple):
+    """[steps] int32 each: the visits in order, of whole chunks or parts of them; steps that are left over see no token."""
+
+    block: Any  # the chunk
+    low: Any  # its tokens low .. high - 1
+    high: Any
+    sequence: Any
+    first: Any  # 1 if the sequence begins here
+    last: Any
+
+
+def visits(T: int, C: int, N: int) -> int:
+    """The most that N sequences in T tokens can need."""
+    return -(-T // C) + N - 1
+
+
+def make_table(cu_seqlens, T: int, C: int) -> Table:
+    N, chunks = cu_seqlens.shape[0] - 1, -(-T // C)
+    cu = cu_seqlens.astype(jnp.int32)
+    starts = jnp.sort(jnp.concatenate([jnp.arange(chunks, dtype=jnp.int32) * C, cu[:-1]]))
+    again = jnp.concatenate([jnp.zeros(1, bool), starts[1:] == starts[:-1]])
+    starts = jnp.sort(jnp.where(again, T, starts))[: visits(T, C, N)]
+    ends = jnp.concatenate([starts[1:], jnp.full(1, T, jnp.int32)])
+    used = starts < T
+    block = jnp.where(used, starts, T - 1) // C
+    sequence = jnp.searchsorted(cu[1:], jnp.minimum(starts, T - 1), side="right").astype(jnp.int32)
+    number = lambda x: (used & x).astype(jnp.int32)
+    low, high = (jnp.where(used, x - block * C, 0) for x in (starts, ends))
+    return Table(block, low, high, sequence, number(starts == cu[sequence]), number(ends == cu[sequence + 1]))
+
+
+def segment_rows(ids, C: int):
+    """ids [B, T] -> [B, chunks, 2, C] float32: each token's segment, counted from the chunk's first token's; and 1 if that starts one.
+
+    A row's first token starts none: the initial state enters there.
+    """
+    B, T = ids.shape
+    changes = jnp.pad((ids[:, 1:] != ids[:, :-1]).astype(jnp.int32), ((0, 0), (1, 0)))
+    count = jnp.pad(jnp.cumsum(changes, 1), ((0, 0), (0, -T % C)), mode="edge").reshape(B, -1, C)
+    fresh = jnp.pad(changes, ((0, 0), (0, -T % C))).reshape(B, -1, C)[:, :, :1]
+    return jnp.stack([count - count[:, :, :1], jnp.broadcast_to(fresh, count.shape)], 2).astype(jnp.float32)
+
+
+def packed_ids(cu_seqlens, T: int):
+    """[1, T]: each token's sequence."""
+    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=cu_seqlens.dtype), side="right")[None]
+
+
+def own_tokens(tile: Tile, T: int, table: Table | None, step):
+    """In a kernel, [C, 1]: which tokens of its chunk a step works on; None: all."""
+    token = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
+    if table is not None:
+        return (token >= table.low[step]) & (token < table.high[step])
+    return token + step * tile.C < T if tile.ragged else None

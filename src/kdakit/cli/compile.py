@@ -1,0 +1,104 @@
+"""Compile the TPU kernels with libtpu, no TPU needed, and read their schedule: cycles, time, VMEM, what each slot of the machine does.
+
+Nothing is run. The prediction is optimistic: it counts instruction bundles, not the memory they may have to wait for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--target", nargs="+", metavar="CHIP", help="v4, v5e, v5p, v6e, tpu7x (default: v6e)")
+    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="forward, training (forward and backward), step (default: all)")
+    parser.add_argument("--gate", nargs="+", metavar="GATE", help="bounded, softplus, log_decay (default: bounded)")
+    parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: h32 = 1x8192x32x128)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--sequences", type=int, default=0, metavar="N", help="pack N sequences into T")
+    parser.add_argument("--states", action="store_true", help="with initial and final states")
+    parser.add_argument("--keep", action="store_true", help="disable_recompute")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all numbers to FILE")
+
+
+def run(args) -> int:
+    from kdakit.cli import tpu_schedule
+    from kdakit.cli.choices import UsageError
+
+    made = jobs(args)
+    if (reason := tpu_schedule.missing()) is not None:
+        raise UsageError(f"nothing can be compiled for TPUs here: {reason}")
+    record = measure(args, made)
+    show(record)
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+        print(f"wrote {args.json}")
+    if not record["results"]:
+        raise UsageError("nothing was compiled")
+    return 1 if record["missing"] else 0
+
+
+def jobs(args) -> list[tuple[str, Any]]:
+    """(chip, Job) of everything asked for."""
+    from kdakit.cli.choices import UsageError, pick
+    from kdakit.cli.contestants import parse_shape
+    from kdakit.cli.tpu_kernels import CHIPS, GATES, KERNELS, Job
+
+    if args.sequences < 0:
+        raise UsageError(f"--sequences must not be negative, got {args.sequences}")
+    more = {"dtype": args.dtype, "states": args.states, "keep": args.keep}
+    found = []
+    for target in pick("target", args.target or ["v6e"], CHIPS):
+        for shape in map(parse_shape, args.shape or ["h32"]):
+            for kernel in pick("kernel", args.kernel, KERNELS):
+                packed = {"sequences": args.sequences} if args.sequences and kernel != "step" else {}
+                for gate in pick("gate", args.gate or ["bounded"], GATES):
+                    sizes = {"B": shape.B, "T": shape.T, "H": shape.H, "K": shape.K, "sequences": len(shape.lengths)} | packed
+                    found.append((target, Job(kernel, gate, **sizes, **more)))
+    return found
+
+
+def measure(args, made: list) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from kdakit.cli import console, machine, tpu_schedule
+
+    results, missing = [], []
+    with console.progress() as bar:
+        task = bar.add_task("compile", total=len(made))
+        for target, job in made:
+            bar.update(task, description=f"{target} {job.kernel}")
+            found = tpu_schedule.schedule(job, target)
+            row = {"target": target, "job": asdict(job), "label": str(job)} | found
+            (missing if "reason" in found else results).append(row)
+            bar.update(task, advance=1)
+    note = "static schedule by libtpu, nothing was run; cycles are instruction bundles and do not wait for memory"
+    return {"kind": "tpu_schedule", "note": note, **machine.describe(), "results": results, "missing": missing}
+
+
+def show(record: dict[str, Any]) -> None:
+    from kdakit.cli import console
+
+    out = console.output()
+    columns = ("chip", "kernel", "bundles a step", "steps", "Mcycles", "VMEM MiB", "MXU", "VALU", "EUP", "XLU", "load", "store", "spills")
+    for row in record["results"]:
+        title = f"{row['target']}: {row['label']}: {row['cycles'] / 1e6:.3f} M cycles, {row['milliseconds']:.3f} ms if memory keeps up"
+        table = console.table(title, *columns, right=columns[2:])
+        for kernel in row["kernels"]:
+            table.add_row(row["target"], *_cells(kernel))
+        table.add_row(row["target"], "XLA around them", "", "", f"{row['xla_cycles'] / 1e6:.3f}", *[""] * 8)
+        out.print(table)
+    for row in record["missing"]:
+        out.print(f"{row['target']}: {row['label']}: {row['reason']}", markup=False)
+
+
+def _cells(kernel: dict[str, Any]) -> list[str]:
+    used = lambda name: f"{kernel['slots'][name]['mean'] / kernel['slots'][name]['capacity']:.0%}" if name in kernel["slots"] else ""
+    spills = sum(kernel["slots"].get(n, {"mean": 0})["mean"] for n in ("VLOAD:FILL", "VSTORE:SPILL"))
+    return [
+        kernel["name"], str(kernel["bundles_per_step"]), str(kernel["steps"]),
+        f"{kernel['bundles_per_step'] * kernel['steps'] / 1e6:.3f}", f"{kernel['vmem_bytes'] / 2**20:.1f}",
+        *(used(n) for n in ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")), f"{spills:.2f}/bundle",
+    ]  # fmt: skip

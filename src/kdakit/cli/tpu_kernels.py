@@ -1,0 +1,110 @@
+"""The TPU backend's kernels at a chosen shape, as functions of ShapeDtypeStructs: what `kdakit compile` and the tests lower and compile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kdakit.cases import Shape
+
+
+@dataclass(frozen=True)
+class Chip:
+    topology: str  # its name for libtpu
+    kind: str  # JAX's device kind
+    ghz: float  # nominal; v6e and tpu7x from peak FLOP/s, tpu7x also from published kernel times
+
+
+CHIPS = {
+    "v4": Chip("v4:2x2x1", "TPU v4", 1.05),
+    "v5e": Chip("v5e:2x2", "TPU v5e", 1.5),
+    "v5p": Chip("v5p:2x2x1", "TPU v5p", 1.75),
+    "v6e": Chip("v6e:2x2", "TPU v6e", 1.75),
+    "tpu7x": Chip("tpu7x:2x2x1", "TPU7x", 2.0),
+}
+
+KERNELS = ("forward", "training", "step")
+GATES = ("bounded", "softplus", "log_decay")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call to compile: `training` is forward and backward, `step` one token of each sequence."""
+
+    kernel: str
+    gate: str = "bounded"
+    dtype: str = "bfloat16"
+    B: int = 1
+    T: int = 8192
+    H: int = 32
+    HV: int = 0  # 0: H
+    K: int = 128
+    V: int = 0  # 0: K
+    sequences: int = 0  # packed into T
+    states: bool = False  # initial and final states
+    keep: bool = False  # disable_recompute
+    chunk_size: int = 64
+
+    @classmethod
+    def of(cls, shape: Shape, **rest) -> Job:
+        return cls(B=shape.B, T=shape.T, H=shape.H, K=shape.K, sequences=len(shape.lengths), **rest)
+
+    def __str__(self) -> str:
+        size = f"B{self.B} T{self.T} H{self.H} K{self.K}"
+        extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states + ["kept"] * self.keep
+        return ", ".join([f"{self.kernel} {size}", self.dtype, f"{self.gate} gate", *extras])
+
+
+def problem_of(job: Job):
+    """The job's arrays as ShapeDtypeStructs, and its Problem."""
+    import jax
+    import jax.numpy as jnp
+
+    from kdakit.problem import Arrays, make_options, make_problem
+
+    def array(*shape, dtype=job.dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    recurrent, fused = job.kernel == "step", job.gate != "log_decay"
+    B, T, H, K = job.B, 1 if recurrent else job.T, job.H, job.K
+    HV, V = job.HV or H, job.V or K
+    N = job.sequences or B
+    arrays = Arrays(
+        q=array(B, T, H, K), k=array(B, T, H, K), v=array(B, T, HV, V), g=array(B, T, HV, K, dtype=job.dtype if fused else "float32"),
+        beta=array(B, T, HV),
+        A_log=array(HV, dtype="float32") if fused else None, dt_bias=array(HV * K, dtype="float32") if fused else None,
+        initial_state=array(N, HV, K, V, dtype="float32") if job.states or recurrent else None,
+        cu_seqlens=array(N + 1, dtype="int32") if job.sequences else None,
+    )  # fmt: skip
+    bounded = job.gate == "bounded"
+    options = make_options(
+        arrays, use_qk_l2norm_in_kernel=fused, use_gate_in_kernel=fused, use_beta_sigmoid_in_kernel=fused, chunk_size=job.chunk_size,
+        lower_bound=-5.0 if bounded else None, safe_gate=bounded, output_final_state=job.states or recurrent, disable_recompute=job.keep,
+    )  # fmt: skip
+    return arrays, make_problem("recurrent" if recurrent else "chunk", arrays, options, needs_grad=job.kernel == "training")
+
+
+def function_of(job: Job) -> tuple[Any, tuple]:
+    """A function and its arguments' ShapeDtypeStructs."""
+    from kdakit.backends import pallas_tpu
+
+    arrays, problem = problem_of(job)
+    config = pallas_tpu.default_config(problem, "tpu")
+    if job.kernel == "step":
+        return (lambda arrays: pallas_tpu.step(problem, arrays, config)), (arrays,)
+    if job.kernel == "forward":
+        return (lambda arrays: pallas_tpu.forward(problem, arrays, config)[0]), (arrays,)
+
+    def training(arrays, d_o, d_final_state):
+        result, saved = pallas_tpu.forward(problem, arrays, config)
+        return result, pallas_tpu.backward(problem, arrays, saved, d_o, d_final_state, config)
+
+    return training, (arrays, arrays.v, arrays.initial_state)
+
+
+def on_chip(chip: str):
+    """A context in which Pallas lowers for `chip`, whatever machine this is."""
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind=CHIPS[chip].kind, num_cores=1, platform="tpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

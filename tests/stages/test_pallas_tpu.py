@@ -1,0 +1,196 @@
+"""The TPU kernels in the TPU interpreter, which shuffles parallel steps, fills memory with NaN and follows every copy.
+
+The contract itself is test_contract.py, where pallas_tpu takes part like every backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kdakit import accuracy
+from kdakit.cases import CASES, Case
+from kdakit.cli import checking
+from kdakit.problem import DIFFERENTIABLE, Arrays
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
+from jax.experimental.pallas import tpu as pltpu  # noqa: E402
+
+from kdakit.backends import pallas_tpu  # noqa: E402
+from kdakit.backends.pallas_tpu import sequences, tile  # noqa: E402
+from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import interpret_mode  # noqa: E402
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+MODES = [(seed, eager) for seed in (0, 1) for eager in (True, False)]
+SMALL = Case("small", "two steps of tokens, two rows", B=2, T=24, H=2, HV=2, K=16, V=8, options={"chunk_size": 16})
+PACKED = Case("packed", "three sequences, one empty, in two chunks", T=24, H=1, HV=1, lengths=(5, 0, 19), options={"chunk_size": 16})
+
+
+def races_found() -> bool:
+    """The interpreter of this JAX prints a race and goes on; its record tells."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    assert interpreter.races is not None, "races were not looked for"
+    return interpreter.races.races_found
+
+
+def run(case: Case, config, dtype="float32", op="chunk", grad=True):
+    """{name: array} of results and gradients straight from the backend, with a config of the test's own."""
+    given, problem = checking.to_jax(case.arrays(dtype), case.dtypes(dtype)), case.problem(dtype, op, grad)
+    d_o, d_final = (jnp.asarray(d, x) for d, x in zip(case.cotangents(dtype), (dtype, "float32"), strict=True))
+
+    def whole(arrays, d_o, d_final):
+        if op == "recurrent":
+            return pallas_tpu.step(problem, arrays, config), None
+        result, saved = pallas_tpu.forward(problem, arrays, config)
+        return result, pallas_tpu.backward(problem, arrays, saved, d_o, d_final, config) if grad else None
+
+    result, gradients = jax.jit(whole, compiler_options=QUICK)(given, d_o, d_final)
+    found = {"o": result.o, "final_state": result.final_state}
+    found |= {} if gradients is None else {n: getattr(gradients, n) for n in DIFFERENTIABLE if getattr(gradients, n) is not None}
+    return {n: np.asarray(x, np.float64) for n, x in found.items()}
+
+
+def assert_right(case: Case, found, dtype="float32", op="chunk", grad=True):
+    problem, arrays = case.problem(dtype, op, grad), case.arrays(dtype)
+    rows = checking.compare(problem, arrays, found, case.cotangents(dtype) if grad else None, pallas_tpu.operand_dtype(problem))
+    assert all(row.ok for row in rows), rows
+
+
+@pytest.mark.parametrize("seed, eager", MODES)
+def test_no_races_and_nothing_uninitialised(seed, eager):
+    pltpu.reset_tpu_interpret_mode_state()
+    found = run(SMALL, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager))
+    assert not races_found()
+    assert_right(SMALL, found)
+
+
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+@pytest.mark.parametrize("seed, eager", [MODES[0], MODES[3]])
+def test_no_races_between_packed_sequences(seed, eager, op):
+    pltpu.reset_tpu_interpret_mode_state()
+    found = run(PACKED, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager), op=op, grad=op == "chunk")
+    assert not races_found()
+    assert_right(PACKED, found, op=op, grad=op == "chunk")
+
+
+def test_the_interpreter_would_show_an_unset_state():
+    """Scratch that nobody has set is NaN, and so would be what follows from it."""
+    kernel = lambda o, state: pl.when(pl.program_id(0) == 1)(lambda: o.__setitem__(..., state[...]))
+    pltpu.reset_tpu_interpret_mode_state()
+    config = tile.Config(heads=1, interpret=True, race_seed=0)
+    out = pl.pallas_call(
+        kernel, grid=(2,), out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)), out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32)], interpret=interpret_mode(config),
+    )()  # fmt: skip
+    assert np.isnan(out).all()
+
+
+class Memory:
+    """As much of a Pallas ref as strided loads and stores use, in NumPy: no interpreter knows strided stores through a reshaped ref."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def reshape(self, *shape):
+        return Memory(self.array.reshape(shape))
+
+    def bitcast(self, dtype):
+        assert dtype == jnp.uint32
+        return Words(self.array)
+
+    def __getitem__(self, index):
+        return jnp.asarray(self.array[self._rows(index)])
+
+    def __setitem__(self, index, value):
+        self.array[self._rows(index)] = value
+
+    def _rows(self, index):
+        rows, columns = index
+        return slice(rows.start, rows.start + rows.size * rows.stride, rows.stride), columns
+
+
+class Words(Memory):
+    """On a TPU two bfloat16 rows share 32-bit words, the even one in the low half."""
+
+    def __getitem__(self, index):
+        rows = self.array.view(np.uint16).astype(np.uint32)
+        return jnp.asarray((rows[0::2] | rows[1::2] << 16)[self._rows(index)])
+
+    def __setitem__(self, index, value):
+        halves, value = self.array.view(np.uint16), np.asarray(value)
+        halves[0::2][self._rows(index)], halves[1::2][self._rows(index)] = value & 0xFFFF, value >> 16
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_strided_loads(dtype, heads):
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(1, 24, heads, 128)), dtype))
+    made = tile.make_tile(CASES["plain"].problem(dtype), tile.Config(heads=heads))
+    for h, found in enumerate(read_heads(made, Memory(x))):
+        assert found.dtype == jnp.float32 and np.array_equal(found, x[0, :, h].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_strided_stores(dtype):
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(1, 24, 8, 128)), dtype))
+    made = tile.make_tile(CASES["plain"].problem(dtype), tile.Config(heads=8))
+    memory = Memory(x.copy())
+    write_heads(made, memory, [(h + 2.0) * x[0, :, h].astype(np.float32) for h in range(8)], np.arange(24)[:, None] < 20)
+    want = (x.astype(np.float32) * (2.0 + np.arange(8, dtype=np.float32))[:, None]).astype(x.dtype)
+    assert np.array_equal(memory.array[:, :20], want[:, :20]) and np.array_equal(memory.array[:, 20:], x[:, 20:])
+
+
+def test_heads_that_fill_no_block():
+    """Ten heads in blocks of eight: what the second block holds beyond them is never seen."""
+    case = Case("ten", "ten heads", T=16, H=10, HV=10, K=16, V=16, options={"chunk_size": 16})
+    assert_right(case, run(case, tile.Config(heads=8, interpret=True), grad=False), grad=False)
+
+
+def test_pairs_of_heads():
+    """Chunks of 64 put the matrices of two heads side by side; a bounded gate in bfloat16 takes the short way inside blocks."""
+    case = replace(CASES["lower_bound"], T=80, options=CASES["lower_bound"].options | {"chunk_size": 64})
+    assert pallas_tpu.tile.make_tile(case.problem("bfloat16"), tile.Config(heads=2)).group == 2
+    assert_right(case, run(case, tile.Config(heads=2, interpret=True), "bfloat16"), "bfloat16")
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 19), (16, 16), (24,), (0, 0, 1, 31, 0), (1,) * 20])
+def test_table_visits_every_token_once_and_in_order(lengths):
+    T, C = sum(lengths), 16
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    table = sequences.make_table(jnp.asarray(cu, jnp.int32), T, C)
+    assert table.block.shape == (sequences.visits(T, C, len(lengths)),)
+    seen = []
+    for block, low, high, sequence, first, last in np.stack(table, 1).tolist():
+        tokens = list(range(block * C + low, block * C + high))
+        assert all(cu[sequence] <= t < cu[sequence + 1] for t in tokens)
+        assert first == (bool(tokens) and tokens[0] == cu[sequence]) and last == (bool(tokens) and tokens[-1] == cu[sequence + 1] - 1)
+        seen += tokens
+    assert seen == list(range(T))
+
+
+def test_decode_takes_the_initial_states_place():
+    """With the state given away, XLA sees one buffer for both."""
+    case = Case("decode", "one token", B=2, T=1, H=2, HV=2, K=128, V=128)
+    problem, arrays = case.problem(op="recurrent"), checking.to_jax(case.arrays(), case.dtypes())
+    rest = arrays._replace(initial_state=None)
+    step = lambda state, rest: pallas_tpu.step(problem, rest._replace(initial_state=state), tile.Config(heads=2, interpret=False))
+    text = jax.export.export(jax.jit(step, donate_argnums=0), platforms=["tpu"])(arrays.initial_state, rest).mlir_module()
+    assert "output_operand_aliases" in text and "kda_step" in text
+
+
+def test_only_named_calls_are_interpreted():
+    from kdakit.jax import chunk_kda
+
+    arrays = Arrays(*(None if x is None else jnp.asarray(x, jnp.float32) for x in replace(SMALL, initial_state=False).arrays()[:5]))
+    assert pallas_tpu.interpreted("cpu") and pallas_tpu.interpreted("tpu") is None
+    auto, _ = chunk_kda(*arrays[:5])
+    named, _ = chunk_kda(*arrays[:5], backend="pallas_tpu")
+    assert accuracy.error(named, auto) < 1e-6
+    with pytest.raises(ValueError, match="float64"), jax.enable_x64(True):
+        chunk_kda(*(jnp.asarray(x, jnp.float64) for x in arrays[:5]), backend="pallas_tpu")
