@@ -20,7 +20,7 @@ VARIANTS = [
     replace(BASE, gate="log_decay", dtype="float32"),
     replace(BASE, sequences=3),
     replace(BASE, sequences=3, states=True),
-    replace(BASE, states=True, keep=True, K=64, V=128),
+    replace(BASE, states=True, K=64, V=128),
     replace(BASE, K=256, HV=16, gate="log_decay"),
     replace(BASE, H=3, chunk_size=32),
     replace(BASE, kernel="forward", chunk_size=128),
@@ -67,11 +67,11 @@ def test_budget_of_the_forward():
     """q, k, v, g in and o out, once each; beta beside them; nothing else but constants."""
     job = Job("forward", T=1024)
     (budget,) = tpu_budget.budgets(*function_of(job))
-    assert budget.steps == 4 * 16
+    assert budget.steps == 2 * 16
     assert minimal_bytes(job, 5) <= budget.hbm_bytes <= 1.05 * minimal_bytes(job, 5)
-    assert budget.vmem_bytes <= 4 * 2**20
+    assert budget.vmem_bytes <= 7 * 2**20
     # Per head and chunk of 64: state read and write, the solve, the pair products, 10 products of the inverse, the gates' sums.
-    per_head = budget.dot_flops / (budget.steps * 8)
+    per_head = budget.dot_flops / (budget.steps * 16)
     useful = 2 * 64 * 128 * 128 * 3 + 2 * 64 * 64 * 128 * 4 + 2 * 10 * 64**3
     assert useful < per_head < 4 * useful, "zero blocks beside heads that share a matrix cost at most so much"
 
@@ -79,10 +79,10 @@ def test_budget_of_the_forward():
 def test_budget_of_training():
     job = Job("training", T=1024)
     forward, backward = tpu_budget.budgets(*function_of(job))
-    states = job.T // 64 * job.H * 128 * 128 * 2
-    assert forward.hbm_bytes <= 1.05 * minimal_bytes(job, 5) + states
-    assert backward.hbm_bytes <= 1.06 * minimal_bytes(job, 9) + states
-    assert backward.vmem_bytes <= 8 * 2**20
+    saved = job.T // 64 * job.H * (128 * 128 + 3 * 64 * 64) * 2
+    assert forward.hbm_bytes <= 1.05 * minimal_bytes(job, 5) + saved
+    assert backward.hbm_bytes <= 1.06 * minimal_bytes(job, 9) + saved
+    assert backward.vmem_bytes <= 16 * 2**20
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -42,7 +42,6 @@ class Job:
     V: int = 0  # 0: K
     sequences: int = 0  # packed into T
     states: bool = False  # initial and final states
-    keep: bool = False  # disable_recompute
     chunk_size: int = 64
 
     @classmethod
@@ -51,7 +50,7 @@ class Job:
 
     def __str__(self) -> str:
         size = f"B{self.B} T{self.T} H{self.H} K{self.K}"
-        extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states + ["kept"] * self.keep
+        extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states
         return ", ".join([f"{self.kernel} {size}", self.dtype, f"{self.gate} gate", *extras])
 
 
@@ -79,7 +78,7 @@ def problem_of(job: Job):
     bounded = job.gate == "bounded"
     options = make_options(
         arrays, use_qk_l2norm_in_kernel=fused, use_gate_in_kernel=fused, use_beta_sigmoid_in_kernel=fused, chunk_size=job.chunk_size,
-        lower_bound=-5.0 if bounded else None, safe_gate=bounded, output_final_state=job.states or recurrent, disable_recompute=job.keep,
+        lower_bound=-5.0 if bounded else None, safe_gate=bounded, output_final_state=job.states or recurrent,
     )  # fmt: skip
     return arrays, make_problem("recurrent" if recurrent else "chunk", arrays, options, needs_grad=job.kernel == "training")
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, group_matrices, state_block, step_rows
+from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, state_block, step_rows
 from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
 from kdakit.backends.pallas_tpu.heads import dot, groups_of, read_heads, row_slices, row_sums, write_heads
 from kdakit.backends.pallas_tpu.intra import make_masks, operand
@@ -31,7 +31,7 @@ class Given(NamedTuple):
     collect: Any  # [C, pieces * sums]
     d_o: Any  # [1, C, heads, V]
     states: Any  # [1, 1, heads, V, K]
-    matrices: Any = None  # [1, 1, groups, 3, C, g C]
+    matrices: Any  # [1, 1, groups, 3, C, g C]
     d_final: Any = None
 
 
@@ -125,17 +125,15 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
     d_o = read_heads(tile, given.d_o, rows.valid)
-    groups = groups_of(tile, heads)
-    if given.matrices is None:
-        matrices = group_matrices(tile, groups, masks)
-    else:
-        matrices = [tuple(given.matrices[0, 0, n, m] for m in range(3)) for n in range(len(groups))]
+    matrices = [tuple(given.matrices[0, 0, n, m] for m in range(3)) for n in range(tile.heads // tile.group)]
     S, d_S = ([ref[h] for h in range(tile.heads)] for ref in (given.states.at[0, 0], d_state))
     flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o)
     for h, flow in enumerate(flows):
         d_state[h] = flow.d_state
     d_q, d_k, d_g = [], [], []
-    for head, flow, d, x in zip(heads, flows, d_o, pair_products_backward(tile, heads, flows, masks, rows, given.collect[...]), strict=True):
+    for head, flow, d, x in zip(
+        heads, flows, d_o, pair_products_backward(tile, heads, flows, masks, rows, given.collect[...]), strict=True
+    ):
         own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
         d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
         d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))

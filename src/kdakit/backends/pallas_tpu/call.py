@@ -35,10 +35,13 @@ from kdakit.reference import Result
 
 
 class Saved(NamedTuple):
-    """What the backward gets from the forward."""
+    """What the backward gets from the forward; named for jax.checkpoint policies: kda_states, kda_matrices.
+
+    disable_recompute changes nothing: what the backward computes again besides (decays, v_new) costs less than to load it.
+    """
 
     states: Any  # [B, steps, HV, V, K]  before each step, in the operands' dtype
-    matrices: Any  # [B, steps, groups, 3, C, g C]  A_qk, P, inverse; None: computed again
+    matrices: Any  # [B, steps, groups, 3, C, g C]  A_qk, P, inverse
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Saved | None]:
@@ -54,7 +57,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
         outputs["final"] = _final_operand(launch)
     if keep or o.return_intermediate_states:
         outputs["states"] = step_operand(launch, shape_of((B, steps, problem.HV, t.V, t.K), t.operand), t.heads)
-    if keep and o.disable_recompute:
+    if keep:
         shape = (B, steps, blocks * (t.heads // t.group), 3, t.C, t.group * t.C)
         outputs["matrices"] = step_operand(launch, shape_of(shape, t.operand), t.heads // t.group)
     scratch = [pltpu.VMEM((t.heads, t.V, t.K), jnp.float32)]
@@ -64,7 +67,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
     if o.return_intermediate_states:
         states = out["states"][..., : problem.V, : problem.K].astype(problem.dtype)
         states = states if o.state_v_first else states.swapaxes(-1, -2)
-    saved = Saved(*(checkpoint_name(out[n], f"kda_{n}") if n in out else None for n in Saved._fields)) if keep else None
+    saved = Saved(*(checkpoint_name(out[n], f"kda_{n}") for n in Saved._fields)) if keep else None
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
 
 
@@ -73,15 +76,14 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     if problem.T == 0 or problem.B == 0:
         return _no_gradients(problem, arrays, d_final_state)
     if saved is None:  # after a token recurrence
-        saved = forward(problem.replace(needs_grad=True, disable_recompute=False), arrays, config)[1]
+        saved = forward(problem.replace(needs_grad=True), arrays, config)[1]
     launch = make_launch(problem, arrays, config)
     t, (B, _, _) = launch.tile, launch.grid
     inputs = input_operands(launch, arrays)
     inputs["collect"] = constant(jnp.asarray(collecting_matrix(t), jnp.bfloat16))
     inputs["d_o"] = token_operand(launch, lanes(d_o.astype(t.dtype)))
     inputs["states"] = step_operand(launch, saved.states, t.heads)
-    if saved.matrices is not None:
-        inputs["matrices"] = step_operand(launch, saved.matrices, t.heads // t.group)
+    inputs["matrices"] = step_operand(launch, saved.matrices, t.heads // t.group)
     if d_final_state is not None:
         inputs["d_final"] = state_operand(launch, pad_state(t, d_final_state.astype(jnp.float32)))
     tokens = {"d_q": t.K, "d_k": t.K, "d_v": t.V, "d_g": t.K}

@@ -123,7 +123,7 @@ def _across(tile: Tile, group: list, n: int):
 
 
 def _level(tile: Tile, group: list, n: int) -> list:
-    """q and k rows against k columns [C, g C] at level n, where only pairs that part there are right; at level 1 also q against k itself."""
+    """q and k rows against k columns [C, g C] at level n, where only pairs that part there are right; at level 1 also q against k."""
     run = tile.levels[n]
     # Rows come in tiles of 8: at that level leave out the even runs. At level 1 an even run is one token, with no decay.
     rows = [[odd_runs(x) if run == 8 else x for x in f.levels[n]] + ([q] if run == 1 else []) for q, _, f, _ in group]
