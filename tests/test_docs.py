@@ -132,6 +132,14 @@ def test_measurements_are_those_recorded():
     assert generated.read(ROOT / "docs/performance.md", "measurements") == results.markdown(records), "run: make tables"
 
 
+def test_the_demo_is_described_as_recorded():
+    (path,) = (ROOT / "benchmarks/results/demo").glob("*_cpu_*.json")
+    curves = json.loads(path.read_text())["curves"]
+    kda, plain = (curves[name][-1]["accuracy"] for name in ("KDA", "no delta rule"))
+    assert f"| {100 * kda:.1f} % | {100 * plain:.1f} % |" in (ROOT / "docs/model.md").read_text(encoding="utf-8")
+    assert f"gets {100 * kda:.0f} % right, one that only adds {100 * plain:.0f} %" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_every_argument_is_documented(framework):
     pytest.importorskip(framework)

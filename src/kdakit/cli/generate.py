@@ -39,6 +39,8 @@ def run(args) -> int:
     config, arrays = read(args.model)
     if config.vocab_size != 256:
         raise UsageError(f"{args.model} must be a byte-level model with a vocabulary of 256, got {config.vocab_size}")
+    if config.hidden_size <= 512:
+        serving.use_one_thread(framework)
     model = serving.build(framework, config, arrays)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     sys.stdout.write(args.prompt)
