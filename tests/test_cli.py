@@ -13,7 +13,7 @@ import pytest
 
 from kdakit import accuracy, dispatch
 from kdakit.cases import CASES, SEGMENT_CASES, Shape
-from kdakit.cli import bench, checking, contestants, doctor, generated, machine, plots, results, timing, verify, worker
+from kdakit.cli import bench, checking, contestants, doctor, generated, machine, plots, results, timing, tpu_schedule, verify, worker
 from kdakit.cli.choices import UsageError, pick
 from kdakit.cli.main import main
 from kdakit.dispatch import Backend
@@ -465,3 +465,52 @@ def test_demo_says_what_to_install_when_nothing_runs(tmp_path, capsys, monkeypat
     monkeypatch.setattr(demo, "what_runs", lambda out: [])
     assert main(["demo", "--out", str(tmp_path)]) == 1
     assert "pip install 'kdakit[torch]'" in capsys.readouterr().out
+
+
+# compile
+
+
+def test_compile_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(tpu_schedule, "missing", lambda: "libtpu is not installed")
+    assert main(["compile", "--target", "v6e"]) == 2
+    assert "libtpu is not installed" in capsys.readouterr().err
+
+
+def test_compile_names_the_nearest_target(capsys):
+    assert main(["compile", "--target", "v6"]) == 2
+    assert "did you mean 'v6e'" in capsys.readouterr().err
+
+
+def test_compile_shows_and_records(monkeypatch, capsys, tmp_path):
+    slots = {"MXU": {"mean": 0.5, "capacity": 2}, "VSTORE:SPILL": {"mean": 0.25, "capacity": 2}}
+    kernel = {"name": "kda_forward", "steps": 256, "vmem_bytes": 2**20, "bundles_per_step": 4000, "slots": slots}
+
+    def schedule(job, target):
+        return {"reason": "no room"} if target == "v4" else tpu_schedule.totals({"kernels": [kernel], "xla_cycles": 1000}, target)
+
+    monkeypatch.setattr(tpu_schedule, "missing", lambda: None)
+    monkeypatch.setattr(tpu_schedule, "schedule", schedule)
+    file = tmp_path / "out.json"
+    assert main(["compile", "--target", "v6e", "v4", "--kernel", "forward", "--json", str(file)]) == 1  # v4 failed
+    out = capsys.readouterr().out
+    assert "1.025 M cycles" in out and "25%" in out and "0.25/bundle" in out and "no room" in out
+    record = json.loads(file.read_text())
+    assert record["results"][0]["cycles"] == 4000 * 256 + 1000 and record["missing"][0]["target"] == "v4"
+
+
+def test_schedule_is_read_from_what_libtpu_leaves(tmp_path):
+    (tmp_path / "1-kda_forward.1-70-schedule-analysis_final_bundles.txt").write_text("x\n\ttotal scheduled bundles:    42\n")
+    lines = ["title", "MXU, VALU", "2 4", "", "1 2", "0 4", "end"]
+    (tmp_path / "1-kda_forward.1-69-final_hlo-static-per-bundle-utilization.txt").write_text("\n".join(lines))
+    found = tpu_schedule.read_schedule(tmp_path, "kda_forward")
+    assert found == {"bundles_per_step": 42, "slots": {"MXU": {"mean": 0.5, "capacity": 2}, "VALU": {"mean": 3.0, "capacity": 4}}}
+    with pytest.raises(ValueError, match="must leave one"):
+        tpu_schedule.read_schedule(tmp_path, "kda_backward")
+
+
+def test_an_interpreter_is_not_timed():
+    pytest.importorskip("jax")
+    if checking.interpreted("pallas_tpu") is None:
+        pytest.skip("there is a TPU here")
+    with pytest.raises(contestants.Unavailable, match="interpreter"):
+        contestants.prepare("pallas_tpu", contestants.Job(Shape(1, 16, 1, 16)))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdakit.backends.pallas_tpu.gate import member_sums
-from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, groups_of, lane_slices, side_by_side
-from kdakit.backends.pallas_tpu.intra import Masks, block, column_blocks, columns_of, operand, rows_of
+from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, groups_of, lane_slices, row_slices, side_by_side
+from kdakit.backends.pallas_tpu.intra import Masks, between_even_runs, block, column_blocks, columns_of, odd_runs, operand, rows_of
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
 
@@ -106,13 +106,15 @@ def _to_state(tile: Tile, head, flow, d: _Blocks, rows) -> None:
 
 def _level(tile: Tile, group: list, n: int, parts, d_qk, d_kk) -> list:
     """d of each head's (q, k) times its decays at level n."""
-    d_A = operand(tile, jnp.concatenate([jnp.where(parts, x, 0.0) for x in (d_qk, d_kk)], axis=0))  # [2 C, g C]
+    half = tile.levels[n] == 8  # as in the forward: rows of even runs take no part
+    take, put = (odd_runs, between_even_runs) if half else (lambda x: x, lambda x: x)
+    d_A = operand(tile, jnp.concatenate([take(jnp.where(parts, x, 0.0)) for x in (d_qk, d_kk)], axis=0))  # [2 C, g C]
     d_rows = lane_slices(dot(tile, d_A, block_diagonal([operand(tile, h.x.levels[n][1]) for h in group])), tile.group)
-    turned = d_A.T  # [g C, 2 C]
     found = []
-    for i, head in enumerate(group):
-        d_columns = dot(tile, turned[i * tile.C : (i + 1) * tile.C], jnp.concatenate(head.x.levels[n], axis=0))
-        found.append((d_rows[i][: tile.C], d_rows[i][tile.C :] + d_columns))
+    for head, d_row, turned in zip(group, d_rows, row_slices(d_A.T, tile.group), strict=True):
+        d_columns = dot(tile, turned, jnp.concatenate([take(x) for x in head.x.levels[n]], axis=0))
+        d_q, d_k = (put(x) for x in row_slices(d_row, 2))
+        found.append((d_q, d_k + d_columns))
     return found
 
 
