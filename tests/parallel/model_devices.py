@@ -19,9 +19,9 @@ CONFIG = ModelConfig(vocab_size=32, hidden_size=24, num_layers=2, attention_ever
 
 
 def total(model, tokens, targets, **options):
-    """The summed loss: sums of parts add up."""
+    """The summed loss of targets that are not negative: sums of parts add up."""
     log_p = jax.nn.log_softmax(model(tokens, **options)[0])
-    return -jnp.take_along_axis(log_p, targets[..., None], -1).sum()
+    return -jnp.where(targets < 0, 0, jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]).sum()
 
 
 def named(state):
@@ -36,7 +36,14 @@ def placed(state, mesh):
     return nnx.from_flat_state(moved)
 
 
-def compare(mesh, rows, tokens, targets, **options):
+def spread(x, slices, filler):
+    """x [1, T] -> [1, devices * slots] with slices[d] tokens for device d and `filler` behind them."""
+    parts = jnp.split(x, np.cumsum(slices)[:-1], 1)
+    return jnp.concatenate([jnp.pad(part, [(0, 0), (0, max(slices) - part.shape[1])], constant_values=filler) for part in parts], 1)
+
+
+def compare(mesh, rows, tokens, targets, slices=None, **options):
+    """Whole and cut: evenly, or into `slices` of so many tokens."""
     graph, state = nnx.split(KimiLinear(CONFIG, seed=3))
     state = jax.tree.map(lambda x: x.astype(jnp.float64), state)
 
@@ -44,12 +51,14 @@ def compare(mesh, rows, tokens, targets, **options):
         return total(nnx.merge(graph, state), tokens, targets, **options)
 
     def cut(state, tokens, targets):
-        manual = jax.shard_map(
-            lambda state, tokens, targets: lax.psum(
-                total(nnx.merge(graph, state), tokens, targets, context=Context("context"), **options), [axis for axis in rows if axis]
-            ),
-            mesh=mesh, in_specs=(P(), rows, rows), out_specs=P(), axis_names={"data", "context"},
-        )  # fmt: skip
+        def part(state, tokens, targets):
+            length = None if slices is None else jnp.asarray(slices)[lax.axis_index("context")]
+            value = total(nnx.merge(graph, state), tokens, targets, context=Context("context", length), **options)
+            return lax.psum(value, [axis for axis in rows if axis])
+
+        manual = jax.shard_map(part, mesh=mesh, in_specs=(P(), rows, rows), out_specs=P(), axis_names={"data", "context"})
+        if slices is not None:
+            tokens, targets = spread(tokens, slices, 3), spread(targets, slices, -1)
         return manual(state, tokens, targets)
 
     want, want_gradients = jax.jit(jax.value_and_grad(whole))(state, tokens, targets)
@@ -91,7 +100,10 @@ def main():
     compare_calls(mesh, batch="data", heads="heads")
     mesh = jax.make_mesh((1, 4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     cu_seqlens = jnp.asarray([0, 22, 23, 23, 50, 96])
-    compare(mesh, P(None, "context"), tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens=cu_seqlens)
+    line = tokens.reshape(1, -1), targets.reshape(1, -1)
+    compare(mesh, P(None, "context"), *line, cu_seqlens=cu_seqlens)
+    compare(mesh, P(None, "context"), *line, cu_seqlens=cu_seqlens, slices=[21, 0, 40, 35])
+    compare(mesh, P(None, "context"), *line, slices=[2, 60, 1, 33])
 
 
 if __name__ == "__main__":

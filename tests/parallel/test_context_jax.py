@@ -21,7 +21,9 @@ DEVICES = Path(__file__).parent / "devices.py"
 CHOSEN = [
     ("plain", 1), ("v_first", 4), ("no_final", 2), ("tall", 7), ("grouped", 5),
     ("gate_huge", 5), ("softplus", 2), ("varlen_many", 8), ("varlen_fused", 3), (next(iter(SEGMENT_CASES)), 4),
+    ("lower_bound", 7), ("varlen_fused", 7),  # 7 divides neither's T
 ]  # fmt: skip
+UNEVEN = [("plain", 4), ("lower_bound", 3), ("varlen_fused", 8), ("varlen_many", 5), (next(iter(SEGMENT_CASES)), 6)]
 
 
 def make_jobs():
@@ -31,6 +33,11 @@ def make_jobs():
     for _ in range(12):
         cuts = np.sort(rng.choice(T + 1, size=N - 1))
         jobs.append({"case": "varlen_many", "size": 8, "dtype": "float64", "lengths": np.diff([0, *cuts, T]).tolist()})
+    for name, size in UNEVEN:
+        for _ in range(3):
+            cuts = np.sort(rng.integers(0, EVERY_CASE[name].T + 1, size - 1))
+            slices = np.diff([0, *cuts, EVERY_CASE[name].T]).tolist()
+            jobs.append({"case": name, "size": size, "dtype": "float64", "slices": slices})
     jobs += [{"case": "plain", "size": 4, "dtype": "bfloat16"}, {"case": "chunk128", "size": 4, "dtype": "float32", "text": True}]
     return [*jobs, {"case": "scaled", "size": 4, "dtype": "float32", "text": True}]
 
@@ -49,7 +56,7 @@ def everything(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def collected(everything):
-    return everything[2:]
+    return everything[3:]
 
 
 @pytest.mark.parametrize("index", range(len(JOBS)), ids=["-".join(map(str, (j["case"], j["dtype"], j["size"]))) for j in JOBS])
@@ -77,14 +84,17 @@ def test_only_maps_of_states_travel(collected):
         assert "all-gather" not in text and "all-to-all" not in text
 
 
-@pytest.mark.parametrize(("index", "size", "count"), [(0, 4, 3), (1, 8, 5)])
-def test_a_window_reads_over_the_border(everything, index, size, count):
+@pytest.mark.parametrize(
+    ("index", "slices", "count"), [(0, [4] * 4, 3), (1, [2] * 8, 5), (2, [1, 0, 9, 2, 0, 4], 4)], ids=["even", "short", "uneven"]
+)
+def test_a_window_reads_over_the_border(everything, index, slices, count):
     """Also where it is wider than two slices: 5 tokens before slices of 2."""
+    size, begins = len(slices), np.cumsum([0, *slices])
     before, gradient = everything[index]
     tokens, weights = np.concatenate([np.zeros(count), np.arange(16.0)]), np.arange(1.0, 1 + size * count).reshape(size, count)
     want, d_tokens = [], np.zeros(16 + count)
     for device in range(size):
-        begin = device * 16 // size
+        begin = begins[device]
         want.append(tokens[begin : begin + count])
         d_tokens[begin : begin + count] += weights[device]
     assert (before == np.concatenate(want)).all()
@@ -92,7 +102,7 @@ def test_a_window_reads_over_the_border(everything, index, size, count):
 
 
 def test_the_model_cut_over_context_heads_and_data():
-    """Eight devices as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences: loss and every gradient equal those of one device."""
+    """Eight devices as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences, in even and uneven slices: as on one device, gradients too."""
     pytest.importorskip("flax")
     done = subprocess.run([sys.executable, DEVICES.with_name("model_devices.py")], env=os.environ | {"XLA_FLAGS": FLAGS}, timeout=600)
     assert done.returncode == 0

@@ -8,6 +8,7 @@
 Every device reduces its slice to a map of states, S_out = M S_in + b; a scan over the devices in 1 + ceil(log2(devices - 1)) steps gives
 each the state that enters it; then the local work is a plain `kdakit.jax.chunk_kda`. What travels does not depend on T. The backward runs
 the same scan in reverse on  dS_in = M^T dS_out + c.  Shapes do not depend on where sequences begin: one program for all devices.
+Arrays have one shape on all devices; where the tokens do not fill it, `length` says how many of a device's slots hold one.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ __all__ = ["Context", "chunk_kda", "previous_tokens", "sharded_chunk_kda"]
 
 def chunk_kda(
     q, k, v, g, beta, *, axis_name, initial_state=None, output_final_state=False, state_v_first=False, A_log=None, dt_bias=None,
-    cu_seqlens=None, segment_ids=None, **options,
+    cu_seqlens=None, segment_ids=None, length=None, **options,
 ):  # fmt: skip
     """`kdakit.jax.chunk_kda` on this device's slice of the tokens, inside shard_map over the mesh axis `axis_name`.
 
     Args:
-        q, k, v, g, beta: this device's tokens, as many on every device.
+        q, k, v, g, beta: this device's tokens; arrays of one shape on all devices.
         initial_state: [N, HV, K, V], the same on every device; read where a sequence begins.
         cu_seqlens: [N + 1] offsets of all sequences over the tokens of all devices, the same everywhere; sequences may cross devices.
         segment_ids: [B, T], those of this device's tokens; a segment may go on from one device to the next.
+        length: how many of the T slots hold tokens, from the first on; another number on each device, traced or not, 0 too. What lies in
+            the other slots is not read, and o is zero there. All T if None.
         options: the other keyword arguments of `kdakit.jax.chunk_kda`, except return_intermediate_states and cu_seqlens_cpu.
 
     Returns:
@@ -50,10 +53,14 @@ def chunk_kda(
         raise ValueError("return_intermediate_states=True has no meaning across devices, whose chunks begin at their own first token")
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError("segment_ids and cu_seqlens say the same thing twice: pass one of them, got both")
-    where = _place(axis_name, q, cu_seqlens, segment_ids)
-    options |= {"segment_ids": segment_ids, "cu_seqlens": where.cu_seqlens, "output_final_state": True}
     inputs = (q, k, v, g, beta)
     parameters: dict[str, Any] = {"A_log": A_log, "dt_bias": dt_bias}
+    if length is not None:
+        inputs, parameters, options = _idle(inputs, parameters, options, length)
+        q, k, v, g, beta = inputs
+        segment_ids = None if segment_ids is None else _filled(segment_ids, length)
+    where = _place(axis_name, q, cu_seqlens, segment_ids, length)
+    options |= {"segment_ids": segment_ids, "cu_seqlens": where.cu_seqlens, "output_final_state": True}
     K, (HV, V) = q.shape[-1], v.shape[2:]
     N = where.begins.shape[0]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -65,6 +72,7 @@ def chunk_kda(
     start = _rows(where.continues, entering, initial)
     o, states = local.chunk_kda(q, k, v, g, beta, initial_state=start, **parameters, **options)
     o, states = _leave(axis_name, o, states, own[0], o_map, where)
+    o = o if length is None else _tokens(o, length)
     if not output_final_state:
         return o, None
     final_state = _rows(where.ends, states, 0)
@@ -75,7 +83,8 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
     """`kdakit.jax.chunk_kda` on whole arrays over a mesh: tokens split over the axis `context`, batch over `batch`, heads over `heads`.
 
     Batch and heads need no communication. Arguments and results as there; final_state comes back whole, split over batch and heads.
-    Sequences packed with cu_seqlens have no batch to split.
+    Sequences packed with cu_seqlens have no batch to split. Any T: where the devices of `context` do not divide it, the last ones get
+    fewer tokens.
     """
     tokens = P(batch, context, heads)
     states, parameters = P(batch, heads), {"A_log": P(heads), "dt_bias": P(heads)}
@@ -87,30 +96,42 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
             raise ValueError(f"batch must be None with cu_seqlens, whose B is 1, got {batch!r}")
         specs = {"initial_state": states, **parameters, "cu_seqlens": P(), "segment_ids": P(batch, context)}
         wants_state = options.get("output_final_state", False)
+        T = q.shape[1]
+        more = -T % (1 if context is None else mesh.shape[context])  # slots without a token
+        widen = lambda x: jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2)) if more else x
+        inputs = tuple(widen(x) for x in (q, k, v, g, beta))
+        if segment_ids is not None:
+            given["segment_ids"] = widen(segment_ids)
 
         def run(inputs, rest):
             named = dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)) | rest | options
             if context is None:
                 return local.chunk_kda(**named)
-            o, final_state = chunk_kda(**named, axis_name=context)
+            here = inputs[0].shape[1]
+            length = jnp.clip(T - lax.axis_index(context) * here, 0, here) if more else None
+            o, final_state = chunk_kda(**named, axis_name=context, length=length)
             return o, lax.psum(final_state, context) if wants_state else None
 
-        return jax.shard_map(
+        o, final_state = jax.shard_map(
             run,
             mesh=mesh,
             in_specs=((tokens,) * 5, {name: specs[name] for name in given}),
             out_specs=(tokens, states if wants_state else None),
-        )((q, k, v, g, beta), given)
+        )(inputs, given)
+        return (o[:, :T] if more else o), final_state
 
     return call
 
 
-def previous_tokens(x, count: int, axis_name):
+def previous_tokens(x, count: int, axis_name, length=None):
     """x [B, T, ..], this device's tokens -> the `count` tokens before them, [B, count, ..], zeros before the first.
 
     For the window of a causal convolution; inside shard_map. Slices may be shorter than `count`: then more than one neighbour is asked.
+    With `length`, the number of slots that hold tokens, all devices are.
     """
     devices, T = lax.axis_size(axis_name), x.shape[1]
+    if length is not None:
+        return _previous_of_uneven(x, count, axis_name, length)
     pieces: list[Any] = []
     hop, found = 1, 0
     while found < count and T and hop < devices:
@@ -121,15 +142,30 @@ def previous_tokens(x, count: int, axis_name):
     return jnp.concatenate([jnp.zeros_like(x, shape=(x.shape[0], count - found, *x.shape[2:])), *pieces], 1)
 
 
-@jax.tree_util.register_static
+def _previous_of_uneven(x, count: int, axis_name, length):
+    """Every device gives its last `count` tokens; a token's place among all tokens says who has it."""
+    slots = length - count + jnp.arange(count)
+    tail = jnp.take(x, slots, axis=1, mode="clip")
+    tails = lax.all_gather(tail, axis_name, axis=1)  # [B, devices, count, ..]
+    lengths = lax.all_gather(length, axis_name)  # [devices]
+    stops = jnp.cumsum(lengths)
+    begin = stops[lax.axis_index(axis_name)] - length
+    wanted = begin - count + jnp.arange(count)
+    holder = (wanted[:, None] >= stops).sum(-1)
+    before = tails[:, holder, count - stops[holder] + wanted]
+    return jnp.where((wanted >= 0).reshape(1, count, *[1] * (x.ndim - 2)), before, 0)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["length"], meta_fields=["axis_name"])
 @dataclass(frozen=True)
 class Context:
     """What a layer must know of the other slices of its tokens, which lie along a mesh axis; inside shard_map."""
 
     axis_name: str
+    length: Any = None  # how many slots of this device's slice hold tokens, from the first on; all if None
 
     def chunk_kda(self, *arrays, **options):
-        return chunk_kda(*arrays, axis_name=self.axis_name, **options)
+        return chunk_kda(*arrays, axis_name=self.axis_name, length=self.length, **options)
 
     def all_tokens(self, x):
         """x [B, T, ..] of all devices, [B, devices * T, ..]."""
@@ -138,26 +174,67 @@ class Context:
     def windows(self, inputs, count: int, cu_seqlens):
         """For convolutions of inputs [B, T, D] each: cu_seqlens of this slice, and the `count` inputs before it [N, count, D] each."""
         line = jnp.concatenate(inputs, -1)
-        before = previous_tokens(line, count, self.axis_name)
+        before = previous_tokens(line, count, self.axis_name, self.length)
         if cu_seqlens is not None:
-            begin, starts, stops = lax.axis_index(self.axis_name) * line.shape[1], cu_seqlens[:-1], cu_seqlens[1:]
+            begin, held, _ = _extent(self.axis_name, line.shape[1], self.length)
+            starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
             inside = begin - count + jnp.arange(count) >= starts[:, None]  # [N, count]
             goes_on = (starts < begin) & (begin < stops)
             before = jnp.where((inside & goes_on[:, None])[..., None], before, 0)
-            cu_seqlens = jnp.clip(cu_seqlens - begin, 0, line.shape[1])
+            cu_seqlens = _local_offsets(cu_seqlens, begin, held, line.shape[1])
         edges = np.cumsum([x.shape[-1] for x in inputs])[:-1]
         return cu_seqlens, jnp.split(before, edges, -1)
 
     def visible(self, x, cu_seqlens):
-        """[1, T, all tokens]: what each of this slice's tokens sees of all of them, its own sequence up to itself."""
+        """[1, T, all slots]: what each of this slice's tokens sees of all of them, its own sequence up to itself."""
         T = x.shape[1]
-        everywhere = jnp.arange(T * lax.axis_size(self.axis_name))
-        here = lax.axis_index(self.axis_name) * T + jnp.arange(T)
-        mask = here[:, None] >= everywhere
+        begin, held, _ = _extent(self.axis_name, T, self.length)
+        slots = jnp.arange(T)
+        gathered = lambda value: lax.all_gather(value, self.axis_name, tiled=True)
+        here, everywhere, filled = begin + slots, gathered(begin + slots), gathered(slots < held)
+        mask = (here[:, None] >= everywhere) & filled
         if cu_seqlens is not None:
             owner = lambda places: (places[:, None] >= cu_seqlens[1:]).sum(-1)
             mask &= owner(here)[:, None] == owner(everywhere)
         return mask[None]
+
+
+def _extent(axis_name, T: int, length):
+    """The place of this device's first token among all, how many it holds, and how many there are on all devices."""
+    device, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    if length is None:
+        return device * T, T, devices * T
+    lengths = lax.all_gather(length, axis_name)
+    return jnp.where(jnp.arange(devices) < device, lengths, 0).sum(), length, lengths.sum()
+
+
+def _local_offsets(cu_seqlens, begin, held, T: int):
+    """Offsets of the sequences in this device's slots. Those behind the tokens go to the last sequence: they change no state."""
+    offsets = jnp.clip(cu_seqlens - begin, 0, held)
+    return offsets.at[-1].set(T)
+
+
+def _tokens(x, length):
+    """x [B, T, ..] with zeros in the slots that hold no token."""
+    return jnp.where((jnp.arange(x.shape[1]) < length).reshape(1, -1, *[1] * (x.ndim - 2)), x, 0)
+
+
+def _filled(segment_ids, length):
+    """The last token's id in the slots behind it."""
+    last = jnp.take(segment_ids, jnp.maximum(length - 1, 0)[None], axis=1, mode="clip")
+    return jnp.where(jnp.arange(segment_ids.shape[1]) < length, segment_ids, last)
+
+
+def _idle(inputs, parameters: dict[str, Any], options: dict[str, Any], length):
+    """The call with idle slots: k = 0 adds nothing to a state and a log-decay of 0 keeps it. No raw gate is sure to give 0, so that the
+    gate is applied here."""
+    q, k, v, g, beta = (_tokens(x, length) for x in inputs)
+    if options.get("use_gate_in_kernel"):
+        bound = options.get("lower_bound")
+        g = local.kda_gate(g, **parameters, lower_bound=bound, output_dtype=jnp.promote_types(q.dtype, jnp.float32))
+        options = options | {"use_gate_in_kernel": False, "safe_gate": bound is not None}
+        g, parameters = _tokens(g, length), {}
+    return (q, k, v, g, beta), parameters, options
 
 
 class Place(NamedTuple):
@@ -170,26 +247,40 @@ class Place(NamedTuple):
     cu_seqlens: Any  # [N + 1] of this device's tokens, or None
 
 
-def _place(axis_name, q, cu_seqlens, segment_ids) -> Place:
+def _place(axis_name, q, cu_seqlens, segment_ids, length) -> Place:
     device, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
     B, T = q.shape[:2]
     if cu_seqlens is None:
         first, last = (jnp.broadcast_to(device == place, (B,)) for place in (0, devices - 1))
         continues = ~first
         if segment_ids is not None and T:
-            before = lax.ppermute(segment_ids[:, -1], axis_name, [(i, i + 1) for i in range(devices - 1)])
-            continues &= before == segment_ids[:, 0]
+            continues &= _goes_on(axis_name, segment_ids, length)
         return Place(first, continues, last, ~last, None)
-    begin, total = device * T, devices * T
+    begin, held, total = _extent(axis_name, T, length)
     starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
-    holder = lambda position: jnp.clip(position, 0, max(total - 1, 0)) // max(T, 1) == device
+
+    def holder(position):
+        position = jnp.clip(position, 0, jnp.maximum(total - 1, 0))
+        return (begin <= position) & (position < begin + held) | ((total == 0) & (device == 0))
+
     return Place(
         begins=holder(starts),
         continues=(starts < begin) & (begin < stops),
         ends=holder(jnp.maximum(stops - 1, starts)),
-        leaving=(starts < begin + T) & (begin + T < stops),
-        cu_seqlens=jnp.clip(cu_seqlens - begin, 0, T),
+        leaving=(starts < begin + held) & (begin + held < stops),
+        cu_seqlens=_local_offsets(cu_seqlens, begin, held, T),
     )
+
+
+def _goes_on(axis_name, segment_ids, length):
+    """[B]: whether the segment of the token before this device's first is that one's too; also where there is no such token."""
+    device, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    first, last = segment_ids[:, 0], segment_ids[:, -1]
+    if length is None:
+        return lax.ppermute(last, axis_name, [(i, i + 1) for i in range(devices - 1)]) == first
+    lengths, lasts = lax.all_gather(length, axis_name), lax.all_gather(last, axis_name)  # [devices], [devices, B]
+    before = jnp.where((jnp.arange(devices) < device) & (lengths > 0), jnp.arange(devices), -1).max()
+    return (before < 0) | (length == 0) | (lasts[before] == first)
 
 
 def _rows(which, states, otherwise):
