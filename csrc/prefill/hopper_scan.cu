@@ -1,0 +1,218 @@
+// Stages state and output: the serial pass over a sequence's chunks. Per chunk, with S the state before it:
+//
+//   r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
+//
+// One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, 128] in float32
+// accumulators, and every product has S^T or r^T as its left factor, taken from registers. One more warp fetches records and values.
+#include "hopper_launch.h"
+#include "hopper_sequences.cuh"
+#include "hopper_wgmma.cuh"
+
+namespace kdakit {
+namespace {
+
+constexpr int kSlice = 64;                       // value channels of a warp group
+constexpr int kOutPitch = 48;                    // bytes per token of a warp's 16 value channels
+constexpr int kOutBytes = kChunk * kOutPitch;    // per warp
+constexpr int kRecordSpace = (kRecordBytes + 1023) / 1024 * 1024;
+
+template <int GROUPS>
+struct Layout {
+  static constexpr int values_pitch = GROUPS * kSlice * 2 + 16;
+  static constexpr int stage = kRecordSpace + (kChunk * values_pitch + 1023) / 1024 * 1024;
+  static constexpr int stages = GROUPS == 2 ? 2 : 3;
+  static constexpr int out = stages * stage;
+  static constexpr int barriers = out + GROUPS * 4 * kOutBytes;
+  static constexpr int bytes = barriers + 2 * stages * 8;
+};
+
+template <int GROUPS>
+constexpr int kThreads = GROUPS == 2 ? 384 : 160;  // whole warp groups where they trade registers
+
+struct Task {
+  Span span;
+  int64_t record, head, chunks, state;  // first record, value head, chunks, index of the state matrix
+  int channel;                          // first value channel of the block
+};
+
+template <int GROUPS>
+__device__ __forceinline__ Task task_of(const HopperForward& p) {
+  constexpr int kBlocks = kHead / (GROUPS * kSlice);
+  const int64_t i = blockIdx.x / kBlocks, n = i / p.HV, head = i - n * p.HV;
+  const Span span = sequence_span(p, n);
+  return {span, first_slot(p, n) * p.HV + head, head, (span.length + kChunk - 1) / kChunk, i,
+          static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kSlice};
+}
+
+// The 32 lanes of the fetching warp: lane 0 the record, every lane two rows of values.
+template <int GROUPS>
+__device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int lane) {
+  using L = Layout<GROUPS>;
+  constexpr uint32_t kRowBytes = GROUPS * kSlice * 2;
+  const auto* values = static_cast<const __nv_bfloat16*>(p.v) + task.span.batch * p.v_strides.batch + task.head * p.v_strides.head +
+                       task.span.first * p.v_strides.token + task.channel;
+  const auto* records = static_cast<const uint8_t*>(p.workspace);
+  for (int64_t i = 0; i < task.chunks; ++i) {
+    const int stage = i % L::stages;
+    const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
+    if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
+    uint32_t bytes = lane == 0 ? kRecordBytes : 0;
+    for (int t = lane; t < kChunk; t += 32) {
+      const uint32_t to = at + kRecordSpace + t * L::values_pitch;
+      if (i * kChunk + t < task.span.length)
+        bytes += kRowBytes;
+      else
+        for (uint32_t u = 0; u < kRowBytes; u += 16) store_shared(to + u, uint4{0, 0, 0, 0});
+    }
+    barrier_arrive_expect(full, bytes);
+    if (lane == 0) bulk_load(at, records + (task.record + i * p.HV) * kRecordBytes, kRecordBytes, full);
+    for (int t = lane; t < kChunk; t += 32) {
+      if (i * kChunk + t < task.span.length)
+        bulk_load(at + kRecordSpace + t * L::values_pitch, values + (i * kChunk + t) * p.v_strides.token, kRowBytes, full);
+    }
+  }
+}
+
+// Element (r, n) of S^T in C layout: value channel and key channel.
+__device__ __forceinline__ int64_t state_offset(const HopperForward& p, const Task& task, int value, int key) {
+  return task.state * kHead * kHead + (p.state_v_first ? value * kHead + key : key * kHead + value);
+}
+
+__device__ __forceinline__ void write_output(const HopperForward& p, const Task& task, int64_t chunk, const uint32_t (&o)[16], uint32_t out,
+                                             int channel, int lane) {
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {  // 16 tokens each: matrices (values 0-7, 8-15) x (tokens 0-7, 8-15)
+    const uint32_t r[4] = {o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]};
+    store_matrices_transposed(out + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kOutPitch + ((lane >> 3) & 1) * 16, r);
+  }
+  __syncwarp();
+  auto* to = static_cast<__nv_bfloat16*>(p.o) + ((task.span.batch * p.T + task.span.first + chunk * kChunk) * p.HV + task.head) * kHead + channel;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int t = 16 * i + lane / 2;
+    if (chunk * kChunk + t < task.span.length)
+      *reinterpret_cast<uint4*>(to + t * p.HV * kHead + (lane & 1) * 8) = load_shared(out + t * kOutPitch + (lane & 1) * 16);
+  }
+}
+
+template <int GROUPS>
+__device__ void scan(const HopperForward& p, const Task& task, const uint8_t* shared, uint32_t smem) {
+  using L = Layout<GROUPS>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;  // warp / 4 is the group
+  const int value = warp * 16;                                 // within the block
+  float S[64], r[32], o[32];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    S[i] = p.initial_state ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
+  }
+  uint32_t pending[16];  // the previous chunk's output
+  const uint32_t out = smem + L::out + warp * kOutBytes;
+  for (int64_t i = 0; i < task.chunks; ++i) {
+    const int stage = i % L::stages;
+    const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8;
+    uint32_t left[8][4];
+#pragma unroll
+    for (int s = 0; s < 8; ++s)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
+    barrier_wait(full, (i / L::stages) & 1);
+    const auto* decay = reinterpret_cast<const float*>(shared + stage * L::stage + kDecay) + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
+      S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
+    }
+    touch(r), touch(o), touch(S);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) wgmma<0>(r, left[s], descriptor(at + kKIn + (s / 4) * 8192 + (s % 4) * 32), s > 0);
+    wgmma_commit();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) wgmma<0>(o, left[s], descriptor(at + kQDecayed + (s / 4) * 8192 + (s % 4) * 32), s > 0);
+    wgmma_commit();
+    if (i > 0) write_output(p, task, i - 1, pending, out, task.channel + value, lane);
+    uint32_t v[4][4];  // [16 tokens each]: (values, tokens) as in `write_output`
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      load_matrices_transposed(v[n], at + kRecordSpace + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * L::values_pitch + value * 2 +
+                                         ((lane >> 3) & 1) * 16);
+    wgmma_wait<1>();
+    touch(r);
+    uint32_t error[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        error[n][j] = pack_bf16(low(v[n][j]) - r[8 * n + 2 * j], high(v[n][j]) - r[8 * n + 2 * j + 1]);
+    touch(S);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(at + kKSolved + s * 2048, 8192), 1);
+    wgmma_commit();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) wgmma<1>(o, error[s], descriptor(at + kASolved + s * 2048), 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    touch(S), touch(o);
+    if (lane == 0) barrier_arrive(full + L::stages * 8);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) pending[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
+  }
+  if (task.chunks > 0) write_output(p, task, task.chunks - 1, pending, out, task.channel + value, lane);
+  if (p.final_state) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+      p.final_state[state_offset(p, task, v, k)] = S[i];
+    }
+  }
+}
+
+}  // namespace
+
+template <int GROUPS>
+__global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_constant__ HopperForward p) {
+  using L = Layout<GROUPS>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t smem = shared_address(shared);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, 32), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const Task task = task_of<GROUPS>(p);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (group == GROUPS) {
+    if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x < GROUPS * 128 + 32) fetch<GROUPS>(p, task, smem, threadIdx.x % 32);
+  } else {
+    if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    scan<GROUPS>(p, task, shared, smem);
+  }
+}
+
+namespace {
+
+template <int GROUPS>
+cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
+  const cudaError_t status = cudaFuncSetAttribute(scan_kernel<GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
+  if (status != cudaSuccess) return status;
+  const auto blocks = static_cast<unsigned>(p.N * p.HV * (kHead / (GROUPS * kSlice)));
+  scan_kernel<GROUPS><<<blocks, kThreads<GROUPS>, Layout<GROUPS>::bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+// A block per head moves fewer bytes; two per head fill the chip where there are few.
+cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  return p.N * p.HV * 2 > processors ? launch<2>(p, stream) : launch<1>(p, stream);
+}
+
+}  // namespace kdakit
