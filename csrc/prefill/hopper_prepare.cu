@@ -10,8 +10,11 @@
 // matrix fragments afterwards. Warp b computes row block b of A_qk and A_kk, then column block b of X: the second is long where the first
 // is short, and each needs the other warps only once.
 //
-// No decay is a difference of sums that could cancel. Off the diagonal, rows are decayed from the start of their own block (of their half,
-// for the blocks below the other half) and columns up to there: both factors <= 1. On it: `Diagonal`.
+// No decay is a difference of sums that could cancel. Off the diagonal, rows are decayed from the start of their own block and columns up
+// to there: both factors <= 1. On it, blocks of 16 tokens refer to their start where the gate is bounded; `unbounded_diagonal` else.
+#ifndef KDAKIT_MINBLOCKS
+#define KDAKIT_MINBLOCKS 3
+#endif
 #include "hopper_gate.cuh"
 #include "hopper_launch.h"
 #include "hopper_sequences.cuh"
@@ -28,7 +31,7 @@ constexpr int kRowsQ = 0, kRowsK = kTile, kColumns = 2 * kTile, kWarpBytes = 3 *
 constexpr int kPitch = (kChunk + 8) * 2, kPitchX = (kBlock + 8) * 2;
 constexpr int kL = 0, kA = kL + kBlock * kPitch, kX = kA + kBlock * kPitch, kStageA = kX + kBlock * kPitchX;
 static_assert(kStageA + kBlock * kChunk * 2 <= 2 * kTile, "the staged square must fit beside L, A and X");
-constexpr int kTails = 4 * kWarpBytes, kFarTail = kTails + 4 * kTile, kTotals = kFarTail + kTile;
+constexpr int kTails = 4 * kWarpBytes, kTotals = kTails + 4 * kTile;
 constexpr int kBetas = kTotals + 4 * kHead * 4, kNorms = kBetas + kChunk * 4, kSharedBytes = kNorms + 2 * kChunk * 4;
 
 struct Inputs {
@@ -36,38 +39,13 @@ struct Inputs {
   float g[kBlock][4];          // log2-decay
 };
 
-template <Gate GATE, bool G32>
-__device__ __forceinline__ void load(const HopperForward& p, const Span& span, int head, int warp, int lane, Inputs& x) {
-  const int rows = static_cast<int>(span.length) - warp * kBlock, key_head = head / static_cast<int>(p.HV / p.H), channel = 4 * lane;
-  const int64_t token = span.first + warp * kBlock;
-  const auto* q = static_cast<const __nv_bfloat16*>(p.q) + span.batch * p.q_strides.batch + token * p.q_strides.token +
-                  key_head * p.q_strides.head + channel;
-  const auto* k = static_cast<const __nv_bfloat16*>(p.k) + span.batch * p.k_strides.batch + token * p.k_strides.token +
-                  key_head * p.k_strides.head + channel;
-  const int64_t g = span.batch * p.g_strides.batch + token * p.g_strides.token + head * p.g_strides.head + channel;
-  const LogDecay<GATE> decay(p, head, channel);
-  uint2 raw[kBlock];
+// Keeps the compiler from carrying what it computed from the inputs over this point: there is more of it than registers.
+__device__ __forceinline__ void forget_products(Inputs& x) {
 #pragma unroll
   for (int t = 0; t < kBlock; ++t) {
-    if (G32) {
-      const float4 y = t < rows ? __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(p.g) + g + t * p.g_strides.token))
-                                : float4{0, 0, 0, 0};
-      x.g[t][0] = y.x, x.g[t][1] = y.y, x.g[t][2] = y.z, x.g[t][3] = y.w;
-    } else {
-      raw[t] = t < rows ? __ldg(reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(p.g) + g + t * p.g_strides.token))
-                        : uint2{0, 0};
-    }
-  }
+    asm volatile("" : "+r"(x.q[t].x), "+r"(x.q[t].y), "+r"(x.k[t].x), "+r"(x.k[t].y));
 #pragma unroll
-  for (int t = 0; t < kBlock; ++t) {
-    x.k[t] = t < rows ? __ldg(reinterpret_cast<const uint2*>(k + t * p.k_strides.token)) : uint2{0, 0};
-    x.q[t] = t < rows ? __ldg(reinterpret_cast<const uint2*>(q + t * p.q_strides.token)) : uint2{0, 0};
-  }
-#pragma unroll
-  for (int t = 0; t < kBlock; ++t) {
-    if (!G32) x.g[t][0] = low(raw[t].x), x.g[t][1] = high(raw[t].x), x.g[t][2] = low(raw[t].y), x.g[t][3] = high(raw[t].y);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) x.g[t][c] = t < rows ? decay(x.g[t][c], c) : 0.0f;
+    for (int c = 0; c < 4; ++c) asm volatile("" : "+f"(x.g[t][c]));
   }
 }
 
@@ -81,6 +59,65 @@ __device__ __forceinline__ float inverse_norms(const Inputs& x, int lane) {
 #pragma unroll
   for (int t = 0; t < kBlock; ++t) sums[t] = square_sum(x.q[t]), sums[kBlock + t] = square_sum(x.k[t]);
   return rsqrtf(transposed_sum<kBlock>(sums, lane) + 1e-6f);
+}
+
+template <typename T>
+struct Rows {  // of one head, from the warp's first token on; offsets in bytes fit 32 bits
+  const uint8_t* base;
+  uint32_t offset, step;
+
+  __device__ __forceinline__ Rows(const void* p, const TokenStrides& s, const Span& span, int head, int warp, int lane, int bytes)
+      : base(static_cast<const uint8_t*>(p) + (span.batch * s.batch + span.first * s.token + head * s.head) * bytes),
+        offset(warp * kBlock * static_cast<uint32_t>(s.token) * bytes + lane * static_cast<uint32_t>(sizeof(T))),
+        step(static_cast<uint32_t>(s.token) * bytes) {}
+  __device__ __forceinline__ T operator[](int t) const { return __ldg(reinterpret_cast<const T*>(base + (offset + t * step))); }
+};
+
+// Loads the block's tokens, zeros past the sequence's end, and forms log2-decays; returns `inverse_norms`.
+template <Gate GATE, bool G32>
+__device__ __forceinline__ float load(const HopperForward& p, const Span& span, int head, int warp, int lane, Inputs& x) {
+  const int rows = static_cast<int>(span.length) - warp * kBlock, key_head = head / static_cast<int>(p.HV / p.H);
+  const Rows<uint2> q(p.q, p.q_strides, span, key_head, warp, lane, 2), k(p.k, p.k_strides, span, key_head, warp, lane, 2);
+  const Rows<uint2> g(p.g, p.g_strides, span, head, warp, lane, 2);
+  const Rows<float4> wide_g(p.g, p.g_strides, span, head, warp, lane, 4);
+  uint2 raw[kBlock];
+  const auto load_token = [&](int t) {
+    x.q[t] = q[t], x.k[t] = k[t];
+    if (G32) {
+      const float4 y = wide_g[t];
+      x.g[t][0] = y.x, x.g[t][1] = y.y, x.g[t][2] = y.z, x.g[t][3] = y.w;
+    } else {
+      raw[t] = g[t];
+    }
+  };
+  if (rows >= kBlock) {
+#pragma unroll
+    for (int t = 0; t < kBlock; ++t) load_token(t);
+  } else {
+#pragma unroll
+    for (int t = 0; t < kBlock; ++t) {
+      x.q[t] = x.k[t] = raw[t] = uint2{0, 0};
+      x.g[t][0] = x.g[t][1] = x.g[t][2] = x.g[t][3] = 0.0f;
+      if (t < rows) load_token(t);
+    }
+  }
+  const float inverse = inverse_norms(x, lane);
+  const LogDecay<GATE> decay(p, head, 4 * lane);
+#pragma unroll
+  for (int t = 0; t < kBlock; ++t) {
+    if (!G32) {
+      asm volatile("" : "+r"(raw[t].x), "+r"(raw[t].y));  // not before the norms: registers
+      x.g[t][0] = low(raw[t].x), x.g[t][1] = high(raw[t].x), x.g[t][2] = low(raw[t].y), x.g[t][3] = high(raw[t].y);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x.g[t][c] = decay(x.g[t][c], c);
+  }
+  if (rows < kBlock)
+#pragma unroll
+    for (int t = 0; t < kBlock; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x.g[t][c] = t < rows ? x.g[t][c] : 0.0f;
+  return inverse;
 }
 
 __device__ __forceinline__ void scaled(float (&y)[4], uint2 x, float factor) {
@@ -136,7 +173,7 @@ __device__ __forceinline__ void take(Square& acc, const Square& fresh, int from,
 
 // What a lane needs to write decayed tiles of its block.
 struct Writer {
-  const Inputs& x;
+  Inputs& x;
   float inverse;  // of inverse_norms
   uint32_t base;  // the warp's shared memory
   int lane;
@@ -199,6 +236,7 @@ __device__ __forceinline__ void unbounded_diagonal(const Writer& w, Square& acc_
     } else {
       w.rows<false>(8, 16), w.tails(0, 8);
     }
+    forget_products(w.x);
     __syncwarp();
     Square fresh_q = {}, fresh_k = {};
     block_product(fresh_q, fresh_k, rows + kRowsQ, rows + kRowsK, columns);
@@ -212,6 +250,15 @@ __device__ __forceinline__ void unbounded_diagonal(const Writer& w, Square& acc_
 __device__ __forceinline__ void half_operand(uint32_t (&a)[4], const Square& s) {
   a[0] = pack_half(s.x[0][0], s.x[0][1]), a[1] = pack_half(s.x[0][2], s.x[0][3]);
   a[2] = pack_half(s.x[1][0], s.x[1][1]), a[3] = pack_half(s.x[1][2], s.x[1][3]);
+}
+// s = a + rest with a in bfloat16.
+__device__ __forceinline__ void split_operand(uint32_t (&a)[4], Square& rest, const Square& s) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float x = s.x[i / 2][2 * (i % 2)], y = s.x[i / 2][2 * (i % 2) + 1];
+    a[i] = pack_bf16(x, y);
+    rest.x[i / 2][2 * (i % 2)] = x - low(a[i]), rest.x[i / 2][2 * (i % 2) + 1] = y - high(a[i]);
+  }
 }
 __device__ __forceinline__ void multiply_add(Square& acc, const uint32_t (&a)[4], const Square& right) {  // acc += A right
   uint32_t b[4];
@@ -257,20 +304,21 @@ __device__ __forceinline__ void multiply_transposed(Square& acc, const uint32_t 
   mma_half(acc.x[0], a, b[0], b[1]), mma_half(acc.x[1], a, b[2], b[3]);
 }
 
-__device__ __forceinline__ void scale_rows(uint32_t (&a)[4], float2 low_channels, float2 high_channels) {
+// b, a B operand whose reduction dimension is channels, times a factor per channel.
+__device__ __forceinline__ void scale_columns(uint32_t (&b)[4], float2 low_channels, float2 high_channels) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    const float2 f = r < 2 ? low_channels : high_channels;
-    a[r] = pack_bf16(low(a[r]) * f.x, high(a[r]) * f.y);
+    const float2 f = r % 2 ? high_channels : low_channels;
+    b[r] = pack_bf16(low(b[r]) * f.x, high(b[r]) * f.y);
   }
 }
 
 }  // namespace
 
 template <Gate GATE, bool SAFE, bool G32, bool L2NORM>
-__global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__ HopperForward p) {
+__global__ void __launch_bounds__(128, SAFE ? KDAKIT_MINBLOCKS : 2) prepare_kernel(const __grid_constant__ HopperForward p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const uint32_t smem = shared_address(shared), own = smem + warp * kWarpBytes;
   const int64_t slot = blockIdx.x / static_cast<uint32_t>(p.HV);
   const int head = blockIdx.x - static_cast<uint32_t>(slot) * static_cast<uint32_t>(p.HV);
@@ -282,13 +330,14 @@ __global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__
   auto* norms = reinterpret_cast<float(*)[kChunk]>(shared + kNorms);  // |q|, |k| where they are not divided out
 
   Inputs x;
-  load<GATE, G32>(p, span, head, warp, lane, x);
+  const float inverse_norm = load<GATE, G32>(p, span, head, warp, lane, x);
   if (lane < kBlock) {
     const int64_t token = span.first + warp * kBlock + lane;
     const int64_t at = span.batch * p.beta_strides.batch + token * p.beta_strides.token + head * p.beta_strides.head;
     betas[warp * kBlock + lane] = warp * kBlock + lane < span.length ? write_strength(p, at) : 0.0f;
   }
-  const Writer w{x, inverse_norms(x, lane), own, lane};
+  const Writer w{x, inverse_norm, own, lane};
+  forget_products(x);
   if (!L2NORM) norms[lane / kBlock][warp * kBlock + lane % kBlock] = 1.0f / w.inverse;
   float total[4] = {};
 #pragma unroll
@@ -304,36 +353,33 @@ __global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__
   __syncthreads();
 
   Square near_q = {}, near_k = {};  // the diagonal block
-  float before[4] = {1, 1, 1, 1}, all[4] = {1, 1, 1, 1}, second[4];
+  float before[4] = {1, 1, 1, 1}, all[4] = {1, 1, 1, 1}, before_q[4];
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     const float4 y = *reinterpret_cast<const float4*>(&totals[m][4 * lane]);
     const float z[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      before[c] *= m < warp ? z[c] : 1.0f, all[c] *= z[c];
-      if (m == 1) second[c] = z[c];
-    }
+    for (int c = 0; c < 4; ++c) before[c] *= m < warp ? z[c] : 1.0f, all[c] *= z[c];
   }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) before_q[c] = before[c] * p.scale;
   if (warp == 0) *reinterpret_cast<float4*>(record + kDecay + 16 * lane) = make_float4(all[0], all[1], all[2], all[3]);
   if (!SAFE) unbounded_diagonal(w, near_q, near_k);
 
   const uint32_t tails = smem + kTails + warp * kTile;
-  uint8_t* rows_out = record + warp * kBlock * 128;
   float sum[4] = {};
 #pragma unroll
   for (int t = 0; t < kBlock; ++t) {
     float e[4], y[4], z[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[c] += x.g[t][c], e[c] = exp2_fast(sum[c]);
-    const uint32_t at = lane_offset(t, lane), out = record_offset(t, lane);
+    const uint32_t at = lane_offset(t, lane), out = warp * kBlock * 128 + record_offset(t, lane);
     const float inverse_q = w.norm_q(t), inverse_k = w.norm_k(t);
     scaled(y, x.q[t], inverse_q), multiply(y, e);
     store_shared(own + kRowsQ + at, packed(y));
-    multiply(y, before);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? p.scale : p.scale * __frcp_rn(inverse_q);
-    *reinterpret_cast<uint2*>(rows_out + kQDecayed + out) = packed(y);
+    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before_q[c] : before_q[c] * __frcp_rn(inverse_q);
+    *reinterpret_cast<uint2*>(record + (kQDecayed + out)) = packed(y);
     scaled(z, x.k[t], inverse_k);
 #pragma unroll
     for (int c = 0; c < 4; ++c) y[c] = z[c] * e[c];
@@ -342,14 +388,13 @@ __global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__
     if (!L2NORM)
 #pragma unroll
       for (int c = 0; c < 4; ++c) y[c] *= __frcp_rn(inverse_k);
-    *reinterpret_cast<uint2*>(rows_out + kKIn + out) = packed(y);
+    *reinterpret_cast<uint2*>(record + (kKIn + out)) = packed(y);
     if (SAFE) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) z[c] *= exp2_fast(-sum[c]);
       store_shared(own + kColumns + at, packed(z));
       multiply(z, total);
       store_shared(tails + at, packed(z));
-      if (warp == 0) multiply(z, second), store_shared(smem + kFarTail + at, packed(z));
     }
   }
   if (!SAFE) {
@@ -361,7 +406,6 @@ __global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__
 #pragma unroll
       for (int c = 0; c < 4; ++c) z[c] *= exp2_fast(rest[c]), rest[c] += x.g[t][c];
       store_shared(tails + lane_offset(t, lane), packed(z));
-      if (warp == 0) multiply(z, second), store_shared(smem + kFarTail + lane_offset(t, lane), packed(z));
     }
   }
   __syncthreads();
@@ -379,16 +423,17 @@ __global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__
         for (int n = 0; n < 2; ++n)
           mma_bf16(near_q.x[n], a_q, b[2 * n], b[2 * n + 1]), mma_bf16(near_k.x[n], a_k, b[2 * n], b[2 * n + 1]);
       }
+      const float* f = &totals[1][16 * s + 2 * (lane % 4)];
+      const float2 one0 = *reinterpret_cast<const float2*>(f), one1 = *reinterpret_cast<const float2*>(f + 8);
+      const float2 two0 = *reinterpret_cast<const float2*>(f + kHead), two1 = *reinterpret_cast<const float2*>(f + kHead + 8);
 #pragma unroll
-      for (int j = 2; j >= 0; --j) {
+      for (int j = 2; j >= 0; --j) {  // columns end with block j: decay them over the blocks between
         if (j >= warp) continue;
-        if (j == 1 && warp == 3) {  // from here on the reference is the start of block 2
-          const float* f = totals[2] + 16 * s + 2 * (lane % 4);
-          const float2 f0 = *reinterpret_cast<const float2*>(f), f1 = *reinterpret_cast<const float2*>(f + 8);
-          scale_rows(a_q, f0, f1), scale_rows(a_k, f0, f1);
-        }
-        const uint32_t tile = j == 0 && warp >= 2 ? smem + kFarTail : smem + kTails + j * kTile;
-        load_matrices(b, (tile + columns) ^ (s << 5));
+        load_matrices(b, (smem + kTails + j * kTile + columns) ^ (s << 5));
+        if (j == 0 && warp == 2) scale_columns(b, one0, one1);
+        if (j == 1 && warp == 3) scale_columns(b, two0, two1);
+        if (j == 0 && warp == 3)
+          scale_columns(b, make_float2(one0.x * two0.x, one0.y * two0.y), make_float2(one1.x * two1.x, one1.y * two1.y));
 #pragma unroll
         for (int n = 0; n < 2; ++n)
           mma_bf16(far_q[j].x[n], a_q, b[2 * n], b[2 * n + 1]), mma_bf16(far_k[j].x[n], a_k, b[2 * n], b[2 * n + 1]);
@@ -425,27 +470,31 @@ __global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__
   store_square(own + kX, kPitchX, inverse, lane);
   __syncthreads();
 
-  uint32_t solved[4][4], solved_bf16[4][4];  // A operands: blocks (warp + d, warp) of X, transposed; as halves and as bfloat16
+  // A operands: blocks (warp + d, warp) of X, transposed, as halves, and as the sum of two bfloat16 beside bfloat16 tails.
+  uint32_t solved[4][4], coarse[4][4], fine[4][4];
   {
-    const Square& s = inverse;
-    solved[0][0] = transposed(pack_half(s.x[0][0], s.x[0][1])), solved[0][1] = transposed(pack_half(s.x[1][0], s.x[1][1]));
-    solved[0][2] = transposed(pack_half(s.x[0][2], s.x[0][3])), solved[0][3] = transposed(pack_half(s.x[1][2], s.x[1][3]));
-    solved_bf16[0][0] = transposed(pack_bf16(s.x[0][0], s.x[0][1])), solved_bf16[0][1] = transposed(pack_bf16(s.x[1][0], s.x[1][1]));
-    solved_bf16[0][2] = transposed(pack_bf16(s.x[0][2], s.x[0][3])), solved_bf16[0][3] = transposed(pack_bf16(s.x[1][2], s.x[1][3]));
+    Square rest;
+    uint32_t a[4];
+    half_operand(a, inverse);
+    solved[0][0] = transposed(a[0]), solved[0][1] = transposed(a[2]), solved[0][2] = transposed(a[1]), solved[0][3] = transposed(a[3]);
+    split_operand(a, rest, inverse);
+    coarse[0][0] = transposed(a[0]), coarse[0][1] = transposed(a[2]), coarse[0][2] = transposed(a[1]), coarse[0][3] = transposed(a[3]);
+    split_operand(a, rest, rest);
+    fine[0][0] = transposed(a[0]), fine[0][1] = transposed(a[2]), fine[0][2] = transposed(a[1]), fine[0][3] = transposed(a[3]);
   }
 #pragma unroll
   for (int d = 1; d < 4; ++d) {
     if (warp + d >= 4) continue;
     const uint32_t below = smem + (warp + d) * kWarpBytes;
-    Square acc = {}, next = {};
+    Square acc = {}, next = {}, rest;
 #pragma unroll
     for (int e = 0; e < d; ++e) multiply_transposed(acc, solved[e], below + kL + (warp + e) * kBlock * 2, kPitch, lane);
     uint32_t a[4];
     half_operand(a, acc);
     multiply_transposed(next, a, below + kX, kPitchX, lane);
     half_operand(solved[d], next);
-    solved_bf16[d][0] = pack_bf16(next.x[0][0], next.x[0][1]), solved_bf16[d][1] = pack_bf16(next.x[0][2], next.x[0][3]);
-    solved_bf16[d][2] = pack_bf16(next.x[1][0], next.x[1][1]), solved_bf16[d][3] = pack_bf16(next.x[1][2], next.x[1][3]);
+    split_operand(coarse[d], rest, next);
+    split_operand(fine[d], rest, rest);
   }
 
   const uint32_t stage_a = own + kStageA, stage_k = own + kColumns;
@@ -482,7 +531,8 @@ __global__ void __launch_bounds__(128, 3) prepare_kernel(const __grid_constant__
       }
       uint32_t b[4];
       load_matrices_transposed(b, tile ^ (s << 5));
-      mma_bf16(acc[2 * s], solved_bf16[d], b[0], b[1]), mma_bf16(acc[2 * s + 1], solved_bf16[d], b[2], b[3]);
+      mma_bf16(acc[2 * s], coarse[d], b[0], b[1]), mma_bf16(acc[2 * s + 1], coarse[d], b[2], b[3]);
+      mma_bf16(acc[2 * s], fine[d], b[0], b[1]), mma_bf16(acc[2 * s + 1], fine[d], b[2], b[3]);
     }
   }
 #pragma unroll

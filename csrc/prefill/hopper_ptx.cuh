@@ -105,6 +105,15 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
                : "memory");
 }
 
+// 16 bytes to shared memory, zeros beyond the first `bytes`.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// This thread arrives at the barrier once its copies so far are there.
+__device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

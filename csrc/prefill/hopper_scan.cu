@@ -44,11 +44,11 @@ __device__ __forceinline__ Task task_of(const HopperForward& p) {
           static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kSlice};
 }
 
-// The 32 lanes of the fetching warp: lane 0 the record, every lane two rows of values.
+// The fetching warp: lane 0 asks for records, all lanes for values, with zeros past the sequence's end.
 template <int GROUPS>
 __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int lane) {
   using L = Layout<GROUPS>;
-  constexpr uint32_t kRowBytes = GROUPS * kSlice * 2;
+  constexpr int kRowUnits = GROUPS * kSlice / 8;  // of 16 bytes
   const auto* values = static_cast<const __nv_bfloat16*>(p.v) + task.span.batch * p.v_strides.batch + task.head * p.v_strides.head +
                        task.span.first * p.v_strides.token + task.channel;
   const auto* records = static_cast<const uint8_t*>(p.workspace);
@@ -56,20 +56,18 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     const int stage = i % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
-    uint32_t bytes = lane == 0 ? kRecordBytes : 0;
-    for (int t = lane; t < kChunk; t += 32) {
-      const uint32_t to = at + kRecordSpace + t * L::values_pitch;
-      if (i * kChunk + t < task.span.length)
-        bytes += kRowBytes;
-      else
-        for (uint32_t u = 0; u < kRowBytes; u += 16) store_shared(to + u, uint4{0, 0, 0, 0});
+    if (lane == 0) {
+      barrier_arrive_expect(full, kRecordBytes);
+      bulk_load(at, records + (task.record + i * p.HV) * kRecordBytes, kRecordBytes, full);
     }
-    barrier_arrive_expect(full, bytes);
-    if (lane == 0) bulk_load(at, records + (task.record + i * p.HV) * kRecordBytes, kRecordBytes, full);
-    for (int t = lane; t < kChunk; t += 32) {
-      if (i * kChunk + t < task.span.length)
-        bulk_load(at + kRecordSpace + t * L::values_pitch, values + (i * kChunk + t) * p.v_strides.token, kRowBytes, full);
+#pragma unroll 8
+    for (int u = lane; u < kChunk * kRowUnits; u += 32) {
+      const int t = u / kRowUnits, unit = u % kRowUnits;
+      const bool inside = i * kChunk + t < task.span.length;
+      copy_async(at + kRecordSpace + t * L::values_pitch + unit * 16,
+                 values + (inside ? (i * kChunk + t) * p.v_strides.token : 0) + unit * 8, inside ? 16 : 0);
     }
+    copy_async_arrive(full);
   }
 }
 
@@ -178,7 +176,7 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = shared_address(shared);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, 32), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 4);
+    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, 33), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
