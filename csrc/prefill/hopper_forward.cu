@@ -21,10 +21,14 @@ const char* hopper_refusal(const HopperForward& p) {
   if (p.H <= 0 || p.HV % p.H != 0) return "HV must be a multiple of H";
   if (p.cu_seqlens && p.B != 1) return "cu_seqlens needs B = 1";
   if (slots_of(p.B, p.T, p.N, p.cu_seqlens) * p.HV >= (int64_t{1} << 31)) return "too many chunks for one grid";
-  if (!multiple(p.q_strides, 4) || !multiple(p.k_strides, 4) || !multiple(p.g_strides, 4) || !aligned(p.q, 8) || !aligned(p.k, 8) ||
-      !aligned(p.g, p.gate_float32 ? 16 : 8))
-    return "q, k and g must be aligned to 4 elements in every stride";
-  if (!multiple(p.v_strides, 8) || !aligned(p.v, 16) || !aligned(p.o, 16)) return "v and o must be aligned to 16 bytes in every stride";
+  if (p.T >= (int64_t{1} << 30)) return "T must be below 2^30";
+  const TokenStrides* all[] = {&p.q_strides, &p.k_strides, &p.v_strides, &p.g_strides};
+  for (const TokenStrides* s : all) {
+    if (!multiple(*s, 8)) return "q, k, v and g must have strides that are multiples of 8 elements";
+    if (s->token < 0 || s->token >= (int64_t{1} << 24)) return "q, k, v and g must have token strides below 2^24 elements";
+  }
+  if (!aligned(p.q, 16) || !aligned(p.k, 16) || !aligned(p.v, 16) || !aligned(p.g, 16) || !aligned(p.o, 16))
+    return "q, k, v, g and o must be aligned to 16 bytes";
   if (!aligned(p.workspace, 128)) return "workspace must be aligned to 128 bytes";
   if (p.dt_bias && !aligned(p.dt_bias, 16)) return "dt_bias must be aligned to 16 bytes";
   if (p.gate == Gate::softplus && !p.A_log) return "the softplus gate needs A_log";

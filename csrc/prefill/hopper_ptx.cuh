@@ -34,6 +34,11 @@ __device__ __forceinline__ uint32_t pack_bf16(float a, float b) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
   return y;
 }
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
 __device__ __forceinline__ uint32_t pack_half(float a, float b) {
   uint32_t y;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
@@ -90,6 +95,12 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
+  uint2 x;
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
 // Ordinary shared-memory writes before, the copy engine or the tensor cores reading after.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -108,6 +119,11 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
 // 16 bytes to shared memory, zeros beyond the first `bytes`.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// The warp's copies so far are there, for all its lanes.
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
 }
 // This thread arrives at the barrier once its copies so far are there.
 __device__ __forceinline__ void copy_async_arrive(uint32_t barrier) {

@@ -4,6 +4,9 @@
 //
 // One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, 128] in float32
 // accumulators, and every product has S^T or r^T as its left factor, taken from registers. One more warp fetches records and values.
+#ifndef KDAKIT_EXPERIMENT
+#define KDAKIT_EXPERIMENT 0
+#endif
 #include "hopper_launch.h"
 #include "hopper_sequences.cuh"
 #include "hopper_wgmma.cuh"
@@ -21,18 +24,19 @@ struct Layout {
   static constexpr int values_pitch = GROUPS * kSlice * 2 + 16;
   static constexpr int stage = kRecordSpace + (kChunk * values_pitch + 1023) / 1024 * 1024;
   static constexpr int stages = GROUPS == 2 ? 2 : 3;
+  static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
   static constexpr int out = stages * stage;
   static constexpr int barriers = out + GROUPS * 4 * kOutBytes;
   static constexpr int bytes = barriers + 2 * stages * 8;
 };
 
 template <int GROUPS>
-constexpr int kThreads = GROUPS == 2 ? 384 : 160;  // whole warp groups where they trade registers
+constexpr int kThreads = GROUPS * 128 + Layout<GROUPS>::fetchers;  // whole warp groups where they trade registers
 
 struct Task {
   Span span;
-  int64_t record, head, chunks, state;  // first record, value head, chunks, index of the state matrix
-  int channel;                          // first value channel of the block
+  int64_t record, head, state;  // first record, value head, index of the state matrix
+  int chunks, channel;                        // first value channel of the block
 };
 
 template <int GROUPS>
@@ -40,33 +44,35 @@ __device__ __forceinline__ Task task_of(const HopperForward& p) {
   constexpr int kBlocks = kHead / (GROUPS * kSlice);
   const int64_t i = blockIdx.x / kBlocks, n = i / p.HV, head = i - n * p.HV;
   const Span span = sequence_span(p, n);
-  return {span, first_slot(p, n) * p.HV + head, head, (span.length + kChunk - 1) / kChunk, i,
+  return {span, first_slot(p, n) * p.HV + head, head, i, static_cast<int>((span.length + kChunk - 1) / kChunk),
           static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kSlice};
 }
 
-// The fetching warp: lane 0 asks for records, all lanes for values, with zeros past the sequence's end.
+// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end.
 template <int GROUPS>
-__device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int lane) {
+__device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
   using L = Layout<GROUPS>;
-  constexpr int kRowUnits = GROUPS * kSlice / 8;  // of 16 bytes
-  const auto* values = static_cast<const __nv_bfloat16*>(p.v) + task.span.batch * p.v_strides.batch + task.head * p.v_strides.head +
-                       task.span.first * p.v_strides.token + task.channel;
-  const auto* records = static_cast<const uint8_t*>(p.workspace);
-  for (int64_t i = 0; i < task.chunks; ++i) {
+  constexpr int kRowUnits = GROUPS * kSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; rows per round
+  const int unit = thread % kRowUnits, row = thread / kRowUnits;
+  const int64_t token_bytes = p.v_strides.token * 2;
+  const auto* values = static_cast<const uint8_t*>(p.v) +
+                       2 * (task.span.batch * p.v_strides.batch + task.head * p.v_strides.head + task.span.first * p.v_strides.token +
+                            task.channel + unit * 8);
+  const uint8_t* record = static_cast<const uint8_t*>(p.workspace) + task.record * kRecordBytes;
+  const uint8_t* from = values + row * token_bytes;
+  int left = static_cast<int>(min(task.span.length, static_cast<int64_t>(1) << 30)) - row;  // rows from this thread's first on
+  for (int i = 0; i < task.chunks; ++i, record += p.HV * kRecordBytes, left -= kChunk) {
     const int stage = i % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
-    if (lane == 0) {
+    if (thread == 0 && KDAKIT_EXPERIMENT != 1) {
       barrier_arrive_expect(full, kRecordBytes);
-      bulk_load(at, records + (task.record + i * p.HV) * kRecordBytes, kRecordBytes, full);
-    }
-#pragma unroll 8
-    for (int u = lane; u < kChunk * kRowUnits; u += 32) {
-      const int t = u / kRowUnits, unit = u % kRowUnits;
-      const bool inside = i * kChunk + t < task.span.length;
-      copy_async(at + kRecordSpace + t * L::values_pitch + unit * 16,
-                 values + (inside ? (i * kChunk + t) * p.v_strides.token : 0) + unit * 8, inside ? 16 : 0);
-    }
+      bulk_load(at, record, kRecordBytes, full);
+    } else if (thread == 0) barrier_arrive(full);
+    const uint32_t to = at + kRecordSpace + row * L::values_pitch + unit * 16;
+#pragma unroll
+    for (int t = 0; t < kChunk; t += kStep, from += kStep * token_bytes)
+      copy_async(to + t * L::values_pitch, t < left ? from : values, t < left ? 16 : 0);
     copy_async_arrive(full);
   }
 }
@@ -107,7 +113,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
   }
   uint32_t pending[16];  // the previous chunk's output
   const uint32_t out = smem + L::out + warp * kOutBytes;
-  for (int64_t i = 0; i < task.chunks; ++i) {
+  for (int i = 0; i < task.chunks; ++i) {
     const int stage = i % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8;
     uint32_t left[8][4];
@@ -122,6 +128,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
       const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
       S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
     }
+    if (KDAKIT_EXPERIMENT == 2) { __syncwarp(); if (lane == 0) barrier_arrive(full + L::stages * 8); continue; }
     touch(r), touch(o), touch(S);
     wgmma_begin();
 #pragma unroll
@@ -130,7 +137,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
 #pragma unroll
     for (int s = 0; s < 8; ++s) wgmma<0>(o, left[s], descriptor(at + kQDecayed + (s / 4) * 8192 + (s % 4) * 32), s > 0);
     wgmma_commit();
-    if (i > 0) write_output(p, task, i - 1, pending, out, task.channel + value, lane);
+    if (i > 0 && KDAKIT_EXPERIMENT != 3) write_output(p, task, i - 1, pending, out, task.channel + value, lane);
     uint32_t v[4][4];  // [16 tokens each]: (values, tokens) as in `write_output`
 #pragma unroll
     for (int n = 0; n < 4; ++n)
@@ -176,17 +183,17 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = shared_address(shared);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, 33), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 4);
+    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   const Task task = task_of<GROUPS>(p);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
-    if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (threadIdx.x < GROUPS * 128 + 32) fetch<GROUPS>(p, task, smem, threadIdx.x % 32);
+    if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    fetch<GROUPS>(p, task, smem, threadIdx.x - GROUPS * 128);
   } else {
-    if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     scan<GROUPS>(p, task, shared, smem);
   }
 }
