@@ -8,7 +8,7 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint docs tables clean
+.PHONY: help venv demo test lint docs tables cuda clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
 	$(BIN)/kdakit doctor --table README.md docs/backends.md
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
+
+cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)
+	$(BIN)/python -m kdakit.backends.cuda.build $(if $(ARCH),--arch $(ARCH))
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
