@@ -96,7 +96,10 @@ static kda_status check_workspace(const kda_prefill_args &args, size_t bytes) {
   return KDA_OK;
 }
 
-static const int32_t F32[] = {KDA_FLOAT32}, BF16[] = {KDA_BFLOAT16}, EITHER[] = {KDA_BFLOAT16, KDA_FLOAT32};
+static const int32_t F32[] = {KDA_FLOAT32};
+#ifdef KDAKIT_HOPPER
+static const int32_t BF16[] = {KDA_BFLOAT16}, EITHER[] = {KDA_BFLOAT16, KDA_FLOAT32};
+#endif
 
 }  // namespace kda
 
@@ -118,29 +121,27 @@ extern "C" kda_status kda_prefill_f32(const kda_prefill_args *given) {
   return prefill_f32(args);
 }
 
+#ifdef KDAKIT_HOPPER
 extern "C" kda_status kda_prefill_workspace_bf16(const kda_prefill_args *given, size_t *bytes) {
   kda_prefill_args args;
   if (bytes == nullptr) return fail(KDA_INVALID_ARGUMENT, "bytes must not be NULL");
   KDA_TRY(read_args(given, BF16, 1, EITHER, 2, false, args));
-#ifdef KDAKIT_HOPPER
   return workspace_bf16(args, *bytes);
-#else
-  return fail(KDA_NOT_BUILT, "this library was built without the bfloat16 kernel");
-#endif
 }
 
 extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *given) {
   kda_prefill_args args;
-  KDA_TRY(read_args(given, BF16, 1, EITHER, 2, true, args));
-#ifdef KDAKIT_HOPPER
   size_t bytes = 0;
+  KDA_TRY(read_args(given, BF16, 1, EITHER, 2, true, args));
   KDA_TRY(workspace_bf16(args, bytes));
   KDA_TRY(check_workspace(args, bytes));
   return prefill_bf16(args);
-#else
-  return fail(KDA_NOT_BUILT, "this library was built without the bfloat16 kernel");
-#endif
 }
+#else
+static kda_status no_bf16() { return fail(KDA_NOT_BUILT, "this library was built without the bfloat16 kernel"); }
+extern "C" kda_status kda_prefill_workspace_bf16(const kda_prefill_args *, size_t *) { return no_bf16(); }
+extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *) { return no_bf16(); }
+#endif
 
 extern "C" const char *kda_last_error(void) { return last_error; }
 

@@ -13,6 +13,7 @@ from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 backward = None
+gradients = "torch_native"
 step = None
 
 HEAD_DIMS = (64, 128)

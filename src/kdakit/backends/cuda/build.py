@@ -6,6 +6,7 @@ CMakeLists.txt builds the same sources for C and C++ users, with a static librar
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -86,6 +87,21 @@ def build(target: Path = PLACE, architectures: tuple[str, ...] = ARCHITECTURES, 
     return [usage for report in reports for usage in usages(report)]
 
 
+def build_jax(target: Path | None = None) -> None:
+    """The XLA custom call, beside libkdakit.so, with the headers of the installed jaxlib."""
+    import jax
+
+    target = target or PLACE.with_name("libkdakit_jax.so")
+    compiler = os.environ.get("CXX", "g++")
+    command = [
+        compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{jax.ffi.include_dir()}", "-o", str(target),
+        str(source_folder() / "xla_ffi.cpp"), f"-L{target.parent}", "-l:libkdakit.so", "-Wl,-rpath,$ORIGIN",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed on xla_ffi.cpp:\n{done.stderr[-4000:]}")
+
+
 def usages(report: str) -> list[Usage]:
     """The kernels in the report of `ptxas -v`."""
     pattern = re.compile(
@@ -107,6 +123,9 @@ def main() -> None:
     for usage in build(args.out, tuple(args.arch), args.jobs):
         print(f"sm_{usage.architecture:<5} {usage.registers:>3} registers {usage.spills:>4} bytes spilled  {usage.kernel}")
     print(f"wrote {args.out}")
+    if importlib.util.find_spec("jax") is not None and shutil.which(os.environ.get("CXX", "g++")):
+        build_jax(args.out.with_name("libkdakit_jax.so"))
+        print(f"wrote {args.out.with_name('libkdakit_jax.so')}")
 
 
 if __name__ == "__main__":

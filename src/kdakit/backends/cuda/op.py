@@ -92,7 +92,7 @@ def _check(q, k, v, g, beta, chunk_size, initial_state) -> tuple[int, int, int, 
     for name, (x, want) in dims.items():
         if tuple(x.shape) != want:
             raise ValueError(f"{name} must be {want}, got {tuple(x.shape)}")
-    for name, x in {"q": q} | {name: x for name, (x, _) in dims.items()}.items():
+    for name, x in [("q", q), *((name, x) for name, (x, _) in dims.items())]:
         if x.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, got {x.dtype}")
         if x.device != q.device:
