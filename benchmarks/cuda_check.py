@@ -1,9 +1,9 @@
 """On a GPU: the CUDA backend's float32 kernels against float64, and their times beside FLA's, as JSON in $OUT (or here).
 
-    PYTHONPATH=src python benchmarks/cuda_check.py cases [BACKEND]    every shared case that it takes, by default cuda; gradients for some
-    PYTHONPATH=src python benchmarks/cuda_check.py accuracy     o, w, u, final state at B1 H16 T4096, three kinds of inputs
-    PYTHONPATH=src python benchmarks/cuda_check.py time         the same sizes, ours and FLA's chunk_kda with float32 inputs, interleaved
-    PYTHONPATH=src python benchmarks/cuda_check.py once K C     one call, for a profiler
+PYTHONPATH=src python benchmarks/cuda_check.py cases [BACKEND]    every shared case that it takes, by default cuda; gradients for some
+PYTHONPATH=src python benchmarks/cuda_check.py accuracy     o, w, u, final state at B1 H16 T4096, three kinds of inputs
+PYTHONPATH=src python benchmarks/cuda_check.py time         the same sizes, ours and FLA's chunk_kda with float32 inputs, interleaved
+PYTHONPATH=src python benchmarks/cuda_check.py once K C     one call, for a profiler
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def accuracy():
             again = torch.ops.kdakit.prefill(*x[:5], C, None, x[5])
             errors = {n: relative(y, want[n]) for n, y in (("o", o), ("w", w), ("u", u), ("final_state", final))}
             same = all(torch.equal(a, b) for a, b in zip((o, w, u, final), again, strict=True))
-            rows.append(dict(K=K, C=C, inputs=kind, limit=limit, ok=same and all(e < limit for e in errors.values()), same_bits=same, **errors))
+            rows.append(
+                dict(K=K, C=C, inputs=kind, limit=limit, ok=same and all(e < limit for e in errors.values()), same_bits=same, **errors)
+            )
             print(K, C, kind, {n: f"{e:.1e}" for n, e in errors.items()}, "ok" if rows[-1]["ok"] else "FAILED", flush=True)
     return rows
 
@@ -109,7 +111,17 @@ def cases(backend: str = "cuda"):
         if not row["ok"]:
             print("BAD", row, flush=True)
     worst = sorted((v[1], r["case"], n) for r in rows for n, v in r.items() if isinstance(v, list))[-4:]
-    print("cases", sum("ok" in r for r in rows), "bad", bad, "skipped", [r["case"] for r in rows if "skipped" in r], "worst", worst, flush=True)
+    print(
+        "cases",
+        sum("ok" in r for r in rows),
+        "bad",
+        bad,
+        "skipped",
+        [r["case"] for r in rows if "skipped" in r],
+        "worst",
+        worst,
+        flush=True,
+    )
     return rows
 
 

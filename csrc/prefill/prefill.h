@@ -13,7 +13,7 @@ kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes);
 kda_status prefill_f32(const kda_prefill_args &args);
 
 #ifdef KDAKIT_HOPPER
-// bfloat16 on sm_90a, defined in csrc/hopper_*.cu; the build defines KDAKIT_HOPPER where those files are.
+// bfloat16 on sm_90a, in hopper_*.cu; the builds define KDAKIT_HOPPER where such files are and sm_90a is among the architectures.
 kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes);
 kda_status prefill_bf16(const kda_prefill_args &args);
 #endif

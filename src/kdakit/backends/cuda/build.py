@@ -37,14 +37,23 @@ def source_folder() -> Path:
 
 
 def sources() -> list[Path]:
-    """The library's files: the ABI, the float32 kernels, and the Hopper kernels where they are."""
+    """The library's files: the ABI and the kernels."""
     root = source_folder()
-    return [root / "c_api.cu", *sorted((root / "prefill").glob("*.cu")), *sorted(root.glob("hopper_*.cu"))]
+    return [*sorted(root.glob("*.cu")), *sorted((root / "prefill").glob("*.cu"))]
+
+
+def for_hopper(source: Path) -> bool:
+    """The bfloat16 kernels, which only sm_90a has."""
+    return source.name.startswith("hopper_")
 
 
 def nvcc() -> str | None:
     """The compiler: $CUDACXX, or on the path, or in $CUDA_HOME."""
-    for found in (os.environ.get("CUDACXX"), shutil.which("nvcc"), os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")):
+    for found in (
+        os.environ.get("CUDACXX"),
+        shutil.which("nvcc"),
+        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"),
+    ):
         if found and Path(found).exists():
             return found
     return None
@@ -62,7 +71,7 @@ def unbuildable() -> str | None:
 def compile_one(source: Path, target: Path, architectures: tuple[str, ...]) -> str:
     """One object file; returns the compiler's report."""
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    hopper = ["-DKDAKIT_HOPPER"] if any(p.name.startswith("hopper_") for p in sources()) and "90a" in architectures else []
+    hopper = ["-DKDAKIT_HOPPER"] if any(map(for_hopper, sources())) and "90a" in architectures else []
     command = [str(nvcc()), *FLAGS, *hopper, *codes, "-c", "-o", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -75,12 +84,12 @@ def build(target: Path = PLACE, architectures: tuple[str, ...] = ARCHITECTURES, 
     reason = unbuildable()
     if reason is not None:
         raise RuntimeError(reason)
-    chosen = [s for s in sources() if not s.name.startswith("hopper_") or "90a" in architectures]
+    chosen = [s for s in sources() if not for_hopper(s) or "90a" in architectures]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         objects = [Path(folder) / f"{s.stem}.o" for s in chosen]
         reports = list(pool.map(lambda pair: compile_one(*pair, architectures), zip(chosen, objects, strict=True)))
         target.parent.mkdir(parents=True, exist_ok=True)
-        link = [str(nvcc()), "-shared", "-cudart", "static", "-o", str(target), *map(str, objects)]
+        link = [str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "--no-undefined", "-o", str(target), *map(str, objects)]
         done = subprocess.run(link, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"linking {target.name} failed:\n{done.stderr[-4000:]}")
@@ -110,7 +119,8 @@ def usages(report: str) -> list[Usage]:
         re.DOTALL,
     )
     return [
-        Usage(m["name"], m["arch"], int(m["registers"]), int(m["stores"]) + int(m["loads"]), int(m["stack"])) for m in pattern.finditer(report)
+        Usage(m["name"], m["arch"], int(m["registers"]), int(m["stores"]) + int(m["loads"]), int(m["stack"]))
+        for m in pattern.finditer(report)
     ]
 
 

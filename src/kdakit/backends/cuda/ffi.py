@@ -58,7 +58,7 @@ def default_config(problem: Problem, device: Any) -> Config:
 def _large(D: int) -> bool:
     """Whether a block may have the shared memory of a chunk of 64: Ampere's and Hopper's data-centre parts, not Ada."""
     capability = str(getattr(jax.devices()[0], "compute_capability", "0.0"))
-    return D == HEAD_DIMS[0] or capability in ("8.0", "9.0", "10.0", "10.3")
+    return HEAD_DIMS[0] >= D or capability in ("8.0", "9.0", "10.0", "10.3")
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, None]:

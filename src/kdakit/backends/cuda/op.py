@@ -34,8 +34,9 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
         batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=D, value_dim=D, chunk_size=config.chunk,
         **{name: _tokens_first(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", arrays.beta), ("o", out))},
         initial_state=_pointer(initial), final_state=_pointer(final), A_log=_pointer(A_log), dt_bias=_pointer(dt_bias),
-        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, safe_gate=o.safe_gate, beta_kind=BETAS[o.beta], l2norm=o.l2norm,
-        state_v_first=o.state_v_first, cu_seqlens=_pointer(cu), cu_seqlens_64=cu is not None and cu.dtype == torch.int64, sequences=problem.N,
+        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, safe_gate=o.safe_gate, beta_kind=BETAS[o.beta],
+        l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=_pointer(cu), sequences=problem.N,
+        cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
     )  # fmt: skip
     _enqueue(args, v)
     if D != problem.V:
@@ -109,8 +110,8 @@ def _outputs(q, chunk_size):
 
 @torch.library.custom_op("kdakit::prefill", mutates_args=(), device_types="cuda")
 def prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunk_size: int = 64, scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunk_size: int = 64,
+    scale: float | None = None, initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """o [B,H,T,V], w [B,H,Nc,C,K], u [B,H,Nc,C,V], final_state [B,H,K,V] of q, k, g [B,H,T,K], v [B,H,T,V], beta [B,H,T]; g: log-decay."""
     B, H, T, K = _check(q, k, v, g, beta, chunk_size, initial_state)
