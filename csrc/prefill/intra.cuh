@@ -152,8 +152,15 @@ __device__ void store_columns(const float *X, float *out) {
   }
 }
 
+// Blocks that share a multiprocessor: two have the shared memory on sm_90 and sm_100.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define KDA_INTRA_BLOCKS 2
+#else
+#define KDA_INTRA_BLOCKS 1
+#endif
+
 template <int K, int V, int C>
-__global__ __launch_bounds__(Intra<K, V, C>::THREADS, 2) void intra_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void intra_kernel(const __grid_constant__ Params p) {
   using S = Intra<K, V, C>;
   extern __shared__ __align__(16) unsigned char memory[];
   typename S::Shared &sh = *reinterpret_cast<typename S::Shared *>(memory);

@@ -63,6 +63,8 @@ template <int K, int C, int BV>
 static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
   using I = Intra<K, K, C>;
   using S = State<K, K, C, BV>;
+  static_assert(sizeof(typename I::Shared) <= 112 * 1024, "two blocks share a multiprocessor of sm_90");
+  static_assert(sizeof(typename S::Shared) <= (C == 64 && K == 128 ? 142 : 88) * 1024, "more than the Python side knows of");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
   KDA_TRY(prepare("state", state_kernel<K, K, C, BV>, sizeof(typename S::Shared), device));

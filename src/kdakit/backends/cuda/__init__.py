@@ -66,12 +66,12 @@ def unsupported(problem: Problem) -> str | None:
 def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
-    small = problem.options.chunk_size <= 32 or _shared_memory(device) < STATE_BYTES[D]
+    small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
     return Config("f32", D, 32 if small else 64)
 
 
-# Shared memory of the state kernel with chunks of 64.
-STATE_BYTES = {64: 80 * 1024, 128: 146 * 1024}
+# Shared memory per block that the kernels need for chunks of 64, by head size.
+CHUNK_64_BYTES = {64: 88 * 1024, 128: 142 * 1024}
 
 
 def _shared_memory(device: Any) -> int:
