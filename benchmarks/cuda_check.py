@@ -3,7 +3,8 @@
 PYTHONPATH=src python benchmarks/cuda_check.py cases [BACKEND]    every shared case that it takes, by default cuda; gradients for some
 PYTHONPATH=src python benchmarks/cuda_check.py accuracy     o, w, u, final state at B1 H16 T4096, three kinds of inputs
 PYTHONPATH=src python benchmarks/cuda_check.py time         the same sizes, ours and FLA's chunk_kda with float32 inputs, interleaved
-PYTHONPATH=src python benchmarks/cuda_check.py once K C     one call, for a profiler
+PYTHONPATH=src python benchmarks/cuda_check.py kernels      ours by kernel
+    PYTHONPATH=src python benchmarks/cuda_check.py once K C     one call, for a profiler
 """
 
 from __future__ import annotations
@@ -190,6 +191,25 @@ def times():
     return rows
 
 
+def kernels(repeat: int = 20):
+    """Microseconds of each kernel alone."""
+    rows = []
+    for K, C in SIZES:
+        x = inputs("random", K)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(repeat):
+                torch.ops.kdakit.prefill(*x[:5], C, None, x[5])
+            torch.cuda.synchronize()
+        spent: dict[str, list[float]] = {}
+        for event in profile.events():
+            for name in ("intra", "state"):
+                if f"{name}_kernel" in event.name:
+                    spent.setdefault(name, []).append(event.device_time)
+        rows.append(dict(K=K, C=C, **{name: sorted(times)[len(times) // 2] for name, times in spent.items()}))
+        print(rows[-1], flush=True)
+    return rows
+
+
 def once(K: int, C: int):
     x = inputs("random", K)
     for _ in range(2):
@@ -202,7 +222,7 @@ def main():
     if mode == "once":
         once(int(sys.argv[2]), int(sys.argv[3]))
         return
-    rows = dict(cases=cases, accuracy=accuracy, time=times)[mode](*sys.argv[2:])
+    rows = dict(cases=cases, accuracy=accuracy, time=times, kernels=kernels)[mode](*sys.argv[2:])
     about = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, B=B, H=H, T=T, rows=rows)
     Path(os.environ.get("OUT", "."), f"{'_'.join(['cuda', *sys.argv[1:]])}.json").write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(any(row.get("ok") is False for row in rows))

@@ -48,9 +48,9 @@ static ffi::Error prefill_f32(void *stream, ffi::ScratchAllocator scratch, F32 q
   kda_status status = kda_prefill_workspace_f32(&args, &args.workspace_size);
   if (status != KDA_OK) return failure(status);
   if (args.workspace_size) {
-    auto memory = scratch.Allocate(args.workspace_size, 256);
+    auto memory = scratch.Allocate(args.workspace_size + 255);  // XLA's allocator promises less than the 256 bytes that are needed
     if (!memory.has_value()) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kdakit: no memory for a workspace of " + std::to_string(args.workspace_size) + " bytes");
-    args.workspace = *memory;
+    args.workspace = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(*memory) + 255) / 256 * 256);
   }
   args.stream = stream;
   status = kda_prefill_f32(&args);

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace kda {
 
 // Fragments of mma.m16n8k8, with g = lane / 4 and t = lane % 4:
@@ -40,12 +42,6 @@ __device__ __forceinline__ FragB frag_b(float x0, float x1) {
   split(x0, b.hi[0], b.lo[0]);
   split(x1, b.hi[1], b.lo[1]);
   return b;
-}
-
-__device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // c += a b

@@ -4,7 +4,8 @@
 //
 // Half of the warps form w S, the other half q_decayed S, 16 rows each. The state lives in registers, 16 key channels a tile, and goes
 // through shared memory once per chunk as ready-split fragments. Each of w, q_decayed, A_qk, k_decayed is read from shared memory by one
-// warp only; its place is refilled for the next chunk (cp.async) as soon as every warp is past it.
+// warp only. Where there is room for two of a kind (FIRST: w and q_decayed, SECOND: A_qk and k_decayed) the next chunk's are copied
+// (cp.async) during this one; where not, as soon as every warp is past the last ones.
 #pragma once
 
 #include "chunks.cuh"
@@ -12,7 +13,7 @@
 
 namespace kda {
 
-template <int K, int V, int C, int BV>
+template <int K, int V, int C, int BV, int FIRST, int SECOND>
 struct State {
   static_assert(V % BV == 0 && BV % 8 == 0, "BV divides V");
   static constexpr int WARPS = C / 8;  // C / 16 for w S, C / 16 for q_decayed S
@@ -25,26 +26,14 @@ struct State {
   static constexpr int LD_A = C + 4;
 
   struct Shared {
-    float w[C * LD_W];
-    float q_decayed[C * LD_W];
-    float k_decayed[C * LD_K];
-    float A_qk[C * LD_A];
+    float w[FIRST][C * LD_W];
+    float q_decayed[FIRST][C * LD_W];
+    float k_decayed[SECOND][C * LD_K];
+    float A_qk[SECOND][C * LD_A];
     uint4 state[K / 8 * N * 32];  // B fragments: hi, hi, lo, lo of a lane
     uint4 v_new[C / 8 * N * 32];
   };
 };
-
-__device__ __forceinline__ void copy_async(float *to, const float *from) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
-}
-
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int PENDING>
-__device__ __forceinline__ void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 template <int ROWS, int COLUMNS, int LD, int THREADS>
 __device__ __forceinline__ void copy_tile(float *to, const float *from) {
@@ -91,9 +80,9 @@ __device__ __forceinline__ void multiply(float (&sum)[N][4], const float *rows, 
   }
 }
 
-template <int K, int V, int C, int BV>
-__global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(const __grid_constant__ Params p) {
-  using S = State<K, V, C, BV>;
+template <int K, int V, int C, int BV, int FIRST, int SECOND>
+__global__ __launch_bounds__(State<K, V, C, BV, FIRST, SECOND>::THREADS, 1) void state_kernel(const __grid_constant__ Params p) {
+  using S = State<K, V, C, BV, FIRST, SECOND>;
   constexpr int N = S::N;
   extern __shared__ __align__(16) unsigned char memory[];
   typename S::Shared &sh = *reinterpret_cast<typename S::Shared *>(memory);
@@ -143,28 +132,35 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       }
     }
   };
-  auto copy_first = [&](int64_t cell) {
-    copy_tile<C, K, S::LD_W, S::THREADS>(sh.w, p.mid.w + cell * C * K);
-    copy_tile<C, K, S::LD_W, S::THREADS>(sh.q_decayed, p.mid.q_decayed + cell * C * K);
+  auto copy_first = [&](int64_t chunk) {
+    const int64_t cell = cell0 + chunk;
+    copy_tile<C, K, S::LD_W, S::THREADS>(sh.w[chunk % FIRST], p.mid.w + cell * C * K);
+    copy_tile<C, K, S::LD_W, S::THREADS>(sh.q_decayed[chunk % FIRST], p.mid.q_decayed + cell * C * K);
   };
-  auto copy_second = [&](int64_t cell) {
-    copy_tile<C, C, S::LD_A, S::THREADS>(sh.A_qk, p.mid.A_qk + cell * C * C);
-    copy_tile<C, K, S::LD_K, S::THREADS>(sh.k_decayed, p.mid.k_decayed + cell * C * K);
+  auto copy_second = [&](int64_t chunk) {
+    const int64_t cell = cell0 + chunk;
+    copy_tile<C, C, S::LD_A, S::THREADS>(sh.A_qk[chunk % SECOND], p.mid.A_qk + cell * C * C);
+    copy_tile<C, K, S::LD_K, S::THREADS>(sh.k_decayed[chunk % SECOND], p.mid.k_decayed + cell * C * K);
   };
   if (chunks > 0) {
-    copy_first(cell0);
+    copy_first(0);
+    if (SECOND == 2) copy_second(0);
     copies_commit();
     if (!output) load_u(cell0);
   }
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int64_t cell = cell0 + chunk;
     copies_wait<0>();
-    __syncthreads();  // the state, w and q_decayed are there; A_qk and k_decayed may be overwritten
-    copy_second(cell);
+    __syncthreads();  // the state, w and q_decayed are there; the last chunk's A_qk, k_decayed may be overwritten
+    const bool more = chunk + 1 < chunks;
+    if (SECOND == 1) copy_second(chunk);
+    copies_commit();
+    if (FIRST == 2 && more) copy_first(chunk + 1);
+    if (SECOND == 2 && more) copy_second(chunk + 1);
     copies_commit();
 
     float sum[N][4] = {};
-    multiply<N, S::LD_W>(sum, (output ? sh.q_decayed : sh.w) + (row + g) * S::LD_W + t, sh.state, K / 8);
+    multiply<N, S::LD_W>(sum, (output ? sh.q_decayed : sh.w)[chunk % FIRST] + (row + g) * S::LD_W + t, sh.state, K / 8);
     if (!output) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -183,15 +179,13 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
         decay[m][half] = k < K ? p.mid.decay[cell * K + k] : 0.f;
       }
     }
-    copies_wait<0>();
-    __syncthreads();  // v_new, A_qk and k_decayed are there; the state, w and q_decayed may be overwritten
-    if (chunk + 1 < chunks) {
-      copy_first(cell + 1);
-      copies_commit();
-      if (!output) load_u(cell + 1);
-    }
+    if (SECOND == 1) copies_wait<1>();
+    __syncthreads();  // v_new, A_qk and k_decayed are there; the state and this chunk's w, q_decayed may be overwritten
+    if (FIRST == 1 && more) copy_first(chunk + 1);
+    copies_commit();
+    if (more && !output) load_u(cell + 1);
     if (output) {
-      multiply<N, S::LD_A>(sum, sh.A_qk + (row + g) * S::LD_A + t, sh.v_new, row / 8 + 2);
+      multiply<N, S::LD_A>(sum, sh.A_qk[chunk % SECOND] + (row + g) * S::LD_A + t, sh.v_new, row / 8 + 2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t token = chunk * C + row + g + half * 8;
@@ -209,7 +203,7 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
         float added[N][4] = {};
 #pragma unroll 4
         for (int j = 0; j < C / 8; ++j) {
-          const float *x = sh.k_decayed + (j * 8 + t) * S::LD_K + k0 + g;
+          const float *x = sh.k_decayed[chunk % SECOND] + (j * 8 + t) * S::LD_K + k0 + g;
           const FragA a = frag_a(x[0], x[8], x[4 * S::LD_K], x[4 * S::LD_K + 8]);
 #pragma unroll
           for (int n = 0; n < N; ++n) mma3(added[n], a, get_b(sh.v_new + (j * N + n) * 32));

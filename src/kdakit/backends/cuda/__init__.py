@@ -6,6 +6,7 @@ Needs libkdakit.so (`make cuda`), no torch headers. Head sizes below 128 are pad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kdakit.backends.cuda import library
@@ -36,14 +37,17 @@ def supports(problem: Problem, device: Any) -> str | None:
     reason = unsupported(problem)
     if reason is not None:
         return reason
+    return _old_device(device) or library.missing()
+
+
+@lru_cache(maxsize=64)
+def _old_device(device: Any) -> str | None:
     import torch
 
     if torch.version.hip:
         return "needs an NVIDIA GPU; this is ROCm"
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"needs compute capability 8.0 or newer, this device has {major}.{minor}"
-    return library.missing()
+    return None if major >= 8 else f"needs compute capability 8.0 or newer, this device has {major}.{minor}"
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -74,6 +78,7 @@ def default_config(problem: Problem, device: Any) -> Config:
 CHUNK_64_BYTES = {64: 88 * 1024, 128: 142 * 1024}
 
 
+@lru_cache(maxsize=64)
 def _shared_memory(device: Any) -> int:
     """Bytes that one block may ask for; 0 where no device can be asked."""
     import torch

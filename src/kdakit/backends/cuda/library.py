@@ -71,7 +71,7 @@ def missing() -> str | None:
 
 
 def load() -> ctypes.CDLL:
-    return _load(str(path()))
+    return _load(os.environ.get(VARIABLE) or str(PLACE))
 
 
 @lru_cache(maxsize=4)

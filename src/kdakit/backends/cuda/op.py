@@ -8,6 +8,8 @@ They exist once this module is imported. The library is opened by the first call
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from kdakit.backends.cuda import library
@@ -24,7 +26,8 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     dt_bias = None if arrays.dt_bias is None else _padded(arrays.dt_bias.float().reshape(problem.HV, problem.K), D)
     initial = None
     if arrays.initial_state is not None:
-        initial = _padded(_padded(arrays.initial_state, D).transpose(-1, -2), D).transpose(-1, -2).contiguous()
+        rows, columns = arrays.initial_state.shape[2:]
+        initial = torch.nn.functional.pad(arrays.initial_state, (0, D - columns, 0, D - rows)).contiguous()
     out = v.new_empty(problem.B, problem.T, problem.HV, D)
     final = v.new_empty(problem.N, problem.HV, D, D) if o.output_final_state else None
     cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
@@ -34,7 +37,7 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
         batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=D, value_dim=D, chunk_size=config.chunk,
         **{name: _tokens_first(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", arrays.beta), ("o", out))},
         initial_state=_pointer(initial), final_state=_pointer(final), A_log=_pointer(A_log), dt_bias=_pointer(dt_bias),
-        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, safe_gate=o.safe_gate, beta_kind=BETAS[o.beta],
+        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, safe_gate=o.safe_gate and o.lower_bound is not None, beta_kind=BETAS[o.beta],
         l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=_pointer(cu), sequences=problem.N,
         cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
     )  # fmt: skip
@@ -49,10 +52,10 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
 
 def _enqueue(args: PrefillArgs, like: torch.Tensor) -> None:
     """On the current stream of the tensors' device, with a workspace of torch's allocator."""
-    with torch.cuda.device(like.device):
-        args.workspace_size = library.workspace_size(args)
-        space = like.new_empty(args.workspace_size, dtype=torch.uint8)
-        args.workspace, args.stream = space.data_ptr(), torch.cuda.current_stream().cuda_stream
+    args.workspace_size = library.workspace_size(args)
+    space = like.new_empty(args.workspace_size, dtype=torch.uint8)
+    args.workspace, args.stream = space.data_ptr(), torch.cuda.current_stream(like.device).cuda_stream
+    with torch.cuda.device(like.device) if like.device.index != torch.cuda.current_device() else contextlib.nullcontext():
         library.prefill(args)
 
 
