@@ -1,11 +1,11 @@
-// bfloat16 KDA forward for sm_90a, K = V = 128. Plain pointers and sizes: no framework, no allocation, no host synchronisation.
+// bfloat16 KDA forward for sm_90a, K = V = 128: what its two kernels are given.
 #pragma once
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdint>
 
-namespace kdakit {
+namespace kda::hopper {
 
 enum class Gate : int { log_decay = 0, softplus = 1, bounded = 2 };
 enum class Beta : int { given = 0, sigmoid = 1, double_sigmoid = 2 };
@@ -21,25 +21,21 @@ struct HopperForward {
   const float *A_log, *dt_bias;    // [HV], [HV * 128], or null
   const float* initial_state;      // [N, HV, 128, 128] or null
   const void* cu_seqlens;          // [N + 1] int64, or int32 with cu_int32; null: N = B sequences of T tokens
-  void* o;                         // [B, T, HV, 128] bfloat16, contiguous
+  void* o;                         // [B, T, HV, 128] bfloat16
   float* final_state;              // as initial_state, or null
-  void* workspace;                 // hopper_workspace_bytes, 128-byte aligned
+  void* workspace;                 // a record per slot and value head
   int64_t B, T, N, H, HV;
-  TokenStrides q_strides, k_strides, v_strides, g_strides, beta_strides;
+  TokenStrides q_strides, k_strides, v_strides, g_strides, beta_strides, o_strides;
   float scale, lower_bound;
   Gate gate;
   Beta beta_kind;
   int l2norm;
   int safe;  // the log-decay is known to lie in [-5, 0]
   int state_v_first, gate_float32, beta_float32, cu_int32;
-  int stages;  // 3: both kernels; 1: only prepare, 2: only scan (to time them)
 };
 
-size_t hopper_workspace_bytes(int64_t B, int64_t T, int64_t N, int64_t HV, bool varlen);
+// The two kernels; `slots` is the number of records per value head.
+cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream);
+cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream);
 
-// Why this problem cannot run, or null. Looks at pointers and sizes only.
-const char* hopper_refusal(const HopperForward& p);
-
-cudaError_t hopper_forward(const HopperForward& p, cudaStream_t stream);
-
-}  // namespace kdakit
+}  // namespace kda::hopper

@@ -3,7 +3,7 @@
 #include "hopper.h"
 #include "hopper_ptx.cuh"
 
-namespace kdakit {
+namespace kda::hopper {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -57,4 +57,4 @@ __device__ __forceinline__ float transposed_sum(float (&v)[2 * N], int index, in
   }
 }
 
-}  // namespace kdakit
+}  // namespace kda::hopper

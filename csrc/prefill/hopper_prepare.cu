@@ -14,23 +14,22 @@
 // to there: both factors <= 1. On it, blocks of 16 tokens refer to their start where the gate is bounded; else `unbounded_diagonal`.
 // Keys and queries are normalised throughout. Where the caller does not want that, X of the normalised keys and beta |k|^2 is similar to
 // the one asked for, and the norms go to the edges.
-#ifndef KDAKIT_MINBLOCKS
-#define KDAKIT_MINBLOCKS 3
-#endif
-#include "hopper_launch.h"
+#include "hopper.h"
 #include "hopper_square.cuh"
 #include "hopper_tokens.cuh"
 
-namespace kdakit {
+namespace kda::hopper {
 namespace {
 
 constexpr int kWarps = kChunk / kTokens;
+constexpr uint32_t kGridRows = 32768;  // slots along the grid's second axis
 constexpr float kFloor = -40.0f;  // log2-decays below are raised to it: far under float32's resolution, and three of them fit bfloat16
 
 // Shared memory: four tiles, a block each, of q rows, k rows, columns and tails, and the float arrays.
 constexpr int kRowsQ = 0, kRowsK = 4 * kTile, kColumns = 8 * kTile, kTails = 12 * kTile, kSums = 16 * kTile;
 constexpr int kTotals = kSums + kWarps * kHead * 4, kBetas = kTotals + 4 * kHead * 4;
-constexpr int kNorms = kBetas + kChunk * 4, kSharedBytes = kNorms + 2 * kChunk * 4;
+constexpr int kNorms = kBetas + kChunk * 4, kBetween = kNorms + 2 * kChunk * 4;
+constexpr int kSharedBytes = kBetween + 3 * kHead * 2;
 // Once A is done: halves of -A_kk and X over the k rows, of A_qk over the q rows; A_solved^T and k_solved on their way out.
 constexpr int kPitch = (kChunk + 8) * 2, kPitchX = (kBlock + 8) * 2, kX = kBlock * kPitch;
 constexpr int kStageA = kX + kBlock * kPitchX, kStageK = kColumns;  // from a block's k rows on, from its columns on
@@ -46,6 +45,7 @@ struct Shared {  // the float arrays
   float (&totals)[4][kHead];     // decay of each block
   float (&betas)[kChunk];
   float (&norms)[2][kChunk];  // |q|, |k| where the caller wants them kept
+  uint2 (&between)[3][kHead / 4];  // bfloat16 decay over block 1, block 2, both
 };
 
 __device__ __forceinline__ void pair_barrier(int block) { asm volatile("bar.sync %0, 64;" ::"r"(block + 1) : "memory"); }
@@ -111,7 +111,13 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs<SAFE
     add_sums(all, shared, 0, kWarps, lane), exponentials(all, all);
     *reinterpret_cast<float4*>(record + kDecay + 16 * lane) = make_float4(all[0], all[1], all[2], all[3]);
   }
+  if (at.warp == 2) {
+    float both[4] = {};
+    add_sums(both, shared, 2, 6, lane), exponentials(both, both);
+    shared.between[2][lane] = packed(both);
+  }
   exponentials(before, before), exponentials(total, total);
+  if (at.warp == 2 || at.warp == 4) shared.between[at.block - 1][lane] = packed(total);
 #pragma unroll
   for (int c = 0; c < 4; ++c) before_q[c] = before[c] * p.scale;
   if (!at.odd) *reinterpret_cast<float4*>(&shared.totals[at.block][4 * lane]) = make_float4(total[0], total[1], total[2], total[3]);
@@ -155,40 +161,39 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs<SAFE
   }
 }
 
-// b, a B operand whose reduction dimension is channels, times a factor per channel.
-__device__ __forceinline__ void scale_columns(uint32_t (&b)[4], float2 low_channels, float2 high_channels) {
-  const uint32_t f[2] = {pack_bf16(low_channels.x, low_channels.y), pack_bf16(high_channels.x, high_channels.y)};
-#pragma unroll
-  for (int r = 0; r < 4; ++r) b[r] = multiply_bf16(b[r], f[r % 2]);
-}
-
 // Row block of A_kk (even warps) or A_qk (odd): the diagonal block where SAFE, and blocks j < block.
 template <bool SAFE>
-__device__ __forceinline__ void block_rows(const Place& at, const Shared& shared, Square& near, Square (&far)[3]) {
+__device__ __forceinline__ void block_rows(const Place& at, Square& near, Square (&far)[3]) {
+  constexpr int kSteps = kHead / 16;
   const uint32_t tile = at.smem + at.block * kTile, fragment = column_fragment(at.lane);
   const uint32_t rows = tile + (at.odd ? kRowsQ : kRowsK) + row_fragment(at.lane);
+  uint32_t a[kSteps][4], b[4];
 #pragma unroll
-  for (int s = 0; s < kHead / 16; ++s) {
-    uint32_t a[4], b[4];
-    load_matrices(a, rows ^ (s << 5));
-    if (SAFE) {
-      load_matrices(b, (tile + kColumns + fragment) ^ (s << 5));
-      mma_bf16(near.x[0], a, b[0], b[1]), mma_bf16(near.x[1], a, b[2], b[3]);
-    }
+  for (int s = 0; s < kSteps; ++s) {
+    load_matrices(a[s], rows ^ (s << 5));
+    if (!SAFE) continue;
+    load_matrices(b, (tile + kColumns + fragment) ^ (s << 5));
+    mma_bf16(near.x[0], a[s], b[0], b[1]), mma_bf16(near.x[1], a[s], b[2], b[3]);
+  }
 #pragma unroll
-    for (int j = 0; j < 3; ++j) {  // columns end with block j: decay them over the blocks between
-      if (j >= at.block) continue;
-      load_matrices(b, (at.smem + kTails + j * kTile + fragment) ^ (s << 5));
-      if (j < at.block - 1) {
-        const float* f = &shared.totals[j + 1][16 * s + 2 * (at.lane % 4)];
-        float2 low_channels = *reinterpret_cast<const float2*>(f), high_channels = *reinterpret_cast<const float2*>(f + 8);
-        if (j < at.block - 2) {
-          const float2 x = *reinterpret_cast<const float2*>(f + kHead), y = *reinterpret_cast<const float2*>(f + kHead + 8);
-          low_channels.x *= x.x, low_channels.y *= x.y, high_channels.x *= y.x, high_channels.y *= y.y;
-        }
-        scale_columns(b, low_channels, high_channels);
+  for (int j = 0; j < 3; ++j) {
+    if (j >= at.block) continue;
+    const uint32_t columns = at.smem + kTails + j * kTile + fragment;
+    if (j == at.block - 1) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        load_matrices(b, columns ^ (s << 5));
+        mma_bf16(far[j].x[0], a[s], b[0], b[1]), mma_bf16(far[j].x[1], a[s], b[2], b[3]);
       }
-      mma_bf16(far[j].x[0], a, b[0], b[1]), mma_bf16(far[j].x[1], a, b[2], b[3]);
+    } else {  // columns end with block j: decay them over the blocks between
+      const uint32_t factors = at.smem + kBetween + (j == 1 ? 1 : at.block == 2 ? 0 : 2) * kHead * 2 + at.lane % 4 * 4;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uint32_t f0 = load_shared_word(factors + s * 32), f1 = load_shared_word(factors + s * 32 + 16);
+        load_matrices(b, columns ^ (s << 5));
+        mma_bf16(far[j].x[0], a[s], multiply_bf16(b[0], f0), multiply_bf16(b[1], f1));
+        mma_bf16(far[j].x[1], a[s], multiply_bf16(b[2], f0), multiply_bf16(b[3], f1));
+      }
     }
   }
   __syncwarp();  // the rows are read: squares take their place
@@ -300,17 +305,18 @@ __device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, 
 }
 
 template <Gate GATE, bool SAFE, bool G32, bool L2NORM>
-__global__ void __launch_bounds__(kWarps * 32, SAFE ? KDAKIT_MINBLOCKS : 2) prepare_kernel(const __grid_constant__ HopperForward p) {
+__global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(const __grid_constant__ HopperForward p) {
   extern __shared__ __align__(1024) uint8_t bytes[];
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const Place at{shared_address(bytes), lane, warp, warp / 2, warp % 2};
   const Shared shared{*reinterpret_cast<float(*)[kWarps][kHead]>(bytes + kSums), *reinterpret_cast<float(*)[4][kHead]>(bytes + kTotals),
-                      *reinterpret_cast<float(*)[kChunk]>(bytes + kBetas), *reinterpret_cast<float(*)[2][kChunk]>(bytes + kNorms)};
-  const int64_t slot = blockIdx.x / static_cast<uint32_t>(p.HV);
-  const int head = blockIdx.x - static_cast<uint32_t>(slot) * static_cast<uint32_t>(p.HV);
+                      *reinterpret_cast<float(*)[kChunk]>(bytes + kBetas), *reinterpret_cast<float(*)[2][kChunk]>(bytes + kNorms),
+                      *reinterpret_cast<uint2(*)[3][kHead / 4]>(bytes + kBetween)};
+  const uint32_t slot = blockIdx.z * kGridRows + blockIdx.y;
+  const int head = blockIdx.x;
   const Span span = chunk_span(p, slot);
   if (span.length <= 0) return;
-  uint8_t* record = static_cast<uint8_t*>(p.workspace) + static_cast<int64_t>(blockIdx.x) * kRecordBytes;
+  uint8_t* record = static_cast<uint8_t*>(p.workspace) + (slot * p.HV + head) * kRecordBytes;
 
   Inputs<SAFE> x;
   const uint32_t own = at.smem + at.block * kTile + at.odd * kTokens * 256;
@@ -336,7 +342,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? KDAKIT_MINBLOCKS : 2) prep
   if constexpr (!SAFE) unbounded_diagonal(x, at, near);
   decay_tokens<SAFE, L2NORM>(p, x, shared, at, record);
   __syncthreads();
-  block_rows<SAFE>(at, shared, near, far);
+  block_rows<SAFE>(at, near, far);
   store_rows<L2NORM>(at, shared, near, far);
   __syncthreads();
 
@@ -361,7 +367,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? KDAKIT_MINBLOCKS : 2) prep
 }
 
 template <Gate GATE, bool SAFE, bool G32, bool L2NORM>
-cudaError_t launch(const HopperForward& p, unsigned blocks, cudaStream_t stream) {
+cudaError_t launch(const HopperForward& p, dim3 blocks, cudaStream_t stream) {
   const auto kernel = prepare_kernel<GATE, SAFE, G32, L2NORM>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
@@ -370,18 +376,19 @@ cudaError_t launch(const HopperForward& p, unsigned blocks, cudaStream_t stream)
 }
 
 template <Gate GATE, bool SAFE, bool G32>
-cudaError_t with_norm(const HopperForward& p, unsigned blocks, cudaStream_t stream) {
+cudaError_t with_norm(const HopperForward& p, dim3 blocks, cudaStream_t stream) {
   return p.l2norm ? launch<GATE, SAFE, G32, true>(p, blocks, stream) : launch<GATE, SAFE, G32, false>(p, blocks, stream);
 }
 template <Gate GATE, bool SAFE>
-cudaError_t with_dtype(const HopperForward& p, unsigned blocks, cudaStream_t stream) {
+cudaError_t with_dtype(const HopperForward& p, dim3 blocks, cudaStream_t stream) {
   return p.gate_float32 ? with_norm<GATE, SAFE, true>(p, blocks, stream) : with_norm<GATE, SAFE, false>(p, blocks, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(slots * p.HV);
+  const auto rows = static_cast<unsigned>(slots);
+  const dim3 blocks(static_cast<unsigned>(p.HV), rows < kGridRows ? rows : kGridRows, (rows + kGridRows - 1) / kGridRows);
   switch (p.gate) {
     case Gate::bounded: return with_dtype<Gate::bounded, true>(p, blocks, stream);
     case Gate::softplus: return with_dtype<Gate::softplus, false>(p, blocks, stream);
@@ -391,4 +398,4 @@ cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t s
   return cudaErrorInvalidValue;
 }
 
-}  // namespace kdakit
+}  // namespace kda::hopper

@@ -6,7 +6,7 @@
 #include <cuda_fp16.h>
 #include <cstdint>
 
-namespace kdakit {
+namespace kda::hopper {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -95,6 +95,11 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
 __device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
   uint2 x;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
@@ -145,4 +150,4 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-}  // namespace kdakit
+}  // namespace kda::hopper

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstddef>
 
-namespace kdakit {
+namespace kda::hopper {
 
 constexpr int kChunk = 64;
 constexpr int kHead = 128;
@@ -18,4 +18,4 @@ constexpr int kASolved = 3 * kTileBytes;
 constexpr int kDecay = kASolved + kChunk * kChunk * 2;
 constexpr int kRecordBytes = kDecay + kHead * 4;
 
-}  // namespace kdakit
+}  // namespace kda::hopper

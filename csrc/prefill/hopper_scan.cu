@@ -4,19 +4,16 @@
 //
 // One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, 128] in float32
 // accumulators, and every product has S^T or r^T as its left factor, taken from registers. One more warp fetches records and values.
-#ifndef KDAKIT_EXPERIMENT
-#define KDAKIT_EXPERIMENT 0
-#endif
-#include "hopper_launch.h"
+#include "hopper.h"
 #include "hopper_sequences.cuh"
 #include "hopper_wgmma.cuh"
 
-namespace kdakit {
+namespace kda::hopper {
 namespace {
 
 constexpr int kSlice = 64;                       // value channels of a warp group
-constexpr int kOutPitch = 48;                    // bytes per token of a warp's 16 value channels
-constexpr int kOutBytes = kChunk * kOutPitch;    // per warp
+constexpr int kOutPitch = kSlice * 2 + 16;       // bytes per token of a warp group's output
+constexpr int kOutBytes = kChunk * kOutPitch;    // twice per warp group
 constexpr int kRecordSpace = (kRecordBytes + 1023) / 1024 * 1024;
 
 template <int GROUPS>
@@ -26,7 +23,7 @@ struct Layout {
   static constexpr int stages = GROUPS == 2 ? 2 : 3;
   static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
   static constexpr int out = stages * stage;
-  static constexpr int barriers = out + GROUPS * 4 * kOutBytes;
+  static constexpr int barriers = out + GROUPS * 2 * kOutBytes;
   static constexpr int bytes = barriers + 2 * stages * 8;
 };
 
@@ -65,10 +62,10 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     const int stage = i % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
-    if (thread == 0 && KDAKIT_EXPERIMENT != 1) {
+    if (thread == 0) {
       barrier_arrive_expect(full, kRecordBytes);
       bulk_load(at, record, kRecordBytes, full);
-    } else if (thread == 0) barrier_arrive(full);
+    }
     const uint32_t to = at + kRecordSpace + row * L::values_pitch + unit * 16;
 #pragma unroll
     for (int t = 0; t < kChunk; t += kStep, from += kStep * token_bytes)
@@ -82,28 +79,29 @@ __device__ __forceinline__ int64_t state_offset(const HopperForward& p, const Ta
   return task.state * kHead * kHead + (p.state_v_first ? value * kHead + key : key * kHead + value);
 }
 
-__device__ __forceinline__ void write_output(const HopperForward& p, const Task& task, int64_t chunk, const uint32_t (&o)[16], uint32_t out,
-                                             int channel, int lane) {
-  __syncwarp();
+// A warp group's output of one chunk: transposed into `out`, then rows of 128 bytes to memory. `out` alternates between two buffers, so that
+// one barrier separates this chunk's writes from its reads and from the writes two chunks on.
+__device__ __forceinline__ void write_output(const HopperForward& p, const Task& task, int chunk, const uint32_t (&o)[16], uint32_t out,
+                                             int warp, int lane) {
+  const int quarter = warp % 4;  // of the group: 16 value channels, then 16 tokens
 #pragma unroll
   for (int n = 0; n < 4; ++n) {  // 16 tokens each: matrices (values 0-7, 8-15) x (tokens 0-7, 8-15)
     const uint32_t r[4] = {o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]};
-    store_matrices_transposed(out + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kOutPitch + ((lane >> 3) & 1) * 16, r);
+    store_matrices_transposed(out + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kOutPitch + quarter * 32 + ((lane >> 3) & 1) * 16, r);
   }
-  __syncwarp();
-  auto* to = static_cast<__nv_bfloat16*>(p.o) + ((task.span.batch * p.T + task.span.first + chunk * kChunk) * p.HV + task.head) * kHead + channel;
+  asm volatile("bar.sync %0, 128;" ::"r"(warp / 4 + 1) : "memory");
+  const int first = quarter * 16 + lane / 8, left = static_cast<int>(task.span.length - static_cast<int64_t>(chunk) * kChunk);
+  auto* to = static_cast<__nv_bfloat16*>(p.o) + task.span.batch * p.o_strides.batch + task.head * p.o_strides.head +
+             (task.span.first + static_cast<int64_t>(chunk) * kChunk + first) * p.o_strides.token + task.channel + warp / 4 * kSlice + lane % 8 * 8;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int t = 16 * i + lane / 2;
-    if (chunk * kChunk + t < task.span.length)
-      *reinterpret_cast<uint4*>(to + t * p.HV * kHead + (lane & 1) * 8) = load_shared(out + t * kOutPitch + (lane & 1) * 16);
-  }
+  for (int i = 0; i < 4; ++i, to += 4 * p.o_strides.token)
+    if (first + 4 * i < left) *reinterpret_cast<uint4*>(to) = load_shared(out + (first + 4 * i) * kOutPitch + lane % 8 * 16);
 }
 
 template <int GROUPS>
 __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* shared, uint32_t smem) {
   using L = Layout<GROUPS>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;  // warp / 4 is the group
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
   const int value = warp * 16;                                 // within the block
   float S[64], r[32], o[32];
 #pragma unroll
@@ -112,7 +110,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
     S[i] = p.initial_state ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
   }
   uint32_t pending[16];  // the previous chunk's output
-  const uint32_t out = smem + L::out + warp * kOutBytes;
+  const uint32_t out = smem + L::out + warp / 4 * 2 * kOutBytes;
   for (int i = 0; i < task.chunks; ++i) {
     const int stage = i % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8;
@@ -128,7 +126,6 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
       const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
       S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
     }
-    if (KDAKIT_EXPERIMENT == 2) { __syncwarp(); if (lane == 0) barrier_arrive(full + L::stages * 8); continue; }
     touch(r), touch(o), touch(S);
     wgmma_begin();
 #pragma unroll
@@ -137,7 +134,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
 #pragma unroll
     for (int s = 0; s < 8; ++s) wgmma<0>(o, left[s], descriptor(at + kQDecayed + (s / 4) * 8192 + (s % 4) * 32), s > 0);
     wgmma_commit();
-    if (i > 0 && KDAKIT_EXPERIMENT != 3) write_output(p, task, i - 1, pending, out, task.channel + value, lane);
+    if (i > 0) write_output(p, task, i - 1, pending, out + i % 2 * kOutBytes, warp, lane);
     uint32_t v[4][4];  // [16 tokens each]: (values, tokens) as in `write_output`
 #pragma unroll
     for (int n = 0; n < 4; ++n)
@@ -165,7 +162,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
 #pragma unroll
     for (int j = 0; j < 16; ++j) pending[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
   }
-  if (task.chunks > 0) write_output(p, task, task.chunks - 1, pending, out, task.channel + value, lane);
+  if (task.chunks > 0) write_output(p, task, task.chunks - 1, pending, out + task.chunks % 2 * kOutBytes, warp, lane);
   if (p.final_state) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
@@ -220,4 +217,4 @@ cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
   return p.N * p.HV * 2 > processors ? launch<2>(p, stream) : launch<1>(p, stream);
 }
 
-}  // namespace kdakit
+}  // namespace kda::hopper

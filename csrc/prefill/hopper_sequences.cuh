@@ -3,7 +3,7 @@
 #include "hopper.h"
 #include "hopper_record.h"
 
-namespace kdakit {
+namespace kda::hopper {
 
 struct Span {
   int64_t batch, first, length;  // tokens first .. first + length of a batch row
@@ -25,11 +25,12 @@ __device__ __forceinline__ Span sequence_span(const HopperForward& p, int64_t n)
   return {0, first, boundary(p, n + 1) - first};
 }
 
-// The tokens of a slot; length <= 0 for a slot between two sequences.
-__device__ __forceinline__ Span chunk_span(const HopperForward& p, int64_t slot) {
+// The tokens of a slot; length <= 0 for a slot between two sequences, or after the last.
+__device__ __forceinline__ Span chunk_span(const HopperForward& p, uint32_t slot) {
   if (!p.cu_seqlens) {
-    const int64_t per_row = chunks_per_row(p), row = slot / per_row, first = (slot - row * per_row) * kChunk;
-    return {row, first, min(p.T - first, static_cast<int64_t>(kChunk))};
+    const uint32_t per_row = (static_cast<uint32_t>(p.T) + kChunk - 1) / kChunk, row = p.B == 1 ? 0 : slot / per_row;
+    const int64_t first = static_cast<int64_t>(slot - row * per_row) * kChunk;
+    return {row, first, row < p.B ? min(p.T - first, static_cast<int64_t>(kChunk)) : 0};
   }
   int64_t low = 0, high = p.N;  // first_slot(low) <= slot < first_slot(high)
   while (high - low > 1) {
@@ -40,4 +41,4 @@ __device__ __forceinline__ Span chunk_span(const HopperForward& p, int64_t slot)
   return {0, first, min(boundary(p, low + 1) - first, static_cast<int64_t>(kChunk))};
 }
 
-}  // namespace kdakit
+}  // namespace kda::hopper

@@ -2,7 +2,7 @@
 #pragma once
 #include "hopper_ptx.cuh"
 
-namespace kdakit {
+namespace kda::hopper {
 
 struct Square {  // two C tiles side by side
   float x[2][4];
@@ -83,4 +83,4 @@ __device__ __forceinline__ Square unit_lower_inverse(const Square& negative, int
   return inverse;
 }
 
-}  // namespace kdakit
+}  // namespace kda::hopper

@@ -3,7 +3,7 @@
 #include "hopper_gate.cuh"
 #include "hopper_sequences.cuh"
 
-namespace kdakit {
+namespace kda::hopper {
 
 constexpr int kTokens = 8;                 // per warp
 constexpr int kBlock = 16;                 // tokens of a block: two warps
@@ -76,23 +76,37 @@ struct Source {  // rows of one head in global memory, from the chunk's first to
         first(warp * kTokens),
         rows(static_cast<int>(span.length)) {}
 
+  __device__ __forceinline__ bool whole() const { return first + kTokens <= rows; }
   template <typename T>
-  __device__ __forceinline__ T at(int t, int lane) const {  // zeros past the end
-    T x = {};
-    if (first + t < rows) x = __ldg(reinterpret_cast<const T*>(base + ((first + t) * step + lane * static_cast<uint32_t>(sizeof(T)))));
-    return x;
+  __device__ __forceinline__ T at(int t, int lane) const {
+    return __ldg(reinterpret_cast<const T*>(base + ((first + t) * step + lane * static_cast<uint32_t>(sizeof(T)))));
+  }
+  template <typename T, typename Store>
+  __device__ __forceinline__ void each(int lane, Store store) const {  // zeros past the end
+    if (whole()) {
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) store(t, at<T>(t, lane));
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) store(t, first + t < rows ? at<T>(t, lane) : T{});
+    }
   }
   __device__ __forceinline__ void fetch(Rows<false>& to, uint32_t, int lane) const {
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) to.x[t] = at<uint2>(t, lane);
+    each<uint2>(lane, [&](int t, uint2 x) { to.x[t] = x; });
   }
   __device__ __forceinline__ void fetch(Rows<true>& to, uint32_t tile, int lane) const {
     to.tile = tile, to.lane = lane;
+    const int odd = lane / 16, unit = lane % 16;
+    const uint32_t from = (first + odd) * step + unit * 16, at = tile + odd * 256 + ((unit ^ odd) << 4);
+    if (whole()) {
 #pragma unroll
-    for (int i = 0; i < kTokens; i += 2) {
-      const int t = i + lane / 16, unit = lane % 16;
-      const bool inside = first + t < rows;
-      copy_async(tile + t * 256 + ((unit ^ t) << 4), base + ((inside ? (first + t) * step : 0) + unit * 16), inside ? 16 : 0);
+      for (int t = 0; t < kTokens; t += 2) copy_async((at + t * 256) ^ (t << 4), base + (from + t * step), 16);
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTokens; t += 2) {
+        const bool inside = first + odd + t < rows;
+        copy_async((at + t * 256) ^ (t << 4), base + (inside ? from + t * step : 0), inside ? 16 : 0);
+      }
     }
   }
 };
@@ -101,19 +115,14 @@ struct Source {  // rows of one head in global memory, from the chunk's first to
 template <Gate GATE, bool G32, bool STAGED>
 __device__ __forceinline__ void load_tokens(const HopperForward& p, const Span& span, int head, int warp, int lane, uint32_t rows_q,
                                             uint32_t rows_k, Inputs<STAGED>& x) {
-  const int key_head = head / static_cast<int>(p.HV / p.H);
+  const int key_head = p.H == p.HV ? head : head / static_cast<int>(p.HV / p.H);
   const Source q(p.q, p.q_strides, span, key_head, warp, 2), k(p.k, p.k_strides, span, key_head, warp, 2);
   const Source g(p.g, p.g_strides, span, head, warp, G32 ? 4 : 2);
   uint2 raw[kTokens];
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    if (G32) {
-      const float4 y = g.at<float4>(t, lane);
-      x.g[t][0] = y.x, x.g[t][1] = y.y, x.g[t][2] = y.z, x.g[t][3] = y.w;
-    } else {
-      raw[t] = g.at<uint2>(t, lane);
-    }
-  }
+  if (G32)
+    g.each<float4>(lane, [&](int t, float4 y) { x.g[t][0] = y.x, x.g[t][1] = y.y, x.g[t][2] = y.z, x.g[t][3] = y.w; });
+  else
+    g.each<uint2>(lane, [&](int t, uint2 y) { raw[t] = y; });
   q.fetch(x.q, rows_q, lane), k.fetch(x.k, rows_k, lane);
   const LogDecay<GATE> decay(p, head, 4 * lane);
 #pragma unroll
@@ -122,7 +131,7 @@ __device__ __forceinline__ void load_tokens(const HopperForward& p, const Span& 
 #pragma unroll
     for (int c = 0; c < 4; ++c) x.g[t][c] = decay(x.g[t][c], c);
   }
-  if (g.first + kTokens > g.rows)
+  if (!g.whole())
 #pragma unroll
     for (int t = 0; t < kTokens; ++t)
 #pragma unroll
@@ -188,4 +197,4 @@ struct LevelWriter {
   }
 };
 
-}  // namespace kdakit
+}  // namespace kda::hopper

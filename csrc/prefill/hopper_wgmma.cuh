@@ -2,7 +2,7 @@
 #pragma once
 #include "hopper_ptx.cuh"
 
-namespace kdakit {
+namespace kda::hopper {
 
 // B [N, 16] stored with the reduction dimension contiguous, or [16, N] with N contiguous (transposed): groups of 8 rows are 1024 bytes
 // apart, halves of 64 columns `half_bytes`.
@@ -56,4 +56,4 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
 }
 
-}  // namespace kdakit
+}  // namespace kda::hopper

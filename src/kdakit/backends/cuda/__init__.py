@@ -1,6 +1,7 @@
-"""The native library (csrc/) behind PyTorch: float32 prefill kernels for NVIDIA GPUs, reached through ctypes.
+"""The native library (csrc/) behind PyTorch: prefill kernels for NVIDIA GPUs, reached through ctypes.
 
-Needs libkdakit.so (`make cuda`), no torch headers. Head sizes below 128 are padded to 64 or 128.
+float32 on any of them, head sizes below 128 padded to 64 or 128; bfloat16 on Hopper, K = V = 128. Needs libkdakit.so (`make cuda`), no
+torch headers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HEAD_DIMS = (64, 128)
 class Config:
     """How one problem is run."""
 
-    dtype: str  # of the kernel: "f32"
+    dtype: str  # of the kernels: "f32" or "bf16"
     head_dim: int  # of the kernel, K = V
     chunk: int
 
@@ -37,16 +38,18 @@ def supports(problem: Problem, device: Any) -> str | None:
     reason = unsupported(problem)
     if reason is not None:
         return reason
-    return _old_device(device) or library.missing()
+    return _old_device(device, problem.dtype == "bfloat16") or library.missing()
 
 
 @lru_cache(maxsize=64)
-def _old_device(device: Any) -> str | None:
+def _old_device(device: Any, hopper: bool) -> str | None:
     import torch
 
     if torch.version.hip:
         return "needs an NVIDIA GPU; this is ROCm"
     major, minor = torch.cuda.get_device_capability(device)
+    if hopper and (major, minor) != (9, 0):
+        return f"computes bfloat16 on compute capability 9.0 only, this device has {major}.{minor}"
     return None if major >= 8 else f"needs compute capability 8.0 or newer, this device has {major}.{minor}"
 
 
@@ -54,8 +57,13 @@ def unsupported(problem: Problem) -> str | None:
     """The part of `supports` that concerns neither device nor library."""
     o = problem.options
     dtypes = {problem.dtype, problem.gate_dtype, problem.beta_dtype, problem.state_dtype}
-    if dtypes != {"float32"}:
-        return f"computes float32 inputs; these are {', '.join(sorted(dtypes))}"
+    if problem.dtype == "bfloat16":
+        if not dtypes <= {"bfloat16", "float32"} or problem.state_dtype != "float32":
+            return f"takes float32 states beside bfloat16 inputs, gates and betas of either; these are {', '.join(sorted(dtypes))}"
+        if (problem.K, problem.V) != (128, 128):
+            return f"computes bfloat16 with K = V = 128, got K = {problem.K}, V = {problem.V}"
+    elif dtypes != {"float32"}:
+        return f"computes float32 or bfloat16 inputs; these are {', '.join(sorted(dtypes))}"
     if max(problem.K, problem.V) > HEAD_DIMS[-1]:
         return f"takes head sizes up to {HEAD_DIMS[-1]}, got K = {problem.K}, V = {problem.V}"
     if problem.varlen == "segment_ids":
@@ -69,9 +77,16 @@ def unsupported(problem: Problem) -> str | None:
 
 def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
+    if problem.dtype == "bfloat16":
+        return Config("bf16", 128, 64)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
     return Config("f32", D, 32 if small else 64)
+
+
+def operand_dtype(problem: Problem) -> str:
+    """bfloat16 goes to the matrix units as it is; float32 in parts that keep its accuracy."""
+    return problem.dtype
 
 
 # Shared memory per block that the kernels need for chunks of 64, by head size.

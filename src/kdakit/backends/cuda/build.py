@@ -70,6 +70,8 @@ def unbuildable() -> str | None:
 
 def compile_one(source: Path, target: Path, architectures: tuple[str, ...]) -> str:
     """One object file; returns the compiler's report."""
+    if for_hopper(source):
+        architectures = ("90a",)
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     hopper = ["-DKDAKIT_HOPPER"] if any(map(for_hopper, sources())) and "90a" in architectures else []
     command = [str(nvcc()), *FLAGS, *hopper, *codes, "-c", "-o", str(target), str(source)]

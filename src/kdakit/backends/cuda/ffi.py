@@ -29,6 +29,8 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if str(device) not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU; the arrays are on {device}"
+    if problem.dtype == "bfloat16":
+        return "computes float32 inputs; bfloat16 kernels are behind kdakit.torch alone"
     reason = unsupported(problem) or library.missing()
     if reason is not None:
         return reason

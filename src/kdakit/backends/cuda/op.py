@@ -13,9 +13,12 @@ import contextlib
 import torch
 
 from kdakit.backends.cuda import library
-from kdakit.backends.cuda.library import BETAS, FLOAT32, GATES, PrefillArgs
+from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, PrefillArgs
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
+
+
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
 def forward(problem: Problem, arrays: Arrays, config) -> Result:
@@ -23,13 +26,15 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     o, D = problem.options, config.head_dim
     q, k, g = (_padded(x, D) for x in (arrays.q, arrays.k, arrays.g))
     v = _aligned(_padded(arrays.v, D))
+    if config.dtype == "bf16":
+        q, k, g = _aligned(q), _aligned(k), _aligned(g)
     dt_bias = None if arrays.dt_bias is None else _padded(arrays.dt_bias.float().reshape(problem.HV, problem.K), D)
     initial = None
     if arrays.initial_state is not None:
         rows, columns = arrays.initial_state.shape[2:]
         initial = torch.nn.functional.pad(arrays.initial_state, (0, D - columns, 0, D - rows)).contiguous()
     out = v.new_empty(problem.B, problem.T, problem.HV, D)
-    final = v.new_empty(problem.N, problem.HV, D, D) if o.output_final_state else None
+    final = v.new_empty(problem.N, problem.HV, D, D, dtype=torch.float32) if o.output_final_state else None
     cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
     A_log = None if arrays.A_log is None else arrays.A_log.float().contiguous()
     dt_bias = None if dt_bias is None else dt_bias.contiguous()
@@ -41,7 +46,7 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
         l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=_pointer(cu), sequences=problem.N,
         cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
     )  # fmt: skip
-    _enqueue(args, v)
+    _enqueue(args, v, config.dtype)
     if D != problem.V:
         out = out[..., : problem.V].contiguous()
     if final is not None:
@@ -50,13 +55,13 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     return Result(out, final)
 
 
-def _enqueue(args: PrefillArgs, like: torch.Tensor) -> None:
+def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:
     """On the current stream of the tensors' device, with a workspace of torch's allocator."""
-    args.workspace_size = library.workspace_size(args)
+    args.workspace_size = library.workspace_size(args, dtype)
     space = like.new_empty(args.workspace_size, dtype=torch.uint8)
     args.workspace, args.stream = space.data_ptr(), torch.cuda.current_stream(like.device).cuda_stream
     with torch.cuda.device(like.device) if like.device.index != torch.cuda.current_device() else contextlib.nullcontext():
-        library.prefill(args)
+        library.prefill(args, dtype)
 
 
 def _pointer(x: torch.Tensor | None) -> int | None:
@@ -66,7 +71,7 @@ def _pointer(x: torch.Tensor | None) -> int | None:
 def _tokens_first(x: torch.Tensor) -> library.Tensor:
     """[B, T, H, D] or [B, T, H] as the library sees it."""
     batch, token, head = x.stride()[:3]
-    return library.Tensor(x.data_ptr(), FLOAT32, 0, batch, head, token)
+    return library.Tensor(x.data_ptr(), DTYPES[x.dtype], 0, batch, head, token)
 
 
 def _padded(x: torch.Tensor, D: int) -> torch.Tensor:
@@ -78,7 +83,8 @@ def _padded(x: torch.Tensor, D: int) -> torch.Tensor:
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Every row starts at a multiple of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 and all(s % 4 == 0 for s in x.stride()[:-1]) else x.clone(memory_format=torch.contiguous_format)
+    fits = x.data_ptr() % 16 == 0 and all(s % (16 // x.element_size()) == 0 for s in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def _check(q, k, v, g, beta, chunk_size, initial_state) -> tuple[int, int, int, int]:
