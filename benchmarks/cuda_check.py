@@ -22,7 +22,7 @@ import kdakit.torch
 from kdakit.cases import CASES
 from kdakit.cli import checking
 
-SIZES = [(64, 32), (64, 64), (128, 32), (128, 64)]  # K = V, C
+SIZES = [(128, 64), (128, 32), (64, 64), (64, 32)]  # K = V, C
 B, H, T = 1, 16, 4096
 LIMITS = {"random": 5e-6, "large_gate": 5e-6, "correlated": 2e-5}
 

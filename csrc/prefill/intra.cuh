@@ -126,8 +126,9 @@ __device__ void solve_columns(const float *A, const float *inverse, float *X) {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 16; j += 8) {
-      const float *I = inverse + (i + g) * LD_INV + j + t;
-      const FragA a = frag_a(I[0], I[8 * LD_INV], I[4], I[8 * LD_INV + 4]);
+      float x[4];
+      load_blocks(x, inverse + i * LD_INV + j + frag_a_offset<LD_INV>());
+      const FragA a = frag_a(x);
 #pragma unroll
       for (int n = 0; n < N; ++n) mma3(sum[n], a, frag_b(X[(i + j + t) * LD_X + n * 8 + g], X[(i + j + t + 4) * LD_X + n * 8 + g]));
     }
@@ -170,12 +171,13 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   const int64_t batch = row / p.value_heads, head = row % p.value_heads, key_head = head / p.group;
   const Tokens tokens = p.sequences.chunk(batch, slot, C);
   if (tokens.length <= 0) return;
+  const int length = int(tokens.length < C ? tokens.length : C);
 
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g8 = lane / 4, t4 = lane % 4;
   const int channel = tid % S::SLICE, group = tid / S::SLICE;
 
   for (int i = tid; i < C; i += S::THREADS) {
-    sh.beta[i] = i < tokens.length ? write_strength(p.beta_kind, *row_of(p.beta, tokens.batch, head, tokens.first + i)) : 0.f;
+    sh.beta[i] = i < length ? write_strength(p.beta_kind, *row_of(p.beta, tokens.batch, head, tokens.first + i)) : 0.f;
     sh.q_norm[i] = sh.k_norm[i] = 1.f;
   }
   __syncthreads();
@@ -185,54 +187,57 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
     __syncthreads();
   }
 
+  float *pair_place = sh.levels + 2 * group * S::LD_LEVEL + channel;  // of levels 1 and 2
   const float a = p.A_log != nullptr ? expf(p.A_log[head]) : 1.f;
+  const int token0 = group * S::OWN;
+  const int own = length - token0 < S::OWN ? length - token0 : S::OWN;  // of the thread's tokens are there
+  const float *q_from = row_of(p.q, tokens.batch, key_head, tokens.first + token0) + channel;
+  const float *k_from = row_of(p.k, tokens.batch, key_head, tokens.first + token0) + channel;
+  const float *g_from = row_of(p.g, tokens.batch, head, tokens.first + token0) + channel;
   float q_next[S::OWN], k_next[S::OWN], g_next[S::OWN];
-  auto load = [&](int d) {
+  auto load = [&]() {  // the next slice
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
-      const int token = group * S::OWN + i;
-      const bool valid = token < tokens.length;
-      q_next[i] = valid ? row_of(p.q, tokens.batch, key_head, tokens.first + token)[d] : 0.f;
-      k_next[i] = valid ? row_of(p.k, tokens.batch, key_head, tokens.first + token)[d] : 0.f;
-      g_next[i] = valid ? row_of(p.g, tokens.batch, head, tokens.first + token)[d] : 0.f;
+      q_next[i] = i < own ? q_from[i * p.q.token_stride] : 0.f;
+      k_next[i] = i < own ? k_from[i * p.k.token_stride] : 0.f;
+      g_next[i] = i < own ? g_from[i * p.g.token_stride] : 0.f;
     }
+    q_from += S::SLICE, k_from += S::SLICE, g_from += S::SLICE;
   };
+  const int64_t out = (cell * C + token0) * K + channel;
 
   float pairs[S::WARP_TILES][4] = {};
   float diagonal[S::OWN] = {};
-  load(channel);
+  load();
   for (int base = 0; base < K; base += S::SLICE) {
     const int d = base + channel;
     float q[S::OWN], k[S::OWN], kb[S::OWN], prefix[S::OWN], suffix[S::OWN];
     const float bias = p.dt_bias != nullptr ? p.dt_bias[head * K + d] : 0.f;
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
-      const int token = group * S::OWN + i;
+      const int token = token0 + i;
       q[i] = p.scale * (q_next[i] * sh.q_norm[token]);
       k[i] = k_next[i] * sh.k_norm[token];
       kb[i] = k[i] * sh.beta[token];
-      prefix[i] = token < tokens.length ? expf(log_decay(p.gate, g_next[i] + bias, a, p.lower_bound)) : 1.f;
+      prefix[i] = i < own ? expf(log_decay(p.gate, g_next[i] + bias, a, p.lower_bound)) : 1.f;
       suffix[i] = 1.f;
       diagonal[i] = fmaf(q[i], k[i], diagonal[i]);
     }
-    auto put_row = [&](int level, int i, float decay) {  // token i of the thread in an odd block
-      const int b = 1 << level, token = group * S::OWN + i, r = (token >> (level + 1)) * b + token % b;
-      float *at = sh.levels + level * 3 * S::PART + r * S::LD_LEVEL + channel;
+    // Row `i` of the thread's place in a level: tokens of odd blocks are rows, of even ones columns.
+    auto put_row = [&](float *at, int i, float decay) {
       at[0] = q[i] * decay;
       at[S::PART] = kb[i] * decay;
     };
-    auto put_column = [&](int level, int i, float decay) {  // in an even one
-      const int b = 1 << level, token = group * S::OWN + i, r = (token >> (level + 1)) * b + token % b;
-      sh.levels[(level * 3 + 2) * S::PART + r * S::LD_LEVEL + channel] = k[i] * decay;
-    };
+    auto put_column = [&](float *at, int i, float decay) { at[2 * S::PART] = k[i] * decay; };
     // Levels 1 and 2: pairs inside the thread's four tokens.
 #pragma unroll
     for (int level = 0; level < 2; ++level) {
       const int b = 1 << level;
 #pragma unroll
       for (int i = 0; i < S::OWN; ++i) {
-        if (i / b % 2) put_row(level, i, prefix[i]);
-        else put_column(level, i, suffix[i]);
+        float *at = pair_place + level * 3 * S::PART + (i / (2 * b) * b + i % b) * S::LD_LEVEL;
+        if (i / b % 2) put_row(at, i, prefix[i]);
+        else put_column(at, i, suffix[i]);
       }
 #pragma unroll
       for (int i = 0; i < S::OWN; ++i)
@@ -251,35 +256,39 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
       float sibling = 1.f;
 #pragma unroll
       for (int i = 0; i < b; ++i) sibling *= sh.totals[((block ^ 1) * b + i) * S::SLICE + channel];
+      float *at = sh.levels + level * 3 * S::PART + ((block / 2 * b + group % b) * S::OWN) * S::LD_LEVEL + channel;
       if (block % 2) {
 #pragma unroll
-        for (int i = 0; i < S::OWN; ++i) put_row(level, i, prefix[i] * before);
+        for (int i = 0; i < S::OWN; ++i) put_row(at + i * S::LD_LEVEL, i, prefix[i] * before);
         before *= sibling;
       } else {
 #pragma unroll
-        for (int i = 0; i < S::OWN; ++i) put_column(level, i, suffix[i] * after);
+        for (int i = 0; i < S::OWN; ++i) put_column(at + i * S::LD_LEVEL, i, suffix[i] * after);
         after *= sibling;
       }
     }
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
-      const int token = group * S::OWN + i;
       prefix[i] *= before;
-      p.mid.q_decayed[(cell * C + token) * K + d] = q[i] * prefix[i];
-      p.mid.k_decayed[(cell * C + token) * K + d] = k[i] * (suffix[i] * after);
-      sh.w[token * S::LD_K + d] = kb[i] * prefix[i];
+      p.mid.q_decayed[out + i * K + base] = q[i] * prefix[i];
+      p.mid.k_decayed[out + i * K + base] = k[i] * (suffix[i] * after);
+      sh.w[(token0 + i) * S::LD_K + d] = kb[i] * prefix[i];
     }
     if (group == S::GROUPS - 1) p.mid.decay[cell * K + d] = prefix[S::OWN - 1];
     __syncthreads();
-    if (base + S::SLICE < K) load(d + S::SLICE);
+    if (base + S::SLICE < K) load();
 #pragma unroll
     for (int n = 0; n < S::WARP_TILES; ++n) {
       const PairTile<C> tile(warp + n * S::WARPS);
-      const float *rows = sh.levels + tile.level * 3 * S::PART + (tile.rows * 8 + g8) * S::LD_LEVEL + t4;
-      const float *columns = sh.levels + (tile.level * 3 + 2) * S::PART + (tile.columns * 8 + g8) * S::LD_LEVEL + t4;
+      const float *level = sh.levels + tile.level * 3 * S::PART;
+      float columns[4];  // B of both steps
+      load_blocks(columns, level + 2 * S::PART + (tile.columns * 8 + lane % 8) * S::LD_LEVEL + lane / 8 * 4);
 #pragma unroll
-      for (int j = 0; j < S::SLICE; j += 8)
-        mma3(pairs[n], frag_a(rows[j], rows[S::PART + j], rows[j + 4], rows[S::PART + j + 4]), frag_b(columns[j], columns[j + 4]));
+      for (int j = 0; j < 2; ++j) {
+        float rows[4];  // q above k
+        load_blocks(rows, level + lane / 8 % 2 * S::PART + (tile.rows * 8 + lane % 8) * S::LD_LEVEL + j * 8 + lane / 16 * 4);
+        mma3(pairs[n], frag_a(rows), frag_b(columns[2 * j], columns[2 * j + 1]));
+      }
     }
     __syncthreads();
   }
@@ -308,7 +317,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   for (int e = tid; e < C * (V / 4); e += S::THREADS) {
     const int i = e / (V / 4), d = e % (V / 4) * 4;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (i < tokens.length) x = *reinterpret_cast<const float4 *>(row_of(p.v, tokens.batch, head, tokens.first + i) + d);
+    if (i < length) x = *reinterpret_cast<const float4 *>(row_of(p.v, tokens.batch, head, tokens.first + i) + d);
     const float beta = sh.beta[i];
     *reinterpret_cast<float4 *>(u + i * S::LD_V + d) = make_float4(beta * x.x, beta * x.y, beta * x.z, beta * x.w);
   }

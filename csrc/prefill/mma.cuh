@@ -37,6 +37,15 @@ __device__ __forceinline__ FragA frag_a(float x0, float x1, float x2, float x3) 
   return a;
 }
 
+__device__ __forceinline__ FragA frag_a(const float (&x)[4]) { return frag_a(x[0], x[1], x[2], x[3]); }
+
+// Where this lane's address lies in a row-major [16, 8] tile that load_blocks reads as an A fragment.
+template <int LD>
+__device__ __forceinline__ int frag_a_offset() {
+  const int lane = threadIdx.x % 32;
+  return lane % 16 * LD + lane / 16 * 4;
+}
+
 __device__ __forceinline__ FragB frag_b(float x0, float x1) {
   FragB b;
   split(x0, b.hi[0], b.lo[0]);

@@ -45,7 +45,7 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
 #ifndef KDA_BV
   static_assert(sizeof(typename S::Shared) <= 227 * 1024, "a block of sm_90");
 #endif
-  static_assert(FIRST == 2 || BV == 32 || sizeof(typename S::Shared) <= (C == 64 && K == 128 ? 142 : 88) * 1024, "more than the Python side knows of");
+  static_assert(FIRST > 1 || BV == 32 || sizeof(typename S::Shared) <= (C == 64 && K == 128 ? 150 : 92) * 1024, "more than the Python side knows of");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
   KDA_TRY(prepare("state", state_kernel<K, K, C, BV, FIRST, SECOND>, sizeof(typename S::Shared), device));
@@ -61,13 +61,14 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
   return KDA_OK;
 }
 
-// Two chunks in flight where the device's shared memory holds them.
+// Two or three chunks in flight where the device's shared memory holds them.
 template <int K, int C, int BV>
 static kda_status launch_with_room(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
-  constexpr int SECOND = K == 128 && C == 64 ? 1 : 2;
+  constexpr int FIRST = Places<K, K, C, BV>::FIRST, SECOND = Places<K, K, C, BV>::SECOND;
   int limit = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  if (sizeof(typename State<K, K, C, BV, 2, SECOND>::Shared) <= size_t(limit)) return launch_with<K, C, BV, 2, SECOND>(args, plan, params, device);
+  if (sizeof(typename State<K, K, C, BV, FIRST, SECOND>::Shared) <= size_t(limit))
+    return launch_with<K, C, BV, FIRST, SECOND>(args, plan, params, device);
   return launch_with<K, C, BV, 1, 1>(args, plan, params, device);
 }
 

@@ -16,6 +16,16 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// Four 8 x 4 blocks of floats from shared memory. Lane l gives the address of row l % 8 of block l / 8, 4 aligned floats, and gets
+// element (l / 4, l % 4) of every block.
+__device__ __forceinline__ void load_blocks(float (&x)[4], const float *row) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
 // 16 bytes from device to shared memory, in the background.
 __device__ __forceinline__ void copy_async(float *to, const float *from) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));

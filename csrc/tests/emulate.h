@@ -151,7 +151,26 @@ inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
   wait(Fiber::WARP);
 }
 
+inline void load_blocks(float (&x)[4], const float *row) {
+  using namespace emulate;
+  static const float *rows[1024];
+  const int lane = threadIdx.x % 32, first = threadIdx.x - lane;
+  if (reinterpret_cast<uintptr_t>(row) % 16) {
+    fprintf(stderr, "ldmatrix of an address that is not aligned to 16 bytes\n");
+    abort();
+  }
+  rows[threadIdx.x] = row;
+  wait(Fiber::WARP);
+  for (int block = 0; block < 4; ++block) x[block] = rows[first + block * 8 + lane / 4][lane % 4];
+  wait(Fiber::WARP);
+}
+
 inline void copy_async(float *to, const float *from) {
+  const auto *byte = reinterpret_cast<const unsigned char *>(to);
+  if (byte < memory || byte + 16 > memory + sizeof memory) {
+    fprintf(stderr, "cp.async outside of shared memory\n");
+    abort();
+  }
   if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
     fprintf(stderr, "cp.async of an address that is not aligned to 16 bytes\n");
     abort();

@@ -28,7 +28,7 @@ extern "C" int kda_emulate_prefill_f32(const kda_prefill_args *args, int wide, i
   const Params params = make_params(*args, plan);
 #define KDA_CASE(K_, C_)                                                                 \
   if (args->key_dim == K_ && args->chunk_size == C_) {                                   \
-    if (wide) run<K_, C_, 16, 2, K_ == 128 && C_ == 64 ? 1 : 2>(*args, plan, params, order); \
+    if (wide) run<K_, C_, 16, Places<K_, K_, C_, 16>::FIRST, Places<K_, K_, C_, 16>::SECOND>(*args, plan, params, order); \
     else run<K_, C_, 8, 1, 1>(*args, plan, params, order);                               \
     return 0;                                                                            \
   }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import torch.nn.functional as F
 
 from kdakit.backends.cuda import library
 from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, PrefillArgs
@@ -31,8 +32,8 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     dt_bias = None if arrays.dt_bias is None else _padded(arrays.dt_bias.float().reshape(problem.HV, problem.K), D)
     initial = None
     if arrays.initial_state is not None:
-        rows, columns = arrays.initial_state.shape[2:]
-        initial = torch.nn.functional.pad(arrays.initial_state, (0, D - columns, 0, D - rows)).contiguous()
+        missing = [D - n for n in arrays.initial_state.shape[2:]]
+        initial = F.pad(arrays.initial_state, (0, missing[1], 0, missing[0])) if any(missing) else arrays.initial_state.contiguous()
     out = v.new_empty(problem.B, problem.T, problem.HV, D)
     final = v.new_empty(problem.N, problem.HV, D, D, dtype=torch.float32) if o.output_final_state else None
     cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
@@ -42,7 +43,8 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
         batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=D, value_dim=D, chunk_size=config.chunk,
         **{name: _tokens_first(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", arrays.beta), ("o", out))},
         initial_state=_pointer(initial), final_state=_pointer(final), A_log=_pointer(A_log), dt_bias=_pointer(dt_bias),
-        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, safe_gate=o.safe_gate and o.lower_bound is not None, beta_kind=BETAS[o.beta],
+        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
+        safe_gate=o.safe_gate and o.lower_bound is not None,
         l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=_pointer(cu), sequences=problem.N,
         cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
     )  # fmt: skip
@@ -78,7 +80,7 @@ def _padded(x: torch.Tensor, D: int) -> torch.Tensor:
     """The last axis with D adjacent elements, zeros added."""
     if x.shape[-1] == D:
         return x if x.stride(-1) == 1 else x.contiguous()
-    return torch.nn.functional.pad(x, (0, D - x.shape[-1]))
+    return F.pad(x, (0, D - x.shape[-1]))
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
