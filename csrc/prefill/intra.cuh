@@ -190,7 +190,6 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   float *pair_place = sh.levels + 2 * group * S::LD_LEVEL + channel;  // of levels 1 and 2
   const float a = p.A_log != nullptr ? expf(p.A_log[head]) : 1.f;
   const int token0 = group * S::OWN;
-  const int own = length - token0 < S::OWN ? length - token0 : S::OWN;  // of the thread's tokens are there
   const float *q_from = row_of(p.q, tokens.batch, key_head, tokens.first + token0) + channel;
   const float *k_from = row_of(p.k, tokens.batch, key_head, tokens.first + token0) + channel;
   const float *g_from = row_of(p.g, tokens.batch, head, tokens.first + token0) + channel;
@@ -198,9 +197,9 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   auto load = [&]() {  // the next slice
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
-      q_next[i] = i < own ? q_from[i * p.q.token_stride] : 0.f;
-      k_next[i] = i < own ? k_from[i * p.k.token_stride] : 0.f;
-      g_next[i] = i < own ? g_from[i * p.g.token_stride] : 0.f;
+      q_next[i] = token0 + i < length ? q_from[i * p.q.token_stride] : 0.f;
+      k_next[i] = token0 + i < length ? k_from[i * p.k.token_stride] : 0.f;
+      g_next[i] = token0 + i < length ? g_from[i * p.g.token_stride] : 0.f;
     }
     q_from += S::SLICE, k_from += S::SLICE, g_from += S::SLICE;
   };
@@ -219,7 +218,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
       q[i] = p.scale * (q_next[i] * sh.q_norm[token]);
       k[i] = k_next[i] * sh.k_norm[token];
       kb[i] = k[i] * sh.beta[token];
-      prefix[i] = i < own ? expf(log_decay(p.gate, g_next[i] + bias, a, p.lower_bound)) : 1.f;
+      prefix[i] = token0 + i < length ? expf(log_decay(p.gate, g_next[i] + bias, a, p.lower_bound)) : 1.f;
       suffix[i] = 1.f;
       diagonal[i] = fmaf(q[i], k[i], diagonal[i]);
     }
