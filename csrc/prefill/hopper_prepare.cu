@@ -312,7 +312,9 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
   const Shared shared{*reinterpret_cast<float(*)[kWarps][kHead]>(bytes + kSums), *reinterpret_cast<float(*)[4][kHead]>(bytes + kTotals),
                       *reinterpret_cast<float(*)[kChunk]>(bytes + kBetas), *reinterpret_cast<float(*)[2][kChunk]>(bytes + kNorms),
                       *reinterpret_cast<uint2(*)[3][kHead / 4]>(bytes + kBetween)};
-  const uint32_t slot = blockIdx.z * kGridRows + blockIdx.y;
+  let_next_kernel_start();
+  // Last chunks first: the scan starts with the first ones, which are then still in the cache.
+  const uint32_t slot = (gridDim.z - 1 - blockIdx.z) * kGridRows + gridDim.y - 1 - blockIdx.y;
   const int head = blockIdx.x;
   const Span span = chunk_span(p, slot);
   if (span.length <= 0) return;

@@ -63,6 +63,7 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
     if (thread == 0) {
+      if (i == 0) wait_for_previous_kernel();
       barrier_arrive_expect(full, kRecordBytes);
       bulk_load(at, record, kRecordBytes, full);
     }
@@ -202,8 +203,13 @@ cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(scan_kernel<GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(p.N * p.HV * (kHead / (GROUPS * kSlice)));
-  scan_kernel<GROUPS><<<blocks, kThreads<GROUPS>, Layout<GROUPS>::bytes, stream>>>(p);
-  return cudaGetLastError();
+  // Blocks may take their places while the last chunks are prepared; they wait before they read a record. Measured: it pays for wide ones.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads<GROUPS>), config.dynamicSmemBytes = Layout<GROUPS>::bytes;
+  config.stream = stream, config.attrs = &early, config.numAttrs = GROUPS == 2 && p.T > 0 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, scan_kernel<GROUPS>, p);
 }
 
 }  // namespace

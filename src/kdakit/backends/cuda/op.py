@@ -18,7 +18,6 @@ from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, Prefil
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
-
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
@@ -38,7 +37,7 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     final = v.new_empty(problem.N, problem.HV, D, D, dtype=torch.float32) if o.output_final_state else None
     cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
     A_log = None if arrays.A_log is None else arrays.A_log.float().contiguous()
-    dt_bias = None if dt_bias is None else dt_bias.contiguous()
+    dt_bias = None if dt_bias is None else _aligned(dt_bias.contiguous())
     args = PrefillArgs(
         batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=D, value_dim=D, chunk_size=config.chunk,
         **{name: _tokens_first(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", arrays.beta), ("o", out))},
