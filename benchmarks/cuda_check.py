@@ -1,10 +1,9 @@
 """On a GPU: the CUDA backend's float32 kernels against float64, and their times beside FLA's, as JSON in $OUT (or here).
 
-PYTHONPATH=src python benchmarks/cuda_check.py cases [BACKEND]    every shared case that it takes, by default cuda; gradients for some
-PYTHONPATH=src python benchmarks/cuda_check.py accuracy     o, w, u, final state at B1 H16 T4096, three kinds of inputs
-PYTHONPATH=src python benchmarks/cuda_check.py time         the same sizes, ours and FLA's chunk_kda with float32 inputs, interleaved
-PYTHONPATH=src python benchmarks/cuda_check.py kernels      ours by kernel
-    PYTHONPATH=src python benchmarks/cuda_check.py once K C     one call, for a profiler
+    PYTHONPATH=src python benchmarks/cuda_check.py cases [BACKEND]   every shared case that it takes, by default cuda; gradients for some
+    PYTHONPATH=src python benchmarks/cuda_check.py accuracy          o, w, u, final state at B1 H16 T4096, three kinds of inputs
+    PYTHONPATH=src python benchmarks/cuda_check.py time              the same sizes, beside FLA's chunk_kda with float32 inputs
+    PYTHONPATH=src python benchmarks/cuda_check.py once K C          one call, for a profiler
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 import kdakit.backends.cuda.op
 import kdakit.torch
 from kdakit.cases import CASES
-from kdakit.cli import checking
+from kdakit.cli import checking, machine
 
 SIZES = [(128, 64), (128, 32), (64, 64), (64, 32)]  # K = V, C
 B, H, T = 1, 16, 4096
@@ -126,7 +125,7 @@ def cases(backend: str = "cuda"):
     return rows
 
 
-def measure(calls: dict, repeat: int = 40, warmup: int = 5) -> dict[str, float]:
+def measure(calls: dict, repeat: int = 30, warmup: int = 3) -> dict[str, float]:
     """Median milliseconds of each call, interleaved; events on the device."""
     samples: dict[str, list] = {name: [] for name in calls}
     for n in range(repeat + warmup):
@@ -151,63 +150,85 @@ def graph_of(call):
     return graph.replay
 
 
+def by_kernel(call, repeat: int = 10) -> dict[str, float]:
+    """Median microseconds of the two kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeat):
+            call()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in profile.events():
+        for name in ("intra", "state"):
+            if f"{name}_kernel" in event.name:
+                spent.setdefault(name, []).append(event.device_time)
+    return {f"{name}_us": sorted(times)[len(times) // 2] for name, times in spent.items()}
+
+
+def our_calls(K: int):
+    """The two calls at chunk sizes 32 and 64, eager and captured, and the tensors they work on."""
+    x = inputs("random", K)
+    tokens_first = [a.transpose(1, 2).contiguous() for a in x[:5]]
+    calls = {}
+    for C in (32, 64):
+        calls[f"prefill_{C}"] = lambda C=C: torch.ops.kdakit.prefill(*x[:5], C, None, x[5])
+        calls[f"chunk_kda_{C}"] = lambda C=C: kdakit.torch.chunk_kda(
+            *tokens_first, initial_state=x[5], output_final_state=True, chunk_size=C, backend="cuda"
+        )
+        calls[f"prefill_{C}_graph"] = graph_of(calls[f"prefill_{C}"])
+    return x, tokens_first, calls
+
+
+def show(rows, row):
+    rows.append(row)
+    print({n: float(f"{v:.3g}") if isinstance(v, float) else v for n, v in row.items()}, flush=True)
+
+
 def times():
-    rows = []
+    """Milliseconds. Ours first; then, where FLA can be imported, interleaved with FLA's chunk_kda on the same float32 tensors."""
+    rows: list[dict] = []
+    made = {K: our_calls(K) for K in (64, 128)}
+    for K, (_, _, calls) in made.items():
+        show(rows, dict(K=K, alone=True, **measure(calls)))
+        for C in (32, 64):
+            show(rows, dict(K=K, C=C, **by_kernel(calls[f"prefill_{C}"])))
+    write("time", rows)
     try:
         from fla.ops.kda import chunk_kda as fla_chunk_kda
     except ImportError as problem:
-        fla_chunk_kda = None
         print("no FLA:", problem)
-    for K, C in SIZES:
-        q, k, v, g, beta, S = inputs("random", K)
-        tokens_first = [x.transpose(1, 2).contiguous() for x in (q, k, v, g, beta)]
-        options = dict(initial_state=S, output_final_state=True)
-        calls = {
-            "prefill": lambda q=q, k=k, v=v, g=g, beta=beta, S=S, C=C: torch.ops.kdakit.prefill(q, k, v, g, beta, C, None, S),
-            "chunk_kda": lambda x=tokens_first, o=options, C=C: kdakit.torch.chunk_kda(*x, **o, chunk_size=C, backend="cuda"),
-        }
-        calls["prefill_graph"] = graph_of(calls["prefill"])
+        return rows
+    for K, (x, tokens_first, calls) in made.items():
         with torch.no_grad():
-            if fla_chunk_kda is not None:
-                start = time.time()
-                calls["fla"] = lambda x=tokens_first, o=options: fla_chunk_kda(*x, **o)
-                theirs = calls["fla"]()
-                torch.cuda.synchronize()
-                print("FLA first call", round(time.time() - start, 1), "s", flush=True)
-                try:
-                    calls["fla_graph"] = graph_of(calls["fla"])
-                except Exception as problem:
-                    print("FLA cannot be captured:", repr(problem)[:200])
-            row = dict(K=K, C=C, **measure(calls))
-        if fla_chunk_kda is not None:
-            want = truth(q[:, :2], k[:, :2], v[:, :2], g[:, :2], beta[:, :2], S[:, :2], C)["o"].transpose(1, 2)
-            row["error"] = relative(calls["chunk_kda"]()[0][:, :, :2], want)
-            row["fla_error"] = relative(theirs[0][:, :, :2], want)
-            row["ratio"] = row["fla"] / row["chunk_kda"]
-            if "fla_graph" in row:
-                row["ratio_graph"] = row["fla_graph"] / row["prefill_graph"]
-        rows.append(row)
-        print({n: float(f"{x:.3g}") for n, x in row.items()}, flush=True)
-    return rows
-
-
-def kernels(repeat: int = 20):
-    """Microseconds of each kernel alone."""
-    rows = []
-    for K, C in SIZES:
-        x = inputs("random", K)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(repeat):
-                torch.ops.kdakit.prefill(*x[:5], C, None, x[5])
+            start = time.time()
+            calls["fla"] = lambda x=x, t=tokens_first: fla_chunk_kda(*t, initial_state=x[5], output_final_state=True)
+            theirs = calls["fla"]()
             torch.cuda.synchronize()
-        spent: dict[str, list[float]] = {}
-        for event in profile.events():
-            for name in ("intra", "state"):
-                if f"{name}_kernel" in event.name:
-                    spent.setdefault(name, []).append(event.device_time)
-        rows.append(dict(K=K, C=C, **{name: sorted(times)[len(times) // 2] for name, times in spent.items()}))
-        print(rows[-1], flush=True)
+            print("FLA first call", round(time.time() - start, 1), "s", flush=True)
+            calls["fla_graph"] = graph_of(calls["fla"])
+            row = dict(K=K, alone=False, **measure(calls))
+        two = [a[:, :2] for a in x]  # heads
+        want = truth(*two, 64)["o"].transpose(1, 2)
+        row |= {"error": relative(calls["chunk_kda_64"]()[0][:, :, :2], want), "fla_error": relative(theirs[0][:, :, :2], want)}
+        for C in (32, 64):
+            row[f"ratio_{C}"] = row["fla"] / row[f"prefill_{C}"]
+            row[f"ratio_{C}_chunk_kda"] = row["fla"] / row[f"chunk_kda_{C}"]
+            row[f"ratio_{C}_graph"] = row["fla_graph"] / row[f"prefill_{C}_graph"]
+        show(rows, row)
+        write("time", rows)
     return rows
+
+
+def write(name: str, rows) -> None:
+    about = dict(
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        commit=os.environ.get("COMMIT") or machine.commit(),
+        B=B,
+        H=H,
+        T=T,
+        rows=rows,
+    )
+    Path(os.environ.get("OUT", "."), f"cuda_{name}.json").write_text(json.dumps(about, indent=1) + "\n")
 
 
 def once(K: int, C: int):
@@ -222,9 +243,8 @@ def main():
     if mode == "once":
         once(int(sys.argv[2]), int(sys.argv[3]))
         return
-    rows = dict(cases=cases, accuracy=accuracy, time=times, kernels=kernels)[mode](*sys.argv[2:])
-    about = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, B=B, H=H, T=T, rows=rows)
-    Path(os.environ.get("OUT", "."), f"{'_'.join(['cuda', *sys.argv[1:]])}.json").write_text(json.dumps(about, indent=1) + "\n")
+    rows = dict(cases=cases, accuracy=accuracy, time=times)[mode](*sys.argv[2:])
+    write("_".join(sys.argv[1:]), rows)
     sys.exit(any(row.get("ok") is False for row in rows))
 
 

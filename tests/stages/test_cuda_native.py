@@ -221,6 +221,30 @@ def test_refusals_name_their_reason():
         assert reason in unsupported(CASES[name].problem().replace(**changes))
 
 
+def test_dispatch_knows_the_library_in_both_frameworks():
+    from kdakit import dispatch
+
+    problem = CASES["plain"].problem()
+    for framework in ("torch", "jax"):
+        pytest.importorskip(framework)
+        with pytest.raises(ValueError, match=r"'cuda(_ffi)?' cannot run this call on cpu: needs an NVIDIA GPU"):
+            dispatch.select(framework, problem, "cpu", "cuda")
+    assert dispatch.differentiates(dispatch.load("cuda")) is dispatch.load("torch_native")
+    assert dispatch.differentiates(dispatch.load("cuda_ffi")) is dispatch.load("xla")
+    assert dispatch.differentiates(dispatch.load("xla")) is dispatch.load("xla")
+
+
+def test_bench_names_peers_alone(capsys):
+    """FLA's kernels without ours, and the reason where they cannot run."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: FLA would tune itself for minutes")
+    from kdakit.cli.main import main
+
+    assert main(["bench", "--backend", "fla_chunk", "--shape", "1x64x1x16", "--mode", "fwd", "--repeat", "1"]) == 1
+    assert "fla_chunk did not run" in capsys.readouterr().out
+
+
 def test_operators_know_their_shapes():
     """The fake kernels: what torch.compile sees."""
     torch = pytest.importorskip("torch")
