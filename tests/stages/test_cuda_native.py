@@ -214,7 +214,9 @@ def test_a_missing_library_is_a_reason(monkeypatch, tmp_path):
 def test_refusals_name_their_reason():
     assert unsupported(CASES["plain"].problem()) is None
     for name, changes, reason in (
-        ("plain", dict(dtype="float64"), "float32 inputs"),
+        ("plain", dict(dtype="float64"), "float32 or bfloat16 inputs"),
+        ("plain", dict(dtype="bfloat16"), "bfloat16 with K = V = 128, got K = 32, V = 16"),
+        ("plain", dict(dtype="bfloat16", K=128, V=128, beta_dtype="float16"), "gates and betas of either"),
         ("wide", {}, "up to 128"),
         ("plain", dict(return_intermediate_states=True), "intermediate states"),
     ):
