@@ -87,6 +87,7 @@ def accuracy():
                 dict(K=K, C=C, inputs=kind, limit=limit, ok=same and all(e < limit for e in errors.values()), same_bits=same, **errors)
             )
             print(K, C, kind, {n: f"{e:.1e}" for n, e in errors.items()}, "ok" if rows[-1]["ok"] else "FAILED", flush=True)
+            write("accuracy", rows)
     return rows
 
 
