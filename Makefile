@@ -8,10 +8,10 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint docs tables clean
+.PHONY: help venv demo test lint docs tables cuda test-cuda clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## virtual environment in .venv with pinned versions
 
@@ -39,6 +39,13 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
 	$(BIN)/kdakit doctor --table README.md docs/backends.md
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
+
+cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)
+	$(BIN)/python -m kdakit.backends.cuda.build $(if $(ARCH),--arch $(ARCH))
+
+test-cuda: cuda  ## on a GPU: the contract, compute-sanitizer and the C program for the CUDA library
+	$(BIN)/python -m pytest tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py
+	$(BIN)/python -m pytest tests/test_contract.py -k cuda
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,8 @@ A backend is a module with
     step(problem, arrays, config) -> Result                                         or None: the token recurrence
     saved_specs(problem, device) -> [(shape, dtype name)]       torch backends: the tensors that `forward` saves when problem.needs_grad
 
-and, where they apply, `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks) and
+and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
+saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks) and
 `operand_dtype(problem)` (the dtype in which products take their factors, for accuracy.py; float32 where absent).
 """
 
@@ -37,10 +38,15 @@ class Backend:
 # In the order in which 'auto' asks them.
 BACKENDS = (
     Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward and decode"),
+    Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
     Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
     Backend("pallas_tpu", "jax", "kdakit.backends.pallas_tpu", "Mosaic kernels, TPUs"),
+    Backend("cuda_ffi", "jax", "kdakit.backends.cuda.ffi", "the CUDA C++ kernels as an XLA custom call, NVIDIA GPUs; float32"),
     Backend("xla", "jax", "kdakit.backends.xla", "pure JAX, any XLA device"),
 )
+
+# One library, two frameworks: each may call it by its plain name.
+ALIASES = {("jax", "cuda"): "cuda_ffi"}
 
 
 def names(framework: str | None = None) -> list[str]:
@@ -60,9 +66,14 @@ def supports(name: str, problem: Problem, device: Any) -> str | None:
     module = load(name)
     if problem.op == "recurrent" and module.step is None:
         return "has no token recurrence"
-    if problem.needs_grad and module.backward is None:
+    if problem.needs_grad and module.backward is None and not hasattr(module, "gradients"):
         return "has no backward"
     return module.supports(problem, device)
+
+
+def differentiates(module: ModuleType) -> ModuleType:
+    """The module whose `backward` goes with `module`'s forward."""
+    return load(module.gradients) if module.backward is None else module
 
 
 def operand_dtype(name: str, problem: Problem) -> str:
@@ -74,6 +85,7 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
     """The module that runs `problem`: the one named, or the first that can."""
     check_backend_name(backend)
     candidates = names(framework)
+    backend = ALIASES.get((framework, backend), backend)
     if backend != "auto":
         if backend not in candidates:
             raise ValueError(f"backend must be 'auto' or one of {', '.join(candidates)} for {framework}, got {backend!r}")

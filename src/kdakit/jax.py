@@ -257,7 +257,7 @@ def _kda_backward(problem, backend, device, residuals, cotangents):
     arrays, saved = residuals
     d_o, d_final_state, _ = cotangents
     problem = problem.replace(op="chunk", needs_grad=True)
-    module = dispatch.select("jax", problem, device, backend)
+    module = dispatch.differentiates(dispatch.select("jax", problem, device, backend))
     return (module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, device)),)
 
 

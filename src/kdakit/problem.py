@@ -12,7 +12,7 @@ import math
 import numbers
 import os
 import warnings
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ class Options:
 
     def encode(self) -> str:
         """A string for interfaces that carry only plain values; `Options.decode` reads it back."""
-        return repr(astuple(self))
+        return repr(tuple(vars(self).values()))
 
     @staticmethod
     @lru_cache(maxsize=4096)

@@ -314,7 +314,7 @@ def _backward(
 ):  # fmt: skip
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
     problem = _describe(arrays, op, options, needs_grad=True)
-    module = dispatch.select("torch", problem, q.device, backend)
+    module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
     with torch.autocast(q.device.type, enabled=False):
         grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))
     return [_empty(q) if x is None else x.contiguous() for x in grads[: len(DIFFERENTIABLE)]]

@@ -12,12 +12,12 @@ from typing import Any
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends to time (default: all)")
+    parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends, or peers, to time (default: all backends)")
     parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: cpu = 1x2048x4x128)")
     parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode (default: fwd fwdbwd)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--gate", choices=("bounded", "softplus", "log_decay"), help="default: bounded, or log_decay with --against")
-    parser.add_argument("--against", nargs="+", metavar="PEER", help="fla: flash-linear-attention's naive_chunk_kda (pip install fla-core)")
+    parser.add_argument("--against", nargs="+", metavar="PEER", help="flash-linear-attention: fla, its references; fla_chunk, its kernels")
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions of each contestant (default: 20)")
     parser.add_argument("--seconds", type=float, default=30, metavar="S", help="stop repeating after about S seconds (default: 30)")
     parser.add_argument("--memory", action="store_true", help="also run each contestant in a process of its own and report its peak memory")
@@ -67,7 +67,9 @@ def _chosen(args, default_modes):
     peers = pick("against", args.against, PEERS) if args.against else []
     if args.repeat < 1 or args.seconds <= 0:
         raise UsageError(f"--repeat and --seconds must be positive, got {args.repeat} and {args.seconds}")
-    return pick("backend", args.backend, names()) + peers, pick("mode", args.mode or default_modes, MODES), args.gate or _gate(peers)
+    chosen = pick("backend", args.backend, names() if args.backend in (None, ["all"]) else [*names(), *PEERS])
+    peers += [name for name in chosen if name in PEERS]
+    return list(dict.fromkeys(chosen + peers)), pick("mode", args.mode or default_modes, MODES), args.gate or _gate(peers)
 
 
 def _gate(peers) -> str:

@@ -5,6 +5,7 @@ All contestants get the same inputs. `prepare` returns a function that runs one 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from kdakit.problem import DIFFERENTIABLE
 
 MODES = ("fwd", "fwdbwd", "decode")
 GATES = ("bounded", "softplus", "log_decay")
-PEERS = ("fla",)
+PEERS = ("fla", "fla_chunk")  # flash-linear-attention: its readable references, and its Triton kernels
 
 
 class Unavailable(Exception):
@@ -65,7 +66,7 @@ def parse_shape(text: str) -> Shape:
 def prepare(name: str, job: Job) -> Callable[[], Any]:
     """A function that does the job once and waits for the result; raises Unavailable with the reason."""
     if name in PEERS:
-        return _prepare_fla(job)
+        return _prepare_fla(job) if name == "fla" else _prepare_fla_chunk(job)
     if (why := checking.interpreted(name)) is not None:
         raise Unavailable(f"{why}, and the time of an interpreter says nothing")
     case, grad = job.case(), job.mode == "fwdbwd"
@@ -171,5 +172,26 @@ def _prepare_fla(job: Job):
 
     def function(x):
         return reference(x.q, x.k, x.v, x.g, x.beta, initial_state=x.initial_state, output_final_state=True)
+
+    return _torch_runner(function, tensors, case.cotangents(job.dtype) if job.mode == "fwdbwd" else None)
+
+
+def _prepare_fla_chunk(job: Job):
+    """fla.ops.kda.chunk_kda on a GPU, in the job's dtype. Its first call tunes itself: minutes, unless Triton's cache holds the result."""
+    if job.op != "chunk":
+        raise Unavailable("it is a chunk kernel: use --mode fwd or fwdbwd")
+    device = checking.default_device("torch")
+    if device.type != "cuda":
+        raise Unavailable("its kernels need a GPU")
+    try:
+        kernels = importlib.import_module("fla.ops.kda")
+    except ImportError as problem:
+        raise Unavailable(f"fla.ops.kda cannot be imported: {problem}") from problem
+    case = job.case()
+    tensors = checking.to_torch(case.arrays(job.dtype), case.dtypes(job.dtype), device)
+    options = case.call_options
+
+    def function(x):
+        return kernels.chunk_kda(**{n: a for n, a in x._asdict().items() if a is not None}, **options)
 
     return _torch_runner(function, tensors, case.cotangents(job.dtype) if job.mode == "fwdbwd" else None)

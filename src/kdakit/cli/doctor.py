@@ -210,7 +210,10 @@ def _show_support(out, table) -> None:
         out.print(f"support {table}", markup=False)
         return
     shown = console.table("Which backend can run which problem here", "problem", *table)
+    reasons: dict[str, int] = {OK: 0}  # numbered: many backends leave no room for sentences between them
     for label in next(iter(table.values()), {}):
-        given = [answers[label] for answers in table.values()]
-        shown.add_row(escape(label), *(f"[green]{OK}[/green]" if answer == OK else escape(answer) for answer in given))
+        given = [reasons.setdefault(answers[label], len(reasons)) for answers in table.values()]
+        shown.add_row(escape(label), *(f"no ({n})" if n else f"[green]{OK}[/green]" for n in given))
     out.print(shown)
+    for reason, n in list(reasons.items())[1:]:
+        out.print(f"({n}) {escape(reason)}")

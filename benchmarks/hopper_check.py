@@ -1,0 +1,99 @@
+"""On a Hopper GPU: the bfloat16 kernels of the CUDA library beside Triton's and FLA's in one run, as JSON in $OUT (or here).
+
+    PYTHONPATH=src python benchmarks/hopper_check.py [shape ..]      FLA where it can be imported and $FLA_SHAPES names the shape
+
+Every contestant goes through its public call and all take turns. `o differs by` is against Triton's; the errors in the rows of `accuracy`
+are against float64, on inputs short enough for the recurrence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import gpu_check
+import numpy as np
+import torch
+
+from kdakit import dispatch
+from kdakit.cases import SHAPES
+from kdakit.cli import checking
+from kdakit.torch import chunk_kda
+
+OURS = ("cuda", "triton_gpu")
+
+
+def options(bounded: bool) -> dict:
+    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state")
+    return dict.fromkeys(flags, True) | (dict(safe_gate=True, lower_bound=-5.0) if bounded else {})
+
+
+def contestants(name: str, arrays, bounded: bool) -> dict:
+    given = {n: x for n, x in arrays._asdict().items() if x is not None}
+    calls = {backend: lambda b=backend: chunk_kda(**given, **options(bounded), backend=b) for backend in OURS}
+    if name in os.environ.get("FLA_SHAPES", "").split(",") and bounded:
+        try:
+            from fla.ops.kda import chunk_kda as fla
+        except ImportError:
+            return calls
+        calls["fla"] = lambda: fla(**given, **options(bounded))
+    return calls
+
+
+def taking_turns(calls: dict, repeat: int = 20) -> dict[str, float]:
+    """Median milliseconds of each, one after the other in every round."""
+    times = {name: [] for name in calls}
+    for i in range(repeat + 3):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            if i >= 3:
+                times[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: float(np.median([s.elapsed_time(e) for s, e in events])) for name, events in times.items()}
+
+
+def time_shape(name: str, bounded: bool) -> dict:
+    _, arrays = gpu_check.problem_of(name, bounded)
+    calls = contestants(name, arrays, bounded)
+    with torch.no_grad():
+        outputs = {n: call()[0].double() for n, call in calls.items()}
+        want = outputs["triton_gpu"]
+        differs = {n: float((o - want).norm() / want.norm()) for n, o in outputs.items()}
+        return dict(shape=name, bounded=bounded, ms=taking_turns(calls), o_differs_by=differs)
+
+
+def accuracy() -> list[dict]:
+    """Errors of both backends against float64, T = 512."""
+    rows = []
+    for bounded in (True, False):
+        case = dataclasses.replace(SHAPES["h16"], T=512, H=2).case(bounded=bounded)
+        problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
+        expected = checking.expect(problem, arrays, None, dispatch.operand_dtype("cuda", problem))
+        for backend in OURS:
+            found = checking.compare(problem, arrays, checking.run_case(backend, case, "bfloat16", grad=False), expected=expected)
+            rows.append(dict(bounded=bounded, backend=backend, **{r.name: [r.error, r.tolerance] for r in found}))
+    return rows
+
+
+def main() -> None:
+    names = sys.argv[1:] or ["h96", "h64", "h32", "h16", "varlen96"]
+    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=[], accuracy=[])
+    for bounded in (True, False):
+        for name in names:
+            report["rows"].append(time_shape(name, bounded))
+            print(report["rows"][-1], flush=True)
+            torch.cuda.empty_cache()
+            Path(os.environ.get("OUT", "."), "hopper.json").write_text(json.dumps(report, indent=1))
+    report["accuracy"] = accuracy()
+    print(report["accuracy"])
+    Path(os.environ.get("OUT", "."), "hopper.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

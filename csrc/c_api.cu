@@ -1,0 +1,161 @@
+// The C ABI: copies the caller's struct, checks every field, and calls the kernels. No kernel is in this file.
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+
+#include "prefill/prefill.h"
+
+namespace kda {
+
+static thread_local char last_error[512] = "";
+
+kda_status fail(kda_status status, const char *format, ...) {
+  va_list rest;
+  va_start(rest, format);
+  vsnprintf(last_error, sizeof last_error, format, rest);
+  va_end(rest);
+  return status;
+}
+
+static constexpr int64_t MAX_SIZE = int64_t(1) << 40;
+
+static kda_status check_tensor(const char *name, kda_tensor &x, int64_t heads, int64_t tokens, int64_t dim, const int32_t *dtypes, int count, bool pointers) {
+  bool known = false;
+  for (int i = 0; i < count; ++i) known = known || x.dtype == dtypes[i];
+  if (!known) return fail(KDA_INVALID_ARGUMENT, "%s.dtype must be %d%s, got %d", name, dtypes[0], count > 1 ? " or another listed dtype" : "", x.dtype);
+  if (x.batch_stride == 0 && x.head_stride == 0 && x.token_stride == 0) {
+    x.token_stride = dim;
+    x.head_stride = dim * tokens;
+    x.batch_stride = dim * tokens * heads;
+  }
+  if (x.batch_stride < 0 || x.head_stride < 0 || x.token_stride < 0)
+    return fail(KDA_INVALID_ARGUMENT, "%s must have strides >= 0, got %lld, %lld, %lld", name, (long long)x.batch_stride, (long long)x.head_stride, (long long)x.token_stride);
+  if (pointers && x.data == nullptr && tokens > 0) return fail(KDA_INVALID_ARGUMENT, "%s.data must not be NULL", name);
+  return KDA_OK;
+}
+
+static kda_status check_size(const char *name, int64_t value, int64_t least) {
+  if (value < least || value > MAX_SIZE)
+    return fail(KDA_INVALID_ARGUMENT, "%s must lie in %lld..2^40, got %lld", name, (long long)least, (long long)value);
+  return KDA_OK;
+}
+
+static kda_status check_options(const kda_prefill_args &args) {
+  if (args.gate < KDA_GATE_LOG_DECAY || args.gate > KDA_GATE_BOUNDED) return fail(KDA_INVALID_ARGUMENT, "gate must be 0, 1 or 2, got %d", args.gate);
+  if (args.beta_kind < KDA_BETA_GIVEN || args.beta_kind > KDA_BETA_DOUBLE_SIGMOID)
+    return fail(KDA_INVALID_ARGUMENT, "beta_kind must be 0, 1 or 2, got %d", args.beta_kind);
+  if (args.gate == KDA_GATE_SOFTPLUS && args.A_log == nullptr) return fail(KDA_INVALID_ARGUMENT, "A_log is required with the softplus gate, got NULL");
+  if ((args.gate == KDA_GATE_BOUNDED || args.safe_gate) && !(args.lower_bound >= -5.0f && args.lower_bound < 0.0f))
+    return fail(KDA_INVALID_ARGUMENT, "lower_bound must lie in [-5, 0), got %g", args.lower_bound);
+  if (!std::isfinite(args.scale)) return fail(KDA_INVALID_ARGUMENT, "scale must be finite, got %g", args.scale);
+  if (args.cu_seqlens != nullptr && args.batch != 1) return fail(KDA_INVALID_ARGUMENT, "batch must be 1 with cu_seqlens, got %lld", (long long)args.batch);
+  if (args.cu_seqlens != nullptr && (args.w != nullptr || args.u != nullptr))
+    return fail(KDA_UNSUPPORTED, "w and u are not given out with cu_seqlens: pass NULL");
+  if (args.chunk_size != 0 && args.chunk_size != 16 && args.chunk_size != 32 && args.chunk_size != 64 && args.chunk_size != 128)
+    return fail(KDA_INVALID_ARGUMENT, "chunk_size must be 0, 16, 32, 64 or 128, got %lld", (long long)args.chunk_size);
+  return KDA_OK;
+}
+
+// The caller's struct as this library knows it, with defaults filled in. `pointers`: the tensors' memory must be there already.
+static kda_status read_args(const kda_prefill_args *given, const int32_t *io, int n_io, const int32_t *wide, int n_wide, bool pointers, kda_prefill_args &args) {
+  if (given == nullptr) return fail(KDA_INVALID_ARGUMENT, "args must not be NULL");
+  if (given->size < offsetof(kda_prefill_args, scale))
+    return fail(KDA_INVALID_ARGUMENT, "args.size must be sizeof(kda_prefill_args) = %zu, got %zu", sizeof args, given->size);
+  memset(&args, 0, sizeof args);
+  memcpy(&args, given, given->size < sizeof args ? given->size : sizeof args);
+  KDA_TRY(check_size("batch", args.batch, 0));
+  KDA_TRY(check_size("tokens", args.tokens, 0));
+  KDA_TRY(check_size("heads", args.heads, 1));
+  KDA_TRY(check_size("value_heads", args.value_heads, 1));
+  KDA_TRY(check_size("key_dim", args.key_dim, 1));
+  KDA_TRY(check_size("value_dim", args.value_dim, 1));
+  if (args.value_heads % args.heads)
+    return fail(KDA_INVALID_ARGUMENT, "value_heads must be a multiple of heads, got %lld and %lld", (long long)args.value_heads, (long long)args.heads);
+  if (args.batch > 0 && args.tokens > 0 && double(args.batch) * args.tokens * args.value_heads * args.key_dim > 9e18)
+    return fail(KDA_INVALID_ARGUMENT, "the tensors would hold more than 2^63 elements");
+  KDA_TRY(check_options(args));
+  if (args.cu_seqlens != nullptr) KDA_TRY(check_size("sequences", args.sequences, 1));
+  else args.sequences = args.batch;
+  const int64_t T = args.batch > 0 ? args.tokens : 0;
+  KDA_TRY(check_tensor("q", args.q, args.heads, T, args.key_dim, io, n_io, pointers));
+  KDA_TRY(check_tensor("k", args.k, args.heads, T, args.key_dim, io, n_io, pointers));
+  KDA_TRY(check_tensor("v", args.v, args.value_heads, T, args.value_dim, io, n_io, pointers));
+  KDA_TRY(check_tensor("g", args.g, args.value_heads, T, args.key_dim, wide, n_wide, pointers));
+  KDA_TRY(check_tensor("beta", args.beta, args.value_heads, T, 1, wide, n_wide, pointers));
+  KDA_TRY(check_tensor("o", args.o, args.value_heads, T, args.value_dim, io, n_io, pointers));
+  if (args.scale == 0.0f) args.scale = float(1.0 / std::sqrt(double(args.key_dim)));
+  return KDA_OK;
+}
+
+static kda_status check_workspace(const kda_prefill_args &args, size_t bytes) {
+  if (args.workspace_size < bytes)
+    return fail(KDA_WORKSPACE_TOO_SMALL, "workspace_size must be at least %zu, got %zu", bytes, args.workspace_size);
+  if (bytes > 0 && (args.workspace == nullptr || reinterpret_cast<uintptr_t>(args.workspace) % 256))
+    return fail(KDA_INVALID_ARGUMENT, "workspace must be device memory aligned to 256 bytes, got %p", args.workspace);
+  return KDA_OK;
+}
+
+static const int32_t F32[] = {KDA_FLOAT32};
+#ifdef KDAKIT_HOPPER
+static const int32_t BF16[] = {KDA_BFLOAT16}, EITHER[] = {KDA_BFLOAT16, KDA_FLOAT32};
+#endif
+
+}  // namespace kda
+
+using namespace kda;
+
+extern "C" kda_status kda_prefill_workspace_f32(const kda_prefill_args *given, size_t *bytes) {
+  kda_prefill_args args;
+  if (bytes == nullptr) return fail(KDA_INVALID_ARGUMENT, "bytes must not be NULL");
+  KDA_TRY(read_args(given, F32, 1, F32, 1, false, args));
+  return workspace_f32(args, *bytes);
+}
+
+extern "C" kda_status kda_prefill_f32(const kda_prefill_args *given) {
+  kda_prefill_args args;
+  size_t bytes = 0;
+  KDA_TRY(read_args(given, F32, 1, F32, 1, true, args));
+  KDA_TRY(workspace_f32(args, bytes));
+  KDA_TRY(check_workspace(args, bytes));
+  return prefill_f32(args);
+}
+
+#ifdef KDAKIT_HOPPER
+extern "C" kda_status kda_prefill_workspace_bf16(const kda_prefill_args *given, size_t *bytes) {
+  kda_prefill_args args;
+  if (bytes == nullptr) return fail(KDA_INVALID_ARGUMENT, "bytes must not be NULL");
+  KDA_TRY(read_args(given, BF16, 1, EITHER, 2, false, args));
+  return workspace_bf16(args, *bytes);
+}
+
+extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *given) {
+  kda_prefill_args args;
+  size_t bytes = 0;
+  KDA_TRY(read_args(given, BF16, 1, EITHER, 2, true, args));
+  KDA_TRY(workspace_bf16(args, bytes));
+  KDA_TRY(check_workspace(args, bytes));
+  return prefill_bf16(args);
+}
+#else
+static kda_status no_bf16() { return fail(KDA_NOT_BUILT, "this library was built without the bfloat16 kernel"); }
+extern "C" kda_status kda_prefill_workspace_bf16(const kda_prefill_args *, size_t *) { return no_bf16(); }
+extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *) { return no_bf16(); }
+#endif
+
+extern "C" const char *kda_last_error(void) { return last_error; }
+
+extern "C" int kda_abi_version(void) { return KDA_ABI_VERSION; }
+
+extern "C" const char *kda_status_name(kda_status status) {
+  switch (status) {
+    case KDA_OK: return "ok";
+    case KDA_INVALID_ARGUMENT: return "invalid argument";
+    case KDA_UNSUPPORTED: return "unsupported";
+    case KDA_NOT_BUILT: return "not built";
+    case KDA_WORKSPACE_TOO_SMALL: return "workspace too small";
+    case KDA_DEVICE_TOO_SMALL: return "device too small";
+    case KDA_CUDA_ERROR: return "CUDA error";
+  }
+  return "unknown status";
+}

@@ -1,0 +1,125 @@
+/* kdakit: Kimi Delta Attention prefill on CUDA devices. Plain C99, no CUDA or framework headers.
+ *
+ *     S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
+ *
+ * A call:
+ *
+ *     kda_prefill_args args = KDA_PREFILL_ARGS_INIT;
+ *     args.batch = 1; args.tokens = T; args.heads = args.value_heads = H; args.key_dim = args.value_dim = 128;
+ *     args.q.data = q; ... args.o.data = o;                       device memory, [B, H, T, dim] unless strides say otherwise
+ *     size_t bytes;
+ *     if (kda_prefill_workspace_f32(&args, &bytes) != KDA_OK) puts(kda_last_error());
+ *     args.workspace = ...; args.workspace_size = bytes; args.stream = stream;
+ *     if (kda_prefill_f32(&args) != KDA_OK) puts(kda_last_error());
+ *
+ * The calls enqueue work on `stream` of the current device and return; they never wait for the device and allocate nothing there. Equal
+ * calls give equal bits. Fields may be added at the end of the struct: a library reads the first `size` bytes only and takes the rest as
+ * zero, so a program compiled against an older header goes on working. Zero is every field's default.
+ */
+#ifndef KDAKIT_H
+#define KDAKIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define KDA_API __declspec(dllexport)
+#else
+#define KDA_API __attribute__((visibility("default")))
+#endif
+
+#define KDA_ABI_VERSION 1
+
+typedef enum kda_status {
+  KDA_OK = 0,
+  KDA_INVALID_ARGUMENT = 1,    /* a field breaks a rule of this header */
+  KDA_UNSUPPORTED = 2,         /* legal, but no kernel for these sizes, dtypes or options */
+  KDA_NOT_BUILT = 3,           /* this library was built without that kernel */
+  KDA_WORKSPACE_TOO_SMALL = 4, /* workspace_size is below what the query asks for */
+  KDA_DEVICE_TOO_SMALL = 5,    /* the device has less shared memory per block than the kernel needs */
+  KDA_CUDA_ERROR = 6           /* a CUDA call failed */
+} kda_status;
+
+typedef enum kda_dtype { KDA_FLOAT32 = 0, KDA_BFLOAT16 = 1 } kda_dtype;
+
+/* g is the log-decay (<= 0); or raw: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)). */
+typedef enum kda_gate { KDA_GATE_LOG_DECAY = 0, KDA_GATE_SOFTPLUS = 1, KDA_GATE_BOUNDED = 2 } kda_gate;
+
+typedef enum kda_beta { KDA_BETA_GIVEN = 0, KDA_BETA_SIGMOID = 1, KDA_BETA_DOUBLE_SIGMOID = 2 } kda_beta;
+
+/* [batch, head, token, dim] elements of `dtype`, dim adjacent; strides in elements. All three zero: packed in that order. */
+typedef struct kda_tensor {
+  void *data;
+  int32_t dtype; /* kda_dtype */
+  int32_t reserved;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t token_stride;
+} kda_tensor;
+
+typedef struct kda_prefill_args {
+  size_t size; /* sizeof(kda_prefill_args) where the caller was compiled */
+
+  int64_t batch;       /* B; 1 with cu_seqlens */
+  int64_t tokens;      /* T, any length from 0 */
+  int64_t heads;       /* H of q and k */
+  int64_t value_heads; /* HV of v, g, beta and o, a multiple of H */
+  int64_t key_dim;     /* K */
+  int64_t value_dim;   /* V */
+  int64_t chunk_size;  /* C; 0: the library's choice */
+
+  kda_tensor q;    /* [B, H, T, K] */
+  kda_tensor k;    /* [B, H, T, K] */
+  kda_tensor v;    /* [B, HV, T, V] */
+  kda_tensor g;    /* [B, HV, T, K] */
+  kda_tensor beta; /* [B, HV, T] */
+  kda_tensor o;    /* [B, HV, T, V], written */
+
+  const float *initial_state; /* [N, HV, K, V], or NULL for zeros */
+  float *final_state;         /* the same, written, or NULL */
+  void *w;                    /* [B, HV, ceil(T / C), C, K], written: (I + A_kk)^-1 beta k exp(G); or NULL. float32 path, no cu_seqlens */
+  void *u;                    /* [B, HV, ceil(T / C), C, V], written: (I + A_kk)^-1 beta v; or NULL. Rows past T are zero */
+
+  void *workspace; /* device memory, aligned to 256 bytes */
+  size_t workspace_size;
+  void *stream; /* cudaStream_t; NULL is the default stream */
+
+  float scale;           /* of o; 0: K^-1/2 */
+  int32_t gate;          /* kda_gate */
+  float lower_bound;     /* of the bounded gate, in [-5, 0), or what safe_gate promises */
+  int32_t safe_gate;     /* the log-decay lies in [lower_bound, 0) */
+  int32_t beta_kind;     /* kda_beta */
+  int32_t l2norm;        /* divide q and k by their norms */
+  int32_t state_v_first; /* states are [N, HV, V, K] */
+  int32_t cu_seqlens_64; /* cu_seqlens holds int64_t, not int32_t */
+
+  const float *A_log;     /* [HV]; may be NULL for the bounded gate */
+  const float *dt_bias;   /* [HV, K] or NULL */
+  const void *cu_seqlens; /* [N + 1] offsets of sequences packed along T, on the device; NULL: N = B */
+  int64_t sequences;      /* N with cu_seqlens, else ignored */
+} kda_prefill_args;
+
+#define KDA_PREFILL_ARGS_INIT {sizeof(kda_prefill_args)}
+
+/* float32 throughout: chunk sizes 32 and 64, (K, V) = (64, 64) and (128, 128). Errors are those of float32 arithmetic. */
+KDA_API kda_status kda_prefill_workspace_f32(const kda_prefill_args *args, size_t *bytes);
+KDA_API kda_status kda_prefill_f32(const kda_prefill_args *args);
+
+/* q, k, v, o bfloat16; g bfloat16 or float32; beta bfloat16 or float32; states float32. */
+KDA_API kda_status kda_prefill_workspace_bf16(const kda_prefill_args *args, size_t *bytes);
+KDA_API kda_status kda_prefill_bf16(const kda_prefill_args *args);
+
+/* What went wrong in this thread's last call that did not return KDA_OK. */
+KDA_API const char *kda_last_error(void);
+KDA_API const char *kda_status_name(kda_status status);
+KDA_API int kda_abi_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,41 @@
+// bfloat16 KDA forward for sm_90a, K = V = 128: what its two kernels are given.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kda::hopper {
+
+enum class Gate : int { log_decay = 0, softplus = 1, bounded = 2 };
+enum class Beta : int { given = 0, sigmoid = 1, double_sigmoid = 2 };
+
+struct TokenStrides {  // in elements; channels are adjacent
+  int64_t batch, token, head;
+};
+
+struct HopperForward {
+  const void *q, *k, *v;           // [B, T, H | H | HV, 128] bfloat16
+  const void* g;                   // [B, T, HV, 128] bfloat16, or float32 with gate_float32
+  const void* beta;                // [B, T, HV] bfloat16, or float32 with beta_float32
+  const float *A_log, *dt_bias;    // [HV], [HV * 128], or null
+  const float* initial_state;      // [N, HV, 128, 128] or null
+  const void* cu_seqlens;          // [N + 1] int64, or int32 with cu_int32; null: N = B sequences of T tokens
+  void* o;                         // [B, T, HV, 128] bfloat16
+  float* final_state;              // as initial_state, or null
+  void* workspace;                 // a record per slot and value head
+  int64_t B, T, N, H, HV;
+  TokenStrides q_strides, k_strides, v_strides, g_strides, beta_strides, o_strides;
+  float scale, lower_bound;
+  Gate gate;
+  Beta beta_kind;
+  int l2norm;
+  int safe;  // the log-decay is known to lie in [-5, 0]
+  int state_v_first, gate_float32, beta_float32, cu_int32;
+};
+
+// The two kernels; `slots` is the number of records per value head.
+cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream);
+cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream);
+
+}  // namespace kda::hopper

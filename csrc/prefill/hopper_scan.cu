@@ -1,0 +1,226 @@
+// Stages state and output: the serial pass over a sequence's chunks. Per chunk, with S the state before it:
+//
+//   r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
+//
+// One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, 128] in float32
+// accumulators, and every product has S^T or r^T as its left factor, taken from registers. One more warp fetches records and values.
+#include "hopper.h"
+#include "hopper_sequences.cuh"
+#include "hopper_wgmma.cuh"
+
+namespace kda::hopper {
+namespace {
+
+constexpr int kSlice = 64;                       // value channels of a warp group
+constexpr int kOutPitch = kSlice * 2 + 16;       // bytes per token of a warp group's output
+constexpr int kOutBytes = kChunk * kOutPitch;    // twice per warp group
+constexpr int kRecordSpace = (kRecordBytes + 1023) / 1024 * 1024;
+
+template <int GROUPS>
+struct Layout {
+  static constexpr int values_pitch = GROUPS * kSlice * 2 + 16;
+  static constexpr int stage = kRecordSpace + (kChunk * values_pitch + 1023) / 1024 * 1024;
+  static constexpr int stages = GROUPS == 2 ? 2 : 3;
+  static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
+  static constexpr int out = stages * stage;
+  static constexpr int barriers = out + GROUPS * 2 * kOutBytes;
+  static constexpr int bytes = barriers + 2 * stages * 8;
+};
+
+template <int GROUPS>
+constexpr int kThreads = GROUPS * 128 + Layout<GROUPS>::fetchers;  // whole warp groups where they trade registers
+
+struct Task {
+  Span span;
+  int64_t record, head, state;  // first record, value head, index of the state matrix
+  int chunks, channel;                        // first value channel of the block
+};
+
+template <int GROUPS>
+__device__ __forceinline__ Task task_of(const HopperForward& p) {
+  constexpr int kBlocks = kHead / (GROUPS * kSlice);
+  const int64_t i = blockIdx.x / kBlocks, n = i / p.HV, head = i - n * p.HV;
+  const Span span = sequence_span(p, n);
+  return {span, first_slot(p, n) * p.HV + head, head, i, static_cast<int>((span.length + kChunk - 1) / kChunk),
+          static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kSlice};
+}
+
+// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end.
+template <int GROUPS>
+__device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
+  using L = Layout<GROUPS>;
+  constexpr int kRowUnits = GROUPS * kSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; rows per round
+  const int unit = thread % kRowUnits, row = thread / kRowUnits;
+  const int64_t token_bytes = p.v_strides.token * 2;
+  const auto* values = static_cast<const uint8_t*>(p.v) +
+                       2 * (task.span.batch * p.v_strides.batch + task.head * p.v_strides.head + task.span.first * p.v_strides.token +
+                            task.channel + unit * 8);
+  const uint8_t* record = static_cast<const uint8_t*>(p.workspace) + task.record * kRecordBytes;
+  const uint8_t* from = values + row * token_bytes;
+  int left = static_cast<int>(min(task.span.length, static_cast<int64_t>(1) << 30)) - row;  // rows from this thread's first on
+  for (int i = 0; i < task.chunks; ++i, record += p.HV * kRecordBytes, left -= kChunk) {
+    const int stage = i % L::stages;
+    const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
+    if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
+    if (thread == 0) {
+      if (i == 0) wait_for_previous_kernel();
+      barrier_arrive_expect(full, kRecordBytes);
+      bulk_load(at, record, kRecordBytes, full);
+    }
+    const uint32_t to = at + kRecordSpace + row * L::values_pitch + unit * 16;
+#pragma unroll
+    for (int t = 0; t < kChunk; t += kStep, from += kStep * token_bytes)
+      copy_async(to + t * L::values_pitch, t < left ? from : values, t < left ? 16 : 0);
+    copy_async_arrive(full);
+  }
+}
+
+// Element (r, n) of S^T in C layout: value channel and key channel.
+__device__ __forceinline__ int64_t state_offset(const HopperForward& p, const Task& task, int value, int key) {
+  return task.state * kHead * kHead + (p.state_v_first ? value * kHead + key : key * kHead + value);
+}
+
+// A warp group's output of one chunk: transposed into `out`, then rows of 128 bytes to memory. `out` alternates between two buffers, so that
+// one barrier separates this chunk's writes from its reads and from the writes two chunks on.
+__device__ __forceinline__ void write_output(const HopperForward& p, const Task& task, int chunk, const uint32_t (&o)[16], uint32_t out,
+                                             int warp, int lane) {
+  const int quarter = warp % 4;  // of the group: 16 value channels, then 16 tokens
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {  // 16 tokens each: matrices (values 0-7, 8-15) x (tokens 0-7, 8-15)
+    const uint32_t r[4] = {o[4 * n], o[4 * n + 1], o[4 * n + 2], o[4 * n + 3]};
+    store_matrices_transposed(out + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kOutPitch + quarter * 32 + ((lane >> 3) & 1) * 16, r);
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(warp / 4 + 1) : "memory");
+  const int first = quarter * 16 + lane / 8, left = static_cast<int>(task.span.length - static_cast<int64_t>(chunk) * kChunk);
+  auto* to = static_cast<__nv_bfloat16*>(p.o) + task.span.batch * p.o_strides.batch + task.head * p.o_strides.head +
+             (task.span.first + static_cast<int64_t>(chunk) * kChunk + first) * p.o_strides.token + task.channel + warp / 4 * kSlice + lane % 8 * 8;
+#pragma unroll
+  for (int i = 0; i < 4; ++i, to += 4 * p.o_strides.token)
+    if (first + 4 * i < left) *reinterpret_cast<uint4*>(to) = load_shared(out + (first + 4 * i) * kOutPitch + lane % 8 * 16);
+}
+
+template <int GROUPS>
+__device__ void scan(const HopperForward& p, const Task& task, const uint8_t* shared, uint32_t smem) {
+  using L = Layout<GROUPS>;
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
+  const int value = warp * 16;                                 // within the block
+  float S[64], r[32], o[32];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    S[i] = p.initial_state ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
+  }
+  uint32_t pending[16];  // the previous chunk's output
+  const uint32_t out = smem + L::out + warp / 4 * 2 * kOutBytes;
+  for (int i = 0; i < task.chunks; ++i) {
+    const int stage = i % L::stages;
+    const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8;
+    uint32_t left[8][4];
+#pragma unroll
+    for (int s = 0; s < 8; ++s)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
+    barrier_wait(full, (i / L::stages) & 1);
+    const auto* decay = reinterpret_cast<const float*>(shared + stage * L::stage + kDecay) + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
+      S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
+    }
+    touch(r), touch(o), touch(S);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) wgmma<0>(r, left[s], descriptor(at + kKIn + (s / 4) * 8192 + (s % 4) * 32), s > 0);
+    wgmma_commit();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) wgmma<0>(o, left[s], descriptor(at + kQDecayed + (s / 4) * 8192 + (s % 4) * 32), s > 0);
+    wgmma_commit();
+    if (i > 0) write_output(p, task, i - 1, pending, out + i % 2 * kOutBytes, warp, lane);
+    uint32_t v[4][4];  // [16 tokens each]: (values, tokens) as in `write_output`
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      load_matrices_transposed(v[n], at + kRecordSpace + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * L::values_pitch + value * 2 +
+                                         ((lane >> 3) & 1) * 16);
+    wgmma_wait<1>();
+    touch(r);
+    uint32_t error[4][4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        error[n][j] = pack_bf16(low(v[n][j]) - r[8 * n + 2 * j], high(v[n][j]) - r[8 * n + 2 * j + 1]);
+    touch(S);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(at + kKSolved + s * 2048, 8192), 1);
+    wgmma_commit();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) wgmma<1>(o, error[s], descriptor(at + kASolved + s * 2048), 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    touch(S), touch(o);
+    if (lane == 0) barrier_arrive(full + L::stages * 8);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) pending[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
+  }
+  if (task.chunks > 0) write_output(p, task, task.chunks - 1, pending, out + task.chunks % 2 * kOutBytes, warp, lane);
+  if (p.final_state) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+      p.final_state[state_offset(p, task, v, k)] = S[i];
+    }
+  }
+}
+
+}  // namespace
+
+template <int GROUPS>
+__global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_constant__ HopperForward p) {
+  using L = Layout<GROUPS>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t smem = shared_address(shared);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const Task task = task_of<GROUPS>(p);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (group == GROUPS) {
+    if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    fetch<GROUPS>(p, task, smem, threadIdx.x - GROUPS * 128);
+  } else {
+    if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    scan<GROUPS>(p, task, shared, smem);
+  }
+}
+
+namespace {
+
+template <int GROUPS>
+cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
+  const cudaError_t status = cudaFuncSetAttribute(scan_kernel<GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
+  if (status != cudaSuccess) return status;
+  const auto blocks = static_cast<unsigned>(p.N * p.HV * (kHead / (GROUPS * kSlice)));
+  // Blocks may take their places while the last chunks are prepared; they wait before they read a record. Measured: it pays for wide ones.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads<GROUPS>), config.dynamicSmemBytes = Layout<GROUPS>::bytes;
+  config.stream = stream, config.attrs = &early, config.numAttrs = GROUPS == 2 && p.T > 0 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, scan_kernel<GROUPS>, p);
+}
+
+}  // namespace
+
+// A block per head moves fewer bytes; two per head fill the chip where there are few.
+cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
+  int device = 0, processors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  return p.N * p.HV * 2 > processors ? launch<2>(p, stream) : launch<1>(p, stream);
+}
+
+}  // namespace kda::hopper

@@ -1,0 +1,21 @@
+// What c_api.cu calls. Arguments have passed its checks: sizes are legal and fit, strides are filled in, scale and chunk_size are set.
+#pragma once
+
+#include <cstddef>
+
+#include "../include/kdakit.h"
+#include "status.h"
+
+namespace kda {
+
+// float32: bytes of workspace; enqueue.
+kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes);
+kda_status prefill_f32(const kda_prefill_args &args);
+
+#ifdef KDAKIT_HOPPER
+// bfloat16 on sm_90a, in hopper_*.cu; the builds define KDAKIT_HOPPER where such files are and sm_90a is among the architectures.
+kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes);
+kda_status prefill_bf16(const kda_prefill_args &args);
+#endif
+
+}  // namespace kda

@@ -1,0 +1,108 @@
+// Host side of the float32 prefill: sizes, workspace, and the launches.
+#include "intra.cuh"
+#include "params.cuh"
+#include "prefill.h"
+#include "state.cuh"
+
+namespace kda {
+
+static kda_status make_plan(const kda_prefill_args &args, Plan &plan) {
+  const int64_t K = args.key_dim, V = args.value_dim;
+  if (!(K == V && (K == 64 || K == 128)))
+    return fail(KDA_UNSUPPORTED, "float32 kernels exist for (K, V) = (64, 64) and (128, 128), got (%lld, %lld)", (long long)K, (long long)V);
+  plan.C = args.chunk_size ? args.chunk_size : 64;
+  if (plan.C != 32 && plan.C != 64) return fail(KDA_UNSUPPORTED, "float32 kernels exist for chunk_size 32 and 64, got %lld", (long long)plan.C);
+  plan_slots(args, plan);
+  const int64_t blocks = args.sequences * args.value_heads * (V / 8);
+  if (plan.cells > INT32_MAX || blocks > INT32_MAX)
+    return fail(KDA_UNSUPPORTED, "a launch takes 2^31 - 1 blocks, this call needs %lld", (long long)(plan.cells > blocks ? plan.cells : blocks));
+  return KDA_OK;
+}
+
+static kda_status check_alignment(const char *name, const kda_tensor &x, int64_t floats) {
+  if (reinterpret_cast<uintptr_t>(x.data) % (4 * floats) || x.batch_stride % floats || x.head_stride % floats || x.token_stride % floats)
+    return fail(KDA_INVALID_ARGUMENT, "%s must be aligned to %lld bytes and have strides that are multiples of %lld, got %p, %lld, %lld, %lld", name,
+                (long long)(4 * floats), (long long)floats, x.data, (long long)x.batch_stride, (long long)x.head_stride, (long long)x.token_stride);
+  return KDA_OK;
+}
+
+// Shared memory is asked for and compared before anything is launched.
+template <typename Kernel>
+static kda_status prepare(const char *name, Kernel kernel, size_t bytes, int device) {
+  int limit = 0;
+  KDA_CUDA(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  if (bytes > size_t(limit))
+    return fail(KDA_DEVICE_TOO_SMALL, "the %s kernel needs %zu bytes of shared memory per block, this device has %d; try chunk_size 32", name, bytes, limit);
+  KDA_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
+  return KDA_OK;
+}
+
+template <int K, int C, int BV, int FIRST, int SECOND>
+static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
+  using I = Intra<K, K, C>;
+  using S = State<K, K, C, BV, FIRST, SECOND>;
+  static_assert(sizeof(typename I::Shared) <= 112 * 1024, "two blocks share a multiprocessor of sm_90");
+#ifndef KDA_BV
+  static_assert(sizeof(typename S::Shared) <= 227 * 1024, "a block of sm_90");
+#endif
+  static_assert(FIRST > 1 || BV == 32 || sizeof(typename S::Shared) <= (C == 64 && K == 128 ? 150 : 92) * 1024, "more than the Python side knows of");
+  const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
+  KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
+  KDA_TRY(prepare("state", state_kernel<K, K, C, BV, FIRST, SECOND>, sizeof(typename S::Shared), device));
+  if (plan.cells > 0) {
+    intra_kernel<K, K, C><<<unsigned(plan.cells), I::THREADS, sizeof(typename I::Shared), stream>>>(params);
+    KDA_CUDA(cudaGetLastError());
+  }
+  const int64_t blocks = args.sequences * args.value_heads * (K / BV);
+  if (blocks > 0) {
+    state_kernel<K, K, C, BV, FIRST, SECOND><<<unsigned(blocks), S::THREADS, sizeof(typename S::Shared), stream>>>(params);
+    KDA_CUDA(cudaGetLastError());
+  }
+  return KDA_OK;
+}
+
+// Two or three chunks in flight where the device's shared memory holds them.
+template <int K, int C, int BV>
+static kda_status launch_with_room(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
+  constexpr int FIRST = Places<K, K, C, BV>::FIRST, SECOND = Places<K, K, C, BV>::SECOND;
+  int limit = 0;
+  KDA_CUDA(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  if (sizeof(typename State<K, K, C, BV, FIRST, SECOND>::Shared) <= size_t(limit))
+    return launch_with<K, C, BV, FIRST, SECOND>(args, plan, params, device);
+  return launch_with<K, C, BV, 1, 1>(args, plan, params, device);
+}
+
+// The state kernel is one chain of chunks per block: narrow blocks fill the chip when there are few heads, wide ones read w, q and k less often.
+template <int K, int C>
+static kda_status launch(const kda_prefill_args &args, const Plan &plan, const Params &params) {
+  int device = 0, processors = 0;
+  KDA_CUDA(cudaGetDevice(&device));
+  KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+#ifdef KDA_BV
+  return launch_with_room<K, C, KDA_BV>(args, plan, params, device);
+#else
+  if (args.sequences * args.value_heads * (K / 16) > processors / 2) return launch_with_room<K, C, 16>(args, plan, params, device);
+  return launch_with_room<K, C, 8>(args, plan, params, device);
+#endif
+}
+
+kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes) {
+  Plan plan;
+  KDA_TRY(make_plan(args, plan));
+  bytes = Layout(args, plan).total * sizeof(float);
+  return KDA_OK;
+}
+
+kda_status prefill_f32(const kda_prefill_args &args) {
+  Plan plan;
+  KDA_TRY(make_plan(args, plan));
+  KDA_TRY(check_alignment("v", args.v, 4));
+  KDA_TRY(check_alignment("o", args.o, 2));
+  if (reinterpret_cast<uintptr_t>(args.w) % 16 || reinterpret_cast<uintptr_t>(args.u) % 16)
+    return fail(KDA_INVALID_ARGUMENT, "w and u must be aligned to 16 bytes, got %p and %p", args.w, args.u);
+  const Params params = make_params(args, plan);
+  if (args.key_dim == 64) return plan.C == 32 ? launch<64, 32>(args, plan, params) : launch<64, 64>(args, plan, params);
+  return plan.C == 32 ? launch<128, 32>(args, plan, params) : launch<128, 64>(args, plan, params);
+}
+
+}  // namespace kda

@@ -1,0 +1,204 @@
+// A block of CUDA threads on a CPU, one fiber each, so that the kernels themselves can be tested where there is no GPU.
+//
+// A fiber runs until it meets a barrier. Shared memory starts as NaN. Asynchronous copies land when they are waited for, as late as they
+// may. `order` < 0 runs the threads backwards: results that depend on it are a race. Tensor cores see the upper 19 bits of a float and
+// truncate their sums.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__
+#define __align__(n)
+
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+struct Index {
+  unsigned x;
+};
+inline Index threadIdx, blockIdx;
+
+namespace kda {
+
+alignas(16) inline unsigned char memory[232448];
+
+namespace emulate {
+
+struct Copy {
+  float *to;
+  const float *from;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  std::vector<std::vector<Copy>> copies;  // the last group is open
+  enum { READY, WARP, BLOCK, DONE } at = READY;
+};
+
+inline std::vector<Fiber> fibers;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+inline float exchange[1024];
+inline uint32_t operands[32][32][6];  // [warp, lane]: a and b of a matrix product
+
+inline void entry() {
+  body();
+  fibers[threadIdx.x].at = Fiber::DONE;
+}
+
+inline void wait(decltype(Fiber::at) where) {
+  Fiber &self = fibers[threadIdx.x];
+  self.at = where;
+  swapcontext(&self.context, &scheduler);
+}
+
+// Run one block. Every thread goes on until all live threads of its warp, or of the block, are at the same barrier.
+inline void run_block(unsigned block, int threads, int order, const std::function<void()> &kernel) {
+  memset(memory, 0xff, sizeof memory);
+  body = kernel;
+  blockIdx.x = block;
+  fibers.clear();
+  fibers.resize(threads);
+  for (Fiber &fiber : fibers) {
+    fiber.stack.resize(128 * 1024);
+    fiber.copies.emplace_back();
+    getcontext(&fiber.context);
+    fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, entry, 0);
+  }
+  for (;;) {
+    int ready = 0, done = 0, blocked = 0;
+    for (int i = 0; i < threads; ++i) {
+      const int t = order < 0 ? threads - 1 - i : i;
+      if (fibers[t].at != Fiber::READY) continue;
+      ++ready;
+      threadIdx.x = t;
+      swapcontext(&scheduler, &fibers[t].context);
+    }
+    for (int first = 0; first < threads; first += 32) {
+      int waiting = 0, alive = 0;
+      for (int t = first; t < first + 32; ++t) waiting += fibers[t].at == Fiber::WARP, alive += fibers[t].at != Fiber::DONE;
+      if (waiting && waiting == alive) {
+        for (int t = first; t < first + 32; ++t)
+          if (fibers[t].at == Fiber::WARP) fibers[t].at = Fiber::READY;
+        ++ready;
+      }
+    }
+    for (const Fiber &fiber : fibers) done += fiber.at == Fiber::DONE, blocked += fiber.at == Fiber::BLOCK;
+    if (done == threads) return;
+    if (blocked + done == threads) {
+      for (Fiber &fiber : fibers)
+        if (fiber.at == Fiber::BLOCK) fiber.at = Fiber::READY;
+    } else if (ready == 0) {
+      fprintf(stderr, "threads of a warp wait at different barriers\n");
+      abort();
+    }
+  }
+}
+
+}  // namespace emulate
+
+inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  using namespace emulate;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 4; ++i) operands[warp][lane][i] = a[i] & 0xffffe000u;
+  for (int i = 0; i < 2; ++i) operands[warp][lane][4 + i] = b[i] & 0xffffe000u;
+  wait(Fiber::WARP);
+  for (int e = 0; e < 4; ++e) {
+    const int row = g + e / 2 * 8, column = 2 * t + e % 2;
+    double sum = c[e];
+    for (int k = 0; k < 8; ++k)
+      sum += double(__uint_as_float(operands[warp][row % 8 * 4 + k % 4][row / 8 + k / 4 * 2])) *
+             __uint_as_float(operands[warp][column * 4 + k % 4][4 + k / 4]);
+    float cut = float(sum);
+    if (std::fabs(double(cut)) > std::fabs(sum)) cut = std::nextafter(cut, 0.f);
+    c[e] = cut;
+  }
+  wait(Fiber::WARP);
+}
+
+inline void load_blocks(float (&x)[4], const float *row) {
+  using namespace emulate;
+  static const float *rows[1024];
+  const int lane = threadIdx.x % 32, first = threadIdx.x - lane;
+  if (reinterpret_cast<uintptr_t>(row) % 16) {
+    fprintf(stderr, "ldmatrix of an address that is not aligned to 16 bytes\n");
+    abort();
+  }
+  rows[threadIdx.x] = row;
+  wait(Fiber::WARP);
+  for (int block = 0; block < 4; ++block) x[block] = rows[first + block * 8 + lane / 4][lane % 4];
+  wait(Fiber::WARP);
+}
+
+inline void copy_async(float *to, const float *from) {
+  const auto *byte = reinterpret_cast<const unsigned char *>(to);
+  if (byte < memory || byte + 16 > memory + sizeof memory) {
+    fprintf(stderr, "cp.async outside of shared memory\n");
+    abort();
+  }
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
+    fprintf(stderr, "cp.async of an address that is not aligned to 16 bytes\n");
+    abort();
+  }
+  emulate::fibers[threadIdx.x].copies.back().push_back({to, from});
+}
+
+inline void copies_commit() { emulate::fibers[threadIdx.x].copies.emplace_back(); }
+
+template <int PENDING>
+inline void copies_wait() {
+  auto &groups = emulate::fibers[threadIdx.x].copies;
+  while (groups.size() > 1 + PENDING) {
+    for (const auto &copy : groups.front()) memcpy(copy.to, copy.from, 16);
+    groups.erase(groups.begin());
+  }
+}
+
+}  // namespace kda
+
+inline void __syncthreads() { kda::emulate::wait(kda::emulate::Fiber::BLOCK); }
+inline void __syncwarp() { kda::emulate::wait(kda::emulate::Fiber::WARP); }
+
+inline float __shfl_xor_sync(unsigned, float x, int lanes) {
+  using namespace kda::emulate;
+  exchange[threadIdx.x] = x;
+  wait(Fiber::WARP);
+  const float other = exchange[threadIdx.x ^ lanes];
+  wait(Fiber::WARP);
+  return other;
+}

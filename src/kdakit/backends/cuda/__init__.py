@@ -1,0 +1,114 @@
+"""The native library (csrc/) behind PyTorch: prefill kernels for NVIDIA GPUs, reached through ctypes.
+
+float32 on any of them, head sizes below 128 padded to 64 or 128; bfloat16 on Hopper, K = V = 128. Needs libkdakit.so (`make cuda`), no
+torch headers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kdakit.backends.cuda import library
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+backward = None
+gradients = "torch_native"
+step = None
+
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one problem is run."""
+
+    dtype: str  # of the kernels: "f32" or "bf16"
+    head_dim: int  # of the kernel, K = V
+    chunk: int
+
+
+def supports(problem: Problem, device: Any) -> str | None:
+    """Why this backend cannot run `problem` on `device`; None: it can."""
+    kind = getattr(device, "type", str(device)).partition(":")[0]
+    if kind != "cuda":
+        return f"needs an NVIDIA GPU; the tensors are on {kind}"
+    reason = unsupported(problem)
+    if reason is not None:
+        return reason
+    return _old_device(device, problem.dtype == "bfloat16") or library.missing()
+
+
+@lru_cache(maxsize=64)
+def _old_device(device: Any, hopper: bool) -> str | None:
+    import torch
+
+    if torch.version.hip:
+        return "needs an NVIDIA GPU; this is ROCm"
+    major, minor = torch.cuda.get_device_capability(device)
+    if hopper and (major, minor) != (9, 0):
+        return f"computes bfloat16 on compute capability 9.0 only, this device has {major}.{minor}"
+    return None if major >= 8 else f"needs compute capability 8.0 or newer, this device has {major}.{minor}"
+
+
+def unsupported(problem: Problem) -> str | None:
+    """The part of `supports` that concerns neither device nor library."""
+    o = problem.options
+    dtypes = {problem.dtype, problem.gate_dtype, problem.beta_dtype, problem.state_dtype}
+    if problem.dtype == "bfloat16":
+        if not dtypes <= {"bfloat16", "float32"} or problem.state_dtype != "float32":
+            return f"takes float32 states beside bfloat16 inputs, gates and betas of either; these are {', '.join(sorted(dtypes))}"
+        if (problem.K, problem.V) != (128, 128):
+            return f"computes bfloat16 with K = V = 128, got K = {problem.K}, V = {problem.V}"
+    elif dtypes != {"float32"}:
+        return f"computes float32 or bfloat16 inputs; these are {', '.join(sorted(dtypes))}"
+    if max(problem.K, problem.V) > HEAD_DIMS[-1]:
+        return f"takes head sizes up to {HEAD_DIMS[-1]}, got K = {problem.K}, V = {problem.V}"
+    if problem.varlen == "segment_ids":
+        return "takes cu_seqlens, not segment_ids"
+    if o.return_intermediate_states:
+        return "does not return intermediate states"
+    if o.scale == 0:
+        return "takes a scale other than 0"
+    return None
+
+
+def default_config(problem: Problem, device: Any) -> Config:
+    """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
+    if problem.dtype == "bfloat16":
+        return Config("bf16", 128, 64)
+    D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
+    small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
+    return Config("f32", D, 32 if small else 64)
+
+
+def operand_dtype(problem: Problem) -> str:
+    """bfloat16 goes to the matrix units as it is; float32 in parts that keep its accuracy."""
+    return problem.dtype
+
+
+# Shared memory per block that the kernels need for chunks of 64, by head size.
+CHUNK_64_BYTES = {64: 92 * 1024, 128: 150 * 1024}
+
+
+@lru_cache(maxsize=64)
+def _shared_memory(device: Any) -> int:
+    """Bytes that one block may ask for; 0 where no device can be asked."""
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
+    return []
+
+
+def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
+    from kdakit.backends.cuda import op
+
+    return op.forward(problem, arrays, config), []

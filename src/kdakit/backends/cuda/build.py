@@ -1,0 +1,144 @@
+"""Build libkdakit.so from a checkout's csrc/ with nvcc alone: `python -m kdakit.backends.cuda.build`, or `make cuda`.
+
+CMakeLists.txt builds the same sources for C and C++ users, with a static library beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kdakit.backends.cuda.library import PLACE
+
+ARCHITECTURES = ("80", "89", "90a", "100a")
+FLAGS = ("-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v")
+
+
+class Usage(NamedTuple):
+    """What the compiler says of one kernel on one architecture."""
+
+    kernel: str
+    architecture: str
+    registers: int
+    spills: int
+    stack: int
+
+
+def source_folder() -> Path:
+    return Path(__file__).parents[4] / "csrc"
+
+
+def sources() -> list[Path]:
+    """The library's files: the ABI and the kernels."""
+    root = source_folder()
+    return [*sorted(root.glob("*.cu")), *sorted((root / "prefill").glob("*.cu"))]
+
+
+def for_hopper(source: Path) -> bool:
+    """The bfloat16 kernels, which only sm_90a has."""
+    return source.name.startswith("hopper_")
+
+
+def nvcc() -> str | None:
+    """The compiler: $CUDACXX, or on the path, or in $CUDA_HOME."""
+    for found in (
+        os.environ.get("CUDACXX"),
+        shutil.which("nvcc"),
+        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"),
+    ):
+        if found and Path(found).exists():
+            return found
+    return None
+
+
+def unbuildable() -> str | None:
+    """Why nothing can be built here; None: it can."""
+    if nvcc() is None:
+        return "nvcc was not found: install the CUDA toolkit, or set CUDACXX or CUDA_HOME"
+    if not (source_folder() / "c_api.cu").exists():
+        return f"the sources are not at {source_folder()}: build from a checkout"
+    return None
+
+
+def compile_one(source: Path, target: Path, architectures: tuple[str, ...]) -> str:
+    """One object file; returns the compiler's report."""
+    if for_hopper(source):
+        architectures = ("90a",)
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    hopper = ["-DKDAKIT_HOPPER"] if any(map(for_hopper, sources())) and "90a" in architectures else []
+    command = [str(nvcc()), *FLAGS, *hopper, *codes, "-c", "-o", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc failed on {source.name}:\n{done.stderr[-4000:]}")
+    return done.stdout + done.stderr
+
+
+def build(target: Path = PLACE, architectures: tuple[str, ...] = ARCHITECTURES, jobs: int = 1) -> list[Usage]:
+    """Compile and link; returns every kernel's resource usage."""
+    reason = unbuildable()
+    if reason is not None:
+        raise RuntimeError(reason)
+    chosen = [s for s in sources() if not for_hopper(s) or "90a" in architectures]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        objects = [Path(folder) / f"{s.stem}.o" for s in chosen]
+        reports = list(pool.map(lambda pair: compile_one(*pair, architectures), zip(chosen, objects, strict=True)))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link = [str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "--no-undefined", "-o", str(target), *map(str, objects)]
+        done = subprocess.run(link, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"linking {target.name} failed:\n{done.stderr[-4000:]}")
+    return [usage for report in reports for usage in usages(report)]
+
+
+def build_jax(target: Path | None = None) -> None:
+    """The XLA custom call, beside libkdakit.so, with the headers of the installed jaxlib."""
+    import jax
+
+    target = target or PLACE.with_name("libkdakit_jax.so")
+    compiler = os.environ.get("CXX", "g++")
+    command = [
+        compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{jax.ffi.include_dir()}", "-o", str(target),
+        str(source_folder() / "xla_ffi.cpp"), f"-L{target.parent}", "-l:libkdakit.so", "-Wl,-rpath,$ORIGIN",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed on xla_ffi.cpp:\n{done.stderr[-4000:]}")
+
+
+def usages(report: str) -> list[Usage]:
+    """The kernels in the report of `ptxas -v`."""
+    pattern = re.compile(
+        r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
+        r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+        re.DOTALL,
+    )
+    return [
+        Usage(m["name"], m["arch"], int(m["registers"]), int(m["stores"]) + int(m["loads"]), int(m["stack"]))
+        for m in pattern.finditer(report)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kdakit.backends.cuda.build", description=__doc__)
+    parser.add_argument("--arch", nargs="+", default=list(ARCHITECTURES), metavar="SM", help=f"default: {' '.join(ARCHITECTURES)}")
+    parser.add_argument("--out", type=Path, default=PLACE, metavar="FILE", help="default: beside this module")
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args()
+    for usage in build(args.out, tuple(args.arch), args.jobs):
+        print(f"sm_{usage.architecture:<5} {usage.registers:>3} registers {usage.spills:>4} bytes spilled  {usage.kernel}")
+    print(f"wrote {args.out}")
+    if importlib.util.find_spec("jax") is not None and shutil.which(os.environ.get("CXX", "g++")):
+        build_jax(args.out.with_name("libkdakit_jax.so"))
+        print(f"wrote {args.out.with_name('libkdakit_jax.so')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""libkdakit.so through ctypes: csrc/include/kdakit.h in Python. Needs neither framework."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+ABI_VERSION = 1
+VARIABLE = "KDAKIT_LIBRARY"
+PLACE = Path(__file__).with_name("libkdakit.so")
+
+FLOAT32, BFLOAT16 = 0, 1
+GATES = {"log_decay": 0, "softplus": 1, "bounded": 2}
+BETAS = {"given": 0, "sigmoid": 1, "double_sigmoid": 2}
+
+
+class Tensor(Structure):
+    """kda_tensor: [batch, head, token, dim], dim adjacent, strides in elements; all zero: packed."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+        ("batch_stride", c_int64),
+        ("head_stride", c_int64),
+        ("token_stride", c_int64),
+    ]
+
+
+class PrefillArgs(Structure):
+    """kda_prefill_args; zero is every field's default."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        *((name, c_int64) for name in ("batch", "tokens", "heads", "value_heads", "key_dim", "value_dim", "chunk_size")),
+        *((name, Tensor) for name in ("q", "k", "v", "g", "beta", "o")),
+        *((name, c_void_p) for name in ("initial_state", "final_state", "w", "u", "workspace")),
+        ("workspace_size", c_size_t),
+        ("stream", c_void_p),
+        ("scale", c_float),
+        ("gate", c_int32),
+        ("lower_bound", c_float),
+        *((name, c_int32) for name in ("safe_gate", "beta_kind", "l2norm", "state_v_first", "cu_seqlens_64")),
+        *((name, c_void_p) for name in ("A_log", "dt_bias", "cu_seqlens")),
+        ("sequences", c_int64),
+    ]
+
+    def __init__(self, **fields):
+        super().__init__(size=ctypes.sizeof(PrefillArgs), **fields)
+
+
+class NativeError(RuntimeError):
+    """A call of the library that did not return KDA_OK."""
+
+
+def path() -> Path:
+    """Where the library is looked for: $KDAKIT_LIBRARY, else beside this file, where `make cuda` puts it."""
+    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else PLACE
+
+
+def missing() -> str | None:
+    """Why the library cannot be used here; None: it can."""
+    try:
+        load()
+    except OSError as problem:
+        return str(problem)
+    return None
+
+
+def load() -> ctypes.CDLL:
+    return _load(os.environ.get(VARIABLE) or str(PLACE))
+
+
+@lru_cache(maxsize=4)
+def _load(where: str) -> ctypes.CDLL:
+    if not Path(where).exists():
+        raise FileNotFoundError(f"{where} is not there: build it with `make cuda` (needs nvcc), or name another with {VARIABLE}")
+    library = ctypes.CDLL(where)
+    library.kda_abi_version.restype = c_int
+    found = library.kda_abi_version()
+    if found != ABI_VERSION:
+        raise OSError(f"{where} has ABI version {found}, this package needs {ABI_VERSION}: build it again with `make cuda`")
+    library.kda_last_error.restype = library.kda_status_name.restype = c_char_p
+    for dtype in ("f32", "bf16"):
+        query, run = getattr(library, f"kda_prefill_workspace_{dtype}"), getattr(library, f"kda_prefill_{dtype}")
+        query.argtypes, run.argtypes = [POINTER(PrefillArgs), POINTER(c_size_t)], [POINTER(PrefillArgs)]
+        query.restype = run.restype = c_int
+    return library
+
+
+def workspace_size(args: PrefillArgs, dtype: str = "f32") -> int:
+    """Bytes of device memory that a call needs."""
+    bytes_needed = c_size_t()
+    _check(getattr(load(), f"kda_prefill_workspace_{dtype}")(ctypes.byref(args), ctypes.byref(bytes_needed)))
+    return bytes_needed.value
+
+
+def prefill(args: PrefillArgs, dtype: str = "f32") -> None:
+    """Enqueue one call."""
+    _check(getattr(load(), f"kda_prefill_{dtype}")(ctypes.byref(args)))
+
+
+def _check(status: int) -> None:
+    if status:
+        library = load()
+        raise NativeError(f"{library.kda_status_name(status).decode()}: {library.kda_last_error().decode()}")

@@ -1,0 +1,161 @@
+"""PyTorch tensors to the native library: the backend's forward, and two operators for callers who have [B, H, T, K] tensors.
+
+    torch.ops.kdakit.prefill(q, k, v, g, beta, chunk_size, scale, initial_state) -> (o, w, u, final_state)
+    torch.ops.kda_prefill.forward(q, k, v, g, beta, chunk_size) -> (o, w, u)
+
+They exist once this module is imported. The library is opened by the first call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+from kdakit.backends.cuda import library
+from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, PrefillArgs
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+
+
+def forward(problem: Problem, arrays: Arrays, config) -> Result:
+    """A whole call: [B, T, H, D] tensors of any strides, head sizes padded to the kernel's with zeros."""
+    o, D = problem.options, config.head_dim
+    q, k, g = (_padded(x, D) for x in (arrays.q, arrays.k, arrays.g))
+    v = _aligned(_padded(arrays.v, D))
+    if config.dtype == "bf16":
+        q, k, g = _aligned(q), _aligned(k), _aligned(g)
+    dt_bias = None if arrays.dt_bias is None else _padded(arrays.dt_bias.float().reshape(problem.HV, problem.K), D)
+    initial = None
+    if arrays.initial_state is not None:
+        missing = [D - n for n in arrays.initial_state.shape[2:]]
+        initial = F.pad(arrays.initial_state, (0, missing[1], 0, missing[0])) if any(missing) else arrays.initial_state.contiguous()
+    out = v.new_empty(problem.B, problem.T, problem.HV, D)
+    final = v.new_empty(problem.N, problem.HV, D, D, dtype=torch.float32) if o.output_final_state else None
+    cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
+    A_log = None if arrays.A_log is None else arrays.A_log.float().contiguous()
+    dt_bias = None if dt_bias is None else _aligned(dt_bias.contiguous())
+    args = PrefillArgs(
+        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=D, value_dim=D, chunk_size=config.chunk,
+        **{name: _tokens_first(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", arrays.beta), ("o", out))},
+        initial_state=_pointer(initial), final_state=_pointer(final), A_log=_pointer(A_log), dt_bias=_pointer(dt_bias),
+        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
+        safe_gate=o.safe_gate and o.lower_bound is not None,
+        l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=_pointer(cu), sequences=problem.N,
+        cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
+    )  # fmt: skip
+    _enqueue(args, v, config.dtype)
+    if D != problem.V:
+        out = out[..., : problem.V].contiguous()
+    if final is not None:
+        rows, columns = problem.state_shape[2:]
+        final = final[..., :rows, :columns].contiguous()
+    return Result(out, final)
+
+
+def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:
+    """On the current stream of the tensors' device, with a workspace of torch's allocator."""
+    args.workspace_size = library.workspace_size(args, dtype)
+    space = like.new_empty(args.workspace_size, dtype=torch.uint8)
+    args.workspace, args.stream = space.data_ptr(), torch.cuda.current_stream(like.device).cuda_stream
+    with torch.cuda.device(like.device) if like.device.index != torch.cuda.current_device() else contextlib.nullcontext():
+        library.prefill(args, dtype)
+
+
+def _pointer(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _tokens_first(x: torch.Tensor) -> library.Tensor:
+    """[B, T, H, D] or [B, T, H] as the library sees it."""
+    batch, token, head = x.stride()[:3]
+    return library.Tensor(x.data_ptr(), DTYPES[x.dtype], 0, batch, head, token)
+
+
+def _padded(x: torch.Tensor, D: int) -> torch.Tensor:
+    """The last axis with D adjacent elements, zeros added."""
+    if x.shape[-1] == D:
+        return x if x.stride(-1) == 1 else x.contiguous()
+    return F.pad(x, (0, D - x.shape[-1]))
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Every row starts at a multiple of 16 bytes."""
+    fits = x.data_ptr() % 16 == 0 and all(s % (16 // x.element_size()) == 0 for s in x.stride()[:-1])
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def _check(q, k, v, g, beta, chunk_size, initial_state) -> tuple[int, int, int, int]:
+    """The shape rules of the two operators; returns B, H, T, K."""
+    if q.dim() != 4:
+        raise ValueError(f"q must be [B, H, T, K], got {tuple(q.shape)}")
+    B, H, T, K = q.shape
+    if chunk_size not in (32, 64):
+        raise ValueError(f"chunk_size must be 32 or 64, got {chunk_size}")
+    if K not in (64, 128):
+        raise ValueError(f"q must have K = 64 or 128, got {K}")
+    dims = {"k": (k, (B, H, T, K)), "v": (v, (B, H, T, K)), "g": (g, (B, H, T, K)), "beta": (beta, (B, H, T))}
+    if initial_state is not None:
+        dims["initial_state"] = (initial_state, (B, H, K, K))
+    for name, (x, want) in dims.items():
+        if tuple(x.shape) != want:
+            raise ValueError(f"{name} must be {want}, got {tuple(x.shape)}")
+    for name, x in [("q", q), *((name, x) for name, (x, _) in dims.items())]:
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    return B, H, T, K
+
+
+def _outputs(q, chunk_size):
+    """o, w, u and final_state, not yet written."""
+    B, H, T, K = q.shape
+    chunks = (B, H, (T + chunk_size - 1) // chunk_size, chunk_size, K)
+    return q.new_empty(B, H, T, K), q.new_empty(chunks), q.new_empty(chunks), q.new_empty(B, H, K, K)
+
+
+@torch.library.custom_op("kdakit::prefill", mutates_args=(), device_types="cuda")
+def prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunk_size: int = 64,
+    scale: float | None = None, initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o [B,H,T,V], w [B,H,Nc,C,K], u [B,H,Nc,C,V], final_state [B,H,K,V] of q, k, g [B,H,T,K], v [B,H,T,V], beta [B,H,T]; g: log-decay."""
+    B, H, T, K = _check(q, k, v, g, beta, chunk_size, initial_state)
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    v = _aligned(v)
+    initial = None if initial_state is None else initial_state.contiguous()
+    o, w, u, final = _outputs(q, chunk_size)
+    args = PrefillArgs(
+        batch=B, tokens=T, heads=H, value_heads=H, key_dim=K, value_dim=K, chunk_size=chunk_size,
+        **{name: library.Tensor(x.data_ptr()) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta), ("o", o))},
+        initial_state=_pointer(initial), final_state=_pointer(final), w=_pointer(w), u=_pointer(u),
+        scale=K**-0.5 if scale is None else scale,
+    )  # fmt: skip
+    if args.scale == 0:
+        raise ValueError("scale must not be 0")
+    _enqueue(args, q)
+    return o, w, u, final
+
+
+@prefill.register_fake
+def _(q, k, v, g, beta, chunk_size=64, scale=None, initial_state=None):
+    _check(q, k, v, g, beta, chunk_size, initial_state)
+    return _outputs(q, chunk_size)
+
+
+@torch.library.custom_op("kda_prefill::forward", mutates_args=(), device_types="cuda")
+def kda_prefill_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`prefill` without states: o, w, u."""
+    return prefill(q, k, v, g, beta, chunk_size)[:3]
+
+
+@kda_prefill_forward.register_fake
+def _(q, k, v, g, beta, chunk_size):
+    _check(q, k, v, g, beta, chunk_size, None)
+    return _outputs(q, chunk_size)[:3]

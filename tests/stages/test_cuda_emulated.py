@@ -1,0 +1,140 @@
+"""The float32 CUDA kernels themselves, run thread by thread on the CPU (csrc/tests/emulate.h) and held against the float64 truth.
+
+Shared memory starts as NaN, copies land as late as they may, and the order of the threads is reversed to find races.
+"""
+
+import ctypes
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from kdakit import chunked
+from kdakit.backends.cuda import build, library
+from kdakit.cases import CASES, Case
+from kdakit.cli import checking
+from kdakit.reference import activate
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+GUARD = 64  # floats of NaN around every output
+HARD = [
+    "plain", "one_token", "no_tokens", "gate_huge", "gate_resets", "gate_spikes", "keys_identical", "identical_two", "softplus_huge",
+    "lower_bound_bare", "grouped", "v_first", "varlen", "varlen_fused", "odd_sizes",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    target = tmp_path_factory.mktemp("emulated") / "libkdakit_emulated.so"
+    source = build.source_folder() / "tests" / "emulate_prefill.cpp"
+    command = [
+        "g++",
+        "-O2",
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-DKDA_EMULATE",
+        "-Wall",
+        "-Wno-unknown-pragmas",
+        "-o",
+        str(target),
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(target)).kda_emulate_prefill_f32
+
+
+def padded(x, D, axes=(-1,)):
+    """float32, the given axes filled with zeros up to D."""
+    wider = [(0, D - x.shape[i] if i - x.ndim in axes else 0) for i in range(x.ndim)]
+    return np.ascontiguousarray(np.pad(x, wider).astype(np.float32))
+
+
+class Guarded:
+    """An output in the middle of NaN, aligned to 256 bytes."""
+
+    def __init__(self, shape):
+        size = int(np.prod(shape))
+        self.pool = np.full(size + 2 * GUARD + 64, np.nan, np.float32)
+        self.start = GUARD + (-(self.pool.ctypes.data // 4 + GUARD)) % 64
+        self.array = self.pool[self.start : self.start + size].reshape(shape)
+
+    def untouched(self):
+        return np.isnan(self.pool[: self.start]).all() and np.isnan(self.pool[self.start + self.array.size :]).all()
+
+
+def run(kernels, case, D=64, C=32, wide=0, order=1, arrays=None):
+    """{o, final_state, w, u} of a case, head sizes padded to D."""
+    problem, arrays = case.problem(), arrays or case.arrays()
+    o = problem.options
+    B, T, H, HV, N = problem.B, problem.T, problem.H, problem.HV, problem.N
+    out, final = Guarded((B, T, HV, D)), Guarded((N, HV, D, D))
+    slots = T // C + N if problem.varlen else -(-T // C)
+    w, u = (None, None) if problem.varlen else (Guarded((B, HV, slots, C, D)), Guarded((B, HV, slots, C, D)))
+    space = Guarded((B * HV * slots * (4 * C * D + C * C + D) + 1024,))
+    q, k, v, g = (padded(x, D) for x in arrays[:4])
+    beta = np.ascontiguousarray(arrays.beta.astype(np.float32))
+    A_log = None if arrays.A_log is None else arrays.A_log.astype(np.float32)
+    dt_bias = None if arrays.dt_bias is None else padded(arrays.dt_bias.reshape(HV, -1), D)
+    initial = None if arrays.initial_state is None else padded(arrays.initial_state, D, (-1, -2))
+
+    def tensor(x):
+        return library.Tensor(x.ctypes.data, 0, 0, x.strides[0] // 4, x.strides[2] // 4, x.strides[1] // 4)
+
+    def pointer(x):
+        return None if x is None else (x.array if isinstance(x, Guarded) else x).ctypes.data
+
+    args = library.PrefillArgs(
+        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=D, value_dim=D, chunk_size=C, sequences=N, scale=o.scale,
+        q=tensor(q), k=tensor(k), v=tensor(v), g=tensor(g), beta=tensor(beta), o=tensor(out.array), final_state=pointer(final),
+        initial_state=pointer(initial), A_log=pointer(A_log), dt_bias=pointer(dt_bias), w=pointer(w), u=pointer(u),
+        workspace=pointer(space), workspace_size=space.array.nbytes, gate=library.GATES[o.gate], beta_kind=library.BETAS[o.beta],
+        lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=pointer(arrays.cu_seqlens),
+        cu_seqlens_64=1,
+    )  # fmt: skip
+    assert kernels(ctypes.byref(args), wide, order) == 0
+    assert all(x.untouched() for x in (out, final, w, u, space) if x is not None), "written past an end"
+    rows, columns = problem.state_shape[2:]
+    results = {"o": out.array[..., : problem.V], "final_state": final.array[..., :rows, :columns]}
+    return results | ({} if w is None else {"w": w.array[..., : problem.K], "u": u.array[..., : problem.V]})
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_cases(kernels, name):
+    case = CASES[name]
+    rows = checking.compare(case.problem(), case.arrays(), run(kernels, case))
+    assert all(r.ok for r in rows), rows
+
+
+@pytest.mark.parametrize("wide", [0, 1])
+@pytest.mark.parametrize("D, C", [(64, 32), (64, 64), (128, 32), (128, 64)])
+def test_sizes(kernels, D, C, wide):
+    """Every kernel: o, the final state, w, u; the same bits whatever the order of the threads."""
+    case = Case("native", "a kernel's own size", T=C + 29, H=1, HV=1, K=D, V=D, gate="spikes", keys="parallel", beta="one")
+    got = run(kernels, case, D, C, wide)
+    rows = checking.compare(case.problem(), case.arrays(), got)
+    assert all(r.ok for r in rows), rows
+    x = [np.moveaxis(a, 2, 1) for a in activate(case.problem(), case.arrays(), np.float64)]  # [B, H, T, ..], q scaled
+    for n, part in enumerate((slice(0, C), slice(C, case.T))):
+        want = chunked.intra(*(a[:, :, part] for a in x))
+        for name in ("w", "u"):
+            mine, truth = got[name][:, :, n], getattr(want, name)
+            tokens = truth.shape[2]
+            assert np.linalg.norm(mine[:, :, :tokens] - truth) <= 2e-6 * np.linalg.norm(truth)
+            assert not mine[:, :, tokens:].any(), "rows past T are zero"
+    if (D, C) != (128, 64):
+        backwards = run(kernels, case, D, C, wide, order=-1)
+        assert all(np.array_equal(got[n], backwards[n]) for n in got)
+
+
+@pytest.mark.parametrize("at", [1, 17, 32, 50])
+def test_prefix_causality(kernels, at):
+    """Changing tokens from `at` on changes no bit before."""
+    case = Case("native", "one head", T=70, H=1, HV=1, K=64, V=64, gate="spikes")
+    arrays, other = case.arrays(), case.arrays(seed=1)
+    mixed = {n: np.concatenate([getattr(arrays, n)[:, :at], 3 * getattr(other, n)[:, at:]], 1) for n in ("q", "k", "v", "g", "beta")}
+    before = run(kernels, case)["o"]
+    after = run(kernels, case, arrays=arrays._replace(**mixed))["o"]
+    assert np.array_equal(before[:, :at], after[:, :at]) and not np.array_equal(before, after)

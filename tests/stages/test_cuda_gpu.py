@@ -1,0 +1,120 @@
+"""The native library on a GPU, beyond the contract test: `make test-cuda`. Skipped, with the reason, where it cannot run."""
+
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from kdakit import chunked
+from kdakit.backends.cuda import build, library
+from kdakit.cases import CASES, Case
+from kdakit.cli import checking
+
+torch = pytest.importorskip("torch")
+
+REASON = "needs an NVIDIA GPU" if not torch.cuda.is_available() else library.missing()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+SIZES = [(64, 32), (64, 64), (128, 32), (128, 64)]  # K = V, C
+
+
+def inputs(case):
+    """[B, H, T, K] tensors for the operators."""
+    x = checking.to_torch(case.arrays(), case.dtypes(), "cuda")
+    return [a.transpose(1, 2).contiguous() for a in (x.q, x.k, x.v, x.g)] + [x.beta.transpose(1, 2).contiguous(), x.initial_state]
+
+
+@pytest.mark.parametrize("gate", ["mild", "huge", "resets", "zero"])
+@pytest.mark.parametrize("K, C", SIZES)
+def test_w_and_u(K, C, gate):
+    """The intermediates against the NumPy chunk form, ragged last chunk included."""
+    import kdakit.backends.cuda.op  # noqa: F401
+
+    case = Case("native", "sizes of the kernels", B=2, T=2 * C + 13, H=2, HV=2, K=K, V=K, gate=gate, keys="parallel")
+    q, k, v, g, beta, state = inputs(case)
+    o, w, u, _ = torch.ops.kdakit.prefill(q, k, v, g, beta, C, None, state)
+    assert torch.equal(o, torch.ops.kda_prefill.forward(q, k, v, g, beta, C)[0]) is False, "the initial state matters"
+    for n in range(3):
+        part = slice(n * C, min((n + 1) * C, case.T))
+        x = [np.asarray(a[:, :, part].double().cpu()) for a in (q, k, v, g, beta)]
+        want = chunked.intra(*x)
+        rows = part.stop - part.start
+        for got, truth in ((w, want.w), (u, want.u)):
+            mine = got[:, :, n].double().cpu().numpy()
+            assert np.linalg.norm(mine[:, :, :rows] - truth) <= 2e-6 * np.linalg.norm(truth)
+            assert not mine[:, :, rows:].any(), "rows past T are zero"
+
+
+@pytest.mark.parametrize("K, C", SIZES)
+def test_operator_and_public_call_agree(K, C):
+    import kdakit.backends.cuda.op
+    import kdakit.torch
+
+    case = Case("native", "sizes of the kernels", B=2, T=150, H=2, HV=2, K=K, V=K)
+    x = checking.to_torch(case.arrays(), case.dtypes(), "cuda")
+    o, final = kdakit.torch.chunk_kda(*x[:5], initial_state=x.initial_state, output_final_state=True, chunk_size=C, backend="cuda")
+    q, k, v, g, beta, state = inputs(case)
+    theirs = torch.ops.kdakit.prefill(q, k, v, g, beta, C, None, state)
+    assert torch.equal(o.transpose(1, 2), theirs[0]) and torch.equal(final, theirs[3])
+
+
+def test_compile_and_capture():
+    import kdakit.backends.cuda.op  # noqa: F401
+
+    q, k, v, g, beta, state = inputs(Case("native", "sizes of the kernels", T=150, K=64, V=64))
+
+    def call(q):
+        return torch.ops.kdakit.prefill(q * 2, k, v, g, beta, 64, None, state)[0] + 1
+
+    want = call(q)
+    assert torch.equal(torch.compile(call, fullgraph=True)(q), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(q)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """The C test program, linked to the library under test."""
+    if build.nvcc() is None:
+        pytest.skip("nvcc was not found: the C program cannot be built")
+    folder = tmp_path_factory.mktemp("native")
+    target = folder / "prefill_test"
+    root = build.source_folder()
+    command = [str(build.nvcc()), "-cudart", "static", f"-I{root / 'include'}", "-o", str(target), str(root / "tests" / "prefill_test.c")]
+    subprocess.run([*command, f"-L{library.path().parent}", "-lkdakit", "-lm"], check=True, capture_output=True)
+    return [str(target)], os.environ | {"LD_LIBRARY_PATH": str(library.path().parent)}
+
+
+def test_c_program(program):
+    """Errors, unwritten outputs, and the memory around every tensor."""
+    command, environment = program
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_sanitizer(program, tool):
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer was not found")
+    command, environment = program
+    done = subprocess.run(
+        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *command], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_jax_call_and_gradient():
+    """The same library under jit, and xla's gradients behind it."""
+    jax = pytest.importorskip("jax")
+    reason = checking.refusal("cuda_ffi", CASES["plain"], "float32", "chunk", True)
+    if reason:
+        pytest.skip(reason)
+    assert jax.default_backend() == "gpu"
+    for name in ("plain", "softplus", "varlen_fused", "v_first"):
+        rows = checking.check("cuda_ffi", CASES[name])
+        assert all(r.ok for r in rows), (name, rows)

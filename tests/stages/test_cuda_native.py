@@ -1,0 +1,267 @@
+"""The native library without a GPU: it compiles, fits its budgets, and refuses what it should. What needs a GPU is in test_cuda_gpu.py."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kdakit.backends.cuda import build, library, unsupported
+from kdakit.cases import CASES
+
+ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
+# Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
+REGISTERS = {"intra_kernel": {"64": 128, "32": 255}, "state_kernel": {"64": 255, "32": 255}}
+
+# The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 two. Bytes moved, loads and stores together.
+HOPPER_REGISTERS = {"prepare_kernelILNS0_4GateE2": 80, "prepare_kernel": 128, "scan_kernel": 232}
+HOPPER_SPILLS = 640
+
+needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The library, compiled here, and the compiler's report."""
+    target = tmp_path_factory.mktemp("native") / "libkdakit.so"
+    return target, build.build(target, ARCHITECTURES)
+
+
+@pytest.fixture
+def native(built, monkeypatch):
+    monkeypatch.setenv(library.VARIABLE, str(built[0]))
+    return library
+
+
+def arguments(**changes):
+    sizes = dict(batch=1, tokens=100, heads=2, value_heads=2, key_dim=64, value_dim=64, chunk_size=32)
+    return library.PrefillArgs(**sizes | changes)
+
+
+@needs_nvcc
+def test_no_kernel_spills(built):
+    usages = [u for u in built[1] if "_kernelI" in u.kernel]
+    kernels = {u.kernel for u in usages}
+    assert len([k for k in kernels if "intra_kernel" in k]) == 4, "four sizes"
+    for usage in usages:
+        assert usage.spills <= (HOPPER_SPILLS if "prepare_kernel" in usage.kernel else 0), usage
+
+
+@needs_nvcc
+def test_registers_leave_room_for_the_blocks(built):
+    for usage in built[1]:
+        for name, limits in REGISTERS.items():
+            if name in usage.kernel:
+                chunk = usage.kernel.split("ELi")[2].split("E")[0]  # .. kernel<K, V, C, ..>
+                assert usage.registers <= limits[chunk], usage
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_hopper_registers(built):
+    found = [u for u in built[1] if "6hopper" in u.kernel]
+    assert len(found) == 18, "16 kinds of chunks, two widths of the scan"
+    for usage in found:
+        limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
+        assert usage.registers <= limit and usage.architecture == "90a", usage
+        if "GateE2" in usage.kernel:
+            assert usage.spills <= 64, usage
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_bf16_sizes_are_checked(native):
+    half = {name: library.Tensor(None, library.BFLOAT16) for name in ("q", "k", "v", "g", "beta", "o")}
+    right = half | dict(key_dim=128, value_dim=128, chunk_size=64)
+    per_record = native.workspace_size(arguments(**right, tokens=1), "bf16")
+    assert native.workspace_size(arguments(**right, tokens=65), "bf16") == 2 * per_record > 0
+    assert native.workspace_size(arguments(**right, tokens=65, cu_seqlens=256, sequences=3), "bf16") == 4 * per_record
+    for changes, message in (
+        (dict(key_dim=64), "unsupported: .*key_dim = value_dim = 128, got 64 and 128"),
+        (dict(w=256), "unsupported: .*w and u"),
+        (dict(tokens=1 << 30), "unsupported: .*fewer than 2\\^30 tokens"),
+        (dict(q=library.Tensor(None, library.FLOAT32)), "q.dtype must be 1, got 0"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.workspace_size(arguments(**right | changes), "bf16")
+
+
+def test_report_is_understood():
+    text = """ptxas info    : Compiling entry function '_Z1kv' for 'sm_90a'
+ptxas info    : Function properties for _Z1kv
+    16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size"""
+    assert build.usages(text) == [build.Usage("_Z1kv", "90a", 168, 12, 16)]
+
+
+@needs_nvcc
+def test_sizes_are_checked(native):
+    assert native.workspace_size(arguments()) > native.workspace_size(arguments(tokens=32)) > 0
+    assert native.workspace_size(arguments(tokens=0)) == 0
+    # 64 bits: more than 2^31 elements is just a larger number.
+    assert native.workspace_size(arguments(tokens=1 << 26, heads=8, value_heads=8)) > 1 << 37
+    for changes, message in (
+        (dict(key_dim=80), r"unsupported: .*\(80, 64\)"),
+        (dict(value_dim=128), r"unsupported: .*\(64, 128\)"),
+        (dict(chunk_size=16), "unsupported: .*chunk_size 32 and 64, got 16"),
+        (dict(chunk_size=17), "invalid argument: chunk_size must be .* got 17"),
+        (dict(batch=-1), r"invalid argument: batch must lie in 0\.\.2\^40, got -1"),
+        (dict(heads=2, value_heads=3), "value_heads must be a multiple of heads, got 3 and 2"),
+        (dict(gate=1), "A_log is required"),
+        (dict(gate=2, lower_bound=-6.0), r"lower_bound must lie in \[-5, 0\), got -6"),
+        (dict(gate=7), "gate must be 0, 1 or 2, got 7"),
+        (dict(batch=2, cu_seqlens=256, sequences=1), "batch must be 1 with cu_seqlens, got 2"),
+        (dict(batch=1 << 20, tokens=1 << 20), "2\\^31 - 1 blocks"),
+        (dict(batch=1 << 39, tokens=1 << 39), "2\\^63 elements"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.workspace_size(arguments(**changes))
+
+
+@needs_nvcc
+def test_calls_are_checked_before_the_device_is_asked(native):
+    with pytest.raises(library.NativeError, match=r"invalid argument: q\.data must not be NULL"):
+        native.prefill(arguments())
+    given = {name: library.Tensor(4096) for name in ("q", "k", "v", "g", "beta", "o")}
+    with pytest.raises(library.NativeError, match=r"workspace too small: workspace_size must be at least \d+, got 0"):
+        native.prefill(arguments(**given))
+    size = native.workspace_size(arguments(**given))
+    with pytest.raises(library.NativeError, match="workspace must be device memory aligned to 256 bytes"):
+        native.prefill(arguments(**given, workspace=64, workspace_size=size))
+    with pytest.raises(library.NativeError, match="v must be aligned to 16 bytes"):
+        native.prefill(arguments(**given | {"v": library.Tensor(4100)}, workspace=4096, workspace_size=size))
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc was not found")
+def test_header_is_c99_and_ctypes_agrees(tmp_path):
+    """Every field has the same offset in C and in ctypes."""
+    names = [name for name, _ in library.PrefillArgs._fields_]
+    lines = "".join(f'printf("%zu\\n", offsetof(kda_prefill_args, {name}));' for name in names)
+    source = tmp_path / "offsets.c"
+    source.write_text(
+        f'#include <stdio.h>\n#include "kdakit.h"\nint main(void) {{ {lines} printf("%zu\\n", sizeof(kda_prefill_args)); return 0; }}'
+    )
+    program = tmp_path / "offsets"
+    flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{build.source_folder() / 'include'}"]
+    subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
+    found = list(map(int, subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()))
+    assert found == [getattr(library.PrefillArgs, name).offset for name in names] + [ctypes.sizeof(library.PrefillArgs)]
+
+
+@needs_nvcc
+def test_c_program(built, tmp_path):
+    """Without a GPU it checks the refusals and says that it did no more."""
+    program = c_program(built[0], tmp_path)
+    done = subprocess.run([str(program)], capture_output=True, text=True, env=os.environ | {"LD_LIBRARY_PATH": str(built[0].parent)})
+    assert "refusals: ok" in done.stdout, done.stdout + done.stderr
+    assert done.returncode in (0, 77), done.stdout + done.stderr
+
+
+def c_program(target: Path, folder: Path) -> Path:
+    program = folder / "prefill_test"
+    source = build.source_folder() / "tests" / "prefill_test.c"
+    command = [
+        str(build.nvcc()),
+        "-cudart",
+        "static",
+        f"-I{build.source_folder() / 'include'}",
+        "-o",
+        str(program),
+        str(source),
+        f"-L{target.parent}",
+    ]
+    subprocess.run([*command, "-lkdakit", "-lm"], check=True, capture_output=True)
+    return program
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+def test_custom_call_is_lowered(built):
+    """libkdakit_jax.so builds and its call lands in a program for a GPU, which this machine need not have."""
+    jax = pytest.importorskip("jax")
+    from kdakit.backends.cuda import ffi
+
+    target = built[0].with_name(ffi.NAME)
+    build.build_jax(target)
+    ctypes.CDLL(str(built[0]))
+    assert ctypes.CDLL(str(target)).kdakit_xla_prefill_f32
+    case = CASES["softplus"]
+    problem = case.problem()
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32"), case.arrays())
+    config = ffi.Config("f32", 64, 32)
+
+    def call(arrays):
+        return ffi.forward(problem, arrays, config)[0].o
+
+    text = jax.export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(ffi.TARGET)])(
+        arrays
+    )
+    assert text.out_avals[0].shape == (1, 100, 2, 16) and ffi.TARGET in text.mlir_module()
+
+
+def test_a_missing_library_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv(library.VARIABLE, str(tmp_path / "nothing.so"))
+    assert "make cuda" in library.missing()
+    wrong = tmp_path / "wrong.so"
+    wrong.write_text("no library")
+    monkeypatch.setenv(library.VARIABLE, str(wrong))
+    assert str(wrong) in library.missing()
+
+
+def test_refusals_name_their_reason():
+    assert unsupported(CASES["plain"].problem()) is None
+    for name, changes, reason in (
+        ("plain", dict(dtype="float64"), "float32 or bfloat16 inputs"),
+        ("plain", dict(dtype="bfloat16"), "bfloat16 with K = V = 128, got K = 32, V = 16"),
+        ("plain", dict(dtype="bfloat16", K=128, V=128, beta_dtype="float16"), "gates and betas of either"),
+        ("wide", {}, "up to 128"),
+        ("plain", dict(return_intermediate_states=True), "intermediate states"),
+    ):
+        assert reason in unsupported(CASES[name].problem().replace(**changes))
+
+
+def test_dispatch_knows_the_library_in_both_frameworks():
+    from kdakit import dispatch
+
+    problem = CASES["plain"].problem()
+    for framework in ("torch", "jax"):
+        pytest.importorskip(framework)
+        with pytest.raises(ValueError, match=r"'cuda(_ffi)?' cannot run this call on cpu: needs an NVIDIA GPU"):
+            dispatch.select(framework, problem, "cpu", "cuda")
+    assert dispatch.differentiates(dispatch.load("cuda")) is dispatch.load("torch_native")
+    assert dispatch.differentiates(dispatch.load("cuda_ffi")) is dispatch.load("xla")
+    assert dispatch.differentiates(dispatch.load("xla")) is dispatch.load("xla")
+
+
+def test_bench_names_peers_alone(capsys):
+    """FLA's kernels without ours, and the reason where they cannot run."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: FLA would tune itself for minutes")
+    from kdakit.cli.main import main
+
+    assert main(["bench", "--backend", "fla_chunk", "--shape", "1x64x1x16", "--mode", "fwd", "--repeat", "1"]) == 1
+    assert "fla_chunk did not run" in capsys.readouterr().out
+
+
+def test_operators_know_their_shapes():
+    """The fake kernels: what torch.compile sees."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import kdakit.backends.cuda.op  # noqa: F401
+
+    with FakeTensorMode():
+        q, beta = torch.empty(2, 3, 100, 64, device="cuda"), torch.empty(2, 3, 100, device="cuda")
+        o, w, u, final = torch.ops.kdakit.prefill(q, q, q, q, beta, 32)
+        assert (o.shape, w.shape, u.shape, final.shape) == ((2, 3, 100, 64), (2, 3, 4, 32, 64), (2, 3, 4, 32, 64), (2, 3, 64, 64))
+        assert [x.shape for x in torch.ops.kda_prefill.forward(q, q, q, q, beta, 64)] == [o.shape, (2, 3, 2, 64, 64), (2, 3, 2, 64, 64)]
+        with pytest.raises(ValueError, match="chunk_size must be 32 or 64, got 16"):
+            torch.ops.kdakit.prefill(q, q, q, q, beta, 16)
+        with pytest.raises(ValueError, match=r"beta must be \(2, 3, 100\), got \(2, 100, 3\)"):
+            torch.ops.kdakit.prefill(q, q, q, q, beta.transpose(1, 2), 32)
+        with pytest.raises(TypeError, match="g must be float32"):
+            torch.ops.kdakit.prefill(q, q, q, q.double(), beta, 32)
