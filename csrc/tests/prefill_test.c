@@ -172,6 +172,7 @@ int main(void) {
   for (int D = 64; D <= 128; D += 64)
     for (int C = 32; C <= 64; C += 32) {
       bad += check(2, 3, 150, D, C, -1.0);
+      bad += check(3, 8, 70, D, C, -1.0); /* heads enough for wide blocks */
       bad += check(1, 2, 64, D, C, -300.0);
       bad += check(1, 1, 1, D, C, -1.0);
     }
