@@ -131,9 +131,8 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     for h, flow in enumerate(flows):
         d_state[h] = flow.d_state
     d_q, d_k, d_g = [], [], []
-    for head, flow, d, x in zip(
-        heads, flows, d_o, pair_products_backward(tile, heads, flows, masks, rows, given.collect[...]), strict=True
-    ):
+    collected = pair_products_backward(tile, heads, flows, masks, rows, inputs.members[...], given.collect[...])
+    for head, flow, d, x in zip(heads, flows, d_o, collected, strict=True):
         own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
         d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
         d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))

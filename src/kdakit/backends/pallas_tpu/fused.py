@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, log_decay, normalise
+from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, gate_pieces, log_decay, normalise
 from kdakit.backends.pallas_tpu.heads import column, groups_of, read_heads, write_heads
 from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverses
 from kdakit.backends.pallas_tpu.sequences import own_tokens
@@ -40,6 +40,7 @@ class Head(NamedTuple):
     x: Factors
     unit: Any  # [C, K]  q before the scale
     norms: tuple  # l2norm factors [C, 1] of q and k
+    pieces: Any  # [pieces * C, g K]: the group's gates as terms of sums
 
 
 class Inputs(NamedTuple):
@@ -93,16 +94,17 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
     members = inputs.members[...]
     for first in range(0, tile.heads, tile.group):
         group = slice(first, first + tile.group)
-        for h, d in zip(range(tile.heads)[group], decays(tile, members, gates[group]), strict=True):
+        pieces = gate_pieces(tile, gates[group])
+        for h, d in zip(range(tile.heads)[group], decays(tile, members, pieces), strict=True):
             (unit, q_norm), (k_h, k_norm) = normalise(tile, q[h]), normalise(tile, k[h])
             q_h = unit * tile.scale
-            heads.append(Head(q_h, k_h, v[h], gates[h], beta[:, h : h + 1], d, factors(q_h, k_h, d), unit, (q_norm, k_norm)))
+            heads.append(Head(q_h, k_h, v[h], gates[h], beta[:, h : h + 1], d, factors(q_h, k_h, d), unit, (q_norm, k_norm), pieces))
     return heads
 
 
-def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks) -> list:
+def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks, members) -> list:
     """(A_qk, P, inverse) of each group of heads."""
-    products = pair_products(tile, [[(h.q, h.k, h.x, h.d) for h in group] for group in groups], masks)
+    products = pair_products(tile, groups, masks, members)
     A_kk = [over_lanes(masks, [h.beta for h in group]) * P for group, (_, P) in zip(groups, products, strict=True)]
     return [(*x, inverse) for x, inverse in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
 
@@ -133,7 +135,7 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
     groups = groups_of(tile, heads)
-    matrices = group_matrices(tile, groups, masks)
+    matrices = group_matrices(tile, groups, masks, inputs.members[...])
     if out.matrices is not None:
         for n, x in enumerate(matrices):
             for m in range(3):
