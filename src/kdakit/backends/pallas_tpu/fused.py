@@ -43,6 +43,14 @@ class Head(NamedTuple):
     pieces: Any  # [pieces * C, g K]: the group's gates as terms of sums
 
 
+class Matrices(NamedTuple):
+    """Of one group of heads, [C, g C]."""
+
+    A_qk: Any
+    inverse: Any
+    P: Any
+
+
 class Inputs(NamedTuple):
     """Blocks of the inputs; None: absent."""
 
@@ -63,7 +71,8 @@ class Outputs(NamedTuple):
     o: Any  # [1, C, heads, V]
     final: Any = None  # [1, heads, K, V] or [1, heads, V, K]
     states: Any = None  # [1, 1, heads, V, K]: before the step
-    matrices: Any = None  # [1, 1, groups, 3, C, g C]: A_qk, P, inverse
+    matrices: Any = None  # [1, 1, groups, 3, C, g C]: A_qk, inverse, P
+    values: Any = None  # [1, 1, heads, 2, C, V]: r = v - k_in S^T, v_new
 
 
 def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
@@ -102,11 +111,15 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
     return heads
 
 
-def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks, members) -> list:
-    """(A_qk, P, inverse) of each group of heads."""
+def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks, members) -> list[Matrices]:
     products = pair_products(tile, groups, masks, members)
     A_kk = [over_lanes(masks, [h.beta for h in group]) * P for group, (_, P) in zip(groups, products, strict=True)]
-    return [(*x, inverse) for x, inverse in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
+    return [Matrices(A_qk, X, P) for (A_qk, P), X in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
+
+
+def apply_matrices(tile: Tile, matrices: list[Matrices], name: str, values: list) -> list:
+    """The named matrix of each group times its heads' [C, V]."""
+    return [x for own, group in zip(matrices, groups_of(tile, values), strict=True) for x in apply_group(tile, getattr(own, name), group)]
 
 
 def chunk_decay(tile: Tile, head: Head, rows: Rows):
@@ -117,6 +130,18 @@ def chunk_decay(tile: Tile, head: Head, rows: Rows):
 def state_block(tile: Tile, state):
     """[K, V] <-> [V, K] between the caller's layout and the kernel's."""
     return state if tile.state_v_first else state.T
+
+
+def _save(out: Outputs, matrices: list[Matrices], r: list, v_new: list) -> None:
+    """What the backward asked for."""
+    if out.matrices is not None:
+        for n, group in enumerate(matrices):
+            for m, x in enumerate(group):
+                out.matrices[0, 0, n, m] = x.astype(out.matrices.dtype)
+    if out.values is not None:
+        for h, both in enumerate(zip(r, v_new, strict=True)):
+            for n, x in enumerate(both):
+                out.values[0, 0, h, n] = x.astype(out.values.dtype)
 
 
 def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch):
@@ -136,20 +161,17 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
     heads = activate(tile, inputs, rows)
     groups = groups_of(tile, heads)
     matrices = group_matrices(tile, groups, masks, inputs.members[...])
-    if out.matrices is not None:
-        for n, x in enumerate(matrices):
-            for m in range(3):
-                out.matrices[0, 0, n, m] = x[m].astype(out.matrices.dtype)
-    errors, reads = [], []
+    r, reads = [], []
     for h, head in enumerate(heads):
         S = state[h]
         if out.states is not None:
             out.states[0, 0, h] = S.astype(out.states.dtype)
         from_k, from_q = read_state(tile, S, *(from_start(tile, x, head.d, rows.enter) for x in (head.x.k_to, head.x.q_to)))
-        errors.append(head.beta * (head.v - from_k))
+        r.append(head.v - from_k)
         reads.append(from_q)
-    v_new = [x for m, e in zip(matrices, groups_of(tile, errors), strict=True) for x in apply_group(tile, m[2], e)]
-    inside = [x for m, u in zip(matrices, groups_of(tile, v_new), strict=True) for x in apply_group(tile, m[0], u)]
+    v_new = apply_matrices(tile, matrices, "inverse", [head.beta * x for head, x in zip(heads, r, strict=True)])
+    inside = apply_matrices(tile, matrices, "A_qk", v_new)
+    _save(out, matrices, r, v_new)
     for h, (head, u) in enumerate(zip(heads, v_new, strict=True)):
         state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
     outputs = [x + y for x, y in zip(reads, inside, strict=True)]
