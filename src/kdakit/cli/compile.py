@@ -18,6 +18,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sequences", type=int, default=0, metavar="N", help="pack N sequences into T")
     parser.add_argument("--states", action="store_true", help="with initial and final states")
+    parser.add_argument("--disable-recompute", action="store_true", help="training: save more, compute less again")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all numbers to FILE")
 
 
@@ -47,7 +48,7 @@ def jobs(args) -> list[tuple[str, Any]]:
 
     if args.sequences < 0:
         raise UsageError(f"--sequences must not be negative, got {args.sequences}")
-    more = {"dtype": args.dtype, "states": args.states}
+    more = {"dtype": args.dtype, "states": args.states, "disable_recompute": args.disable_recompute}
     found = []
     for target in pick("target", args.target or ["v6e"], CHIPS):
         for shape in map(parse_shape, args.shape or ["h32"]):

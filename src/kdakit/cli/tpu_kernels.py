@@ -43,6 +43,7 @@ class Job:
     sequences: int = 0  # packed into T
     states: bool = False  # initial and final states
     chunk_size: int = 64
+    disable_recompute: bool = False
 
     @classmethod
     def of(cls, shape: Shape, **rest) -> Job:
@@ -51,6 +52,7 @@ class Job:
     def __str__(self) -> str:
         size = f"B{self.B} T{self.T} H{self.H} K{self.K}"
         extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states
+        extras += ["no recomputation"] * self.disable_recompute
         return ", ".join([f"{self.kernel} {size}", self.dtype, f"{self.gate} gate", *extras])
 
 
@@ -79,6 +81,7 @@ def problem_of(job: Job):
     options = make_options(
         arrays, use_qk_l2norm_in_kernel=fused, use_gate_in_kernel=fused, use_beta_sigmoid_in_kernel=fused, chunk_size=job.chunk_size,
         lower_bound=-5.0 if bounded else None, safe_gate=bounded, output_final_state=job.states or recurrent,
+        disable_recompute=job.disable_recompute,
     )  # fmt: skip
     return arrays, make_problem("recurrent" if recurrent else "chunk", arrays, options, needs_grad=job.kernel == "training")
 

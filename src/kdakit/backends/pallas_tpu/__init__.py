@@ -16,8 +16,6 @@ def supports(problem: Problem, device) -> str | None:
     wide = [name for name in ("dtype", "gate_dtype", "beta_dtype", "state_dtype") if getattr(problem, name) == "float64"]
     if wide:
         return "TPUs have no float64"
-    if problem.varlen == "cu_seqlens" and problem.options.return_intermediate_states:
-        return "return_intermediate_states with cu_seqlens: its chunks do not start where sequences do; use backend='xla'"
     return None
 
 

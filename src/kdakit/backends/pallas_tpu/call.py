@@ -28,6 +28,7 @@ from kdakit.backends.pallas_tpu.launch import (
     step_operand,
     token_operand,
 )
+from kdakit.backends.pallas_tpu.sequences import states_of_chunks
 from kdakit.backends.pallas_tpu.step import TOKENS, step_kernel
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Arrays, Problem
@@ -66,6 +67,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
     states = None
     if o.return_intermediate_states:
         states = out["states"][..., : problem.V, : problem.K].astype(problem.dtype)
+        states = states if launch.table is None else states_of_chunks(problem, launch.table, arrays.cu_seqlens, t.C, states)
         states = states if o.state_v_first else states.swapaxes(-1, -2)
     saved = Saved(**{n: checkpoint_name(out[n], f"kda_{n}") for n in Saved._fields if n in out}) if keep else None
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
