@@ -12,7 +12,9 @@ from typing import Any
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", nargs="+", metavar="CHIP", help="v4, v5e, v5p, v6e, tpu7x (default: v6e)")
-    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="forward, training (forward and backward), step (default: all)")
+    parser.add_argument(
+        "--kernel", nargs="+", metavar="NAME", help="forward, training (forward and backward), step, delta_rule (default: all)"
+    )
     parser.add_argument("--gate", nargs="+", metavar="GATE", help="bounded, softplus, log_decay (default: bounded)")
     parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: h32 = 1x8192x32x128)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))

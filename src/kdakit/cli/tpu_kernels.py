@@ -23,13 +23,13 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", "TPU7x", 2.0),
 }
 
-KERNELS = ("forward", "training", "step")
+KERNELS = ("forward", "training", "step", "delta_rule")
 GATES = ("bounded", "softplus", "log_decay")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call to compile: `training` is forward and backward, `step` one token of each sequence."""
+    """One call to compile: `training` is forward and backward, `step` one token of each sequence, `delta_rule` that stage alone."""
 
     kernel: str
     gate: str = "bounded"
@@ -53,7 +53,8 @@ class Job:
         size = f"B{self.B} T{self.T} H{self.H} K{self.K}"
         extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states
         extras += ["no recomputation"] * self.disable_recompute
-        return ", ".join([f"{self.kernel} {size}", self.dtype, f"{self.gate} gate", *extras])
+        gate = [] if self.kernel == "delta_rule" else [f"{self.gate} gate"]
+        return ", ".join([f"{self.kernel} {size}", self.dtype, *gate, *extras])
 
 
 def problem_of(job: Job):
@@ -90,6 +91,8 @@ def function_of(job: Job) -> tuple[Any, tuple]:
     """A function and its arguments' ShapeDtypeStructs."""
     from kdakit.backends import pallas_tpu
 
+    if job.kernel == "delta_rule":
+        return _delta_rule(job)
     arrays, problem = problem_of(job)
     config = pallas_tpu.default_config(problem, "tpu")
     if job.kernel == "step":
@@ -102,6 +105,27 @@ def function_of(job: Job) -> tuple[Any, tuple]:
         return result, pallas_tpu.backward(problem, arrays, saved, d_o, d_final_state, config)
 
     return training, (arrays, arrays.v, arrays.initial_state)
+
+
+def _delta_rule(job: Job) -> tuple[Any, tuple]:
+    """The stage, forward and backward."""
+    import jax
+
+    from kdakit.backends.pallas_tpu.delta_rule import delta_rule
+    from kdakit.backends.pallas_tpu.tile import Config
+
+    def array(*shape, dtype="float32"):
+        return jax.ShapeDtypeStruct((*shape,), dtype)
+
+    chunks, HV, C, K, V = -(-job.T // job.chunk_size), job.HV or job.H, job.chunk_size, job.K, job.V or job.K
+    keys, values = (array(chunks, job.B, HV, C, size, dtype=job.dtype) for size in (K, V))
+    given = keys, values, keys, array(chunks, job.B, HV, K), array(job.B, HV, V, K)
+
+    def both(given, cotangents):
+        results, pullback = jax.vjp(lambda *x: delta_rule(*x, Config(heads=min(HV, 8))), *given)
+        return results, pullback(cotangents)
+
+    return both, (given, (array(chunks, job.B, HV, V, K), values, array(job.B, HV, V, K)))
 
 
 def on_chip(chip: str):

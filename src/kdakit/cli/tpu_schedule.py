@@ -55,9 +55,9 @@ def totals(found: dict[str, Any], target: str) -> dict[str, Any]:
 
 def read_schedule(folder: Path, kernel: str) -> dict[str, Any]:
     """Bundles per grid step and the mean number of slots used per bundle, with the capacity of each kind."""
-    analysis = _only(folder, f"*-{kernel}.*-schedule-analysis_final_bundles.txt")
+    analysis = _only(folder, kernel, "schedule-analysis_final_bundles.txt")
     bundles = int(re.search(r"total scheduled bundles:\s+(\d+)", analysis)[1])
-    lines = _only(folder, f"*-{kernel}.*-final_hlo-static-per-bundle-utilization.txt").splitlines()
+    lines = _only(folder, kernel, "final_hlo-static-per-bundle-utilization.txt").splitlines()
     names, capacities = [n.strip() for n in lines[1].split(",")], [int(x) for x in lines[2].split()]
     rows = [[int(x) for x in line.split()] for line in lines[4:] if re.fullmatch(r"[\d\s]+", line) and line.strip()]
     slots = {}
@@ -67,10 +67,12 @@ def read_schedule(folder: Path, kernel: str) -> dict[str, Any]:
     return {"bundles_per_step": bundles, "slots": slots}
 
 
-def _only(folder: Path, pattern: str) -> str:
-    found = list(folder.glob(pattern))
+def _only(folder: Path, kernel: str, ending: str) -> str:
+    """The one text of a kernel; in a gradient JAX puts jvp_ or the like before its name and underscores behind it."""
+    name = re.compile(rf"\d+-(\w+_)?{kernel}_*\.\d+-\d+-{re.escape(ending)}")
+    found = [path for path in folder.iterdir() if name.fullmatch(path.name)]
     if len(found) != 1:
-        raise ValueError(f"libtpu must leave one {pattern}, got {len(found)}")
+        raise ValueError(f"libtpu must leave one {ending} of {kernel}, got {len(found)}")
     return found[0].read_text()
 
 
