@@ -89,15 +89,17 @@ def problem_of(job: Job):
 
 def function_of(job: Job) -> tuple[Any, tuple]:
     """A function and its arguments' ShapeDtypeStructs."""
+    return _delta_rule(job) if job.kernel == "delta_rule" else function_for(job.kernel, *problem_of(job))
+
+
+def function_for(kernel: str, arrays, problem) -> tuple[Any, tuple]:
+    """The same for a problem of one's own."""
     from kdakit.backends import pallas_tpu
 
-    if job.kernel == "delta_rule":
-        return _delta_rule(job)
-    arrays, problem = problem_of(job)
     config = pallas_tpu.default_config(problem, "tpu")
-    if job.kernel == "step":
+    if kernel == "step":
         return (lambda arrays: pallas_tpu.step(problem, arrays, config)), (arrays,)
-    if job.kernel == "forward":
+    if kernel == "forward":
         return (lambda arrays: pallas_tpu.forward(problem, arrays, config)[0]), (arrays,)
 
     def training(arrays, d_o, d_final_state):
