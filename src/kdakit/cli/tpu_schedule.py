@@ -19,6 +19,7 @@ from typing import Any
 
 from kdakit.cli.tpu_kernels import CHIPS, Job
 
+DUMPED = ".*(schedule-analysis_final|static-per-bundle).*"  # of some 70 texts of each kernel, those read here
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VPOP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
 
 
@@ -33,7 +34,7 @@ def missing() -> str | None:
 def schedule(job: Job, target: str) -> dict[str, Any]:
     """{'kernels': [..], 'xla_cycles': n, 'cycles': n, 'milliseconds': x} of the job on a chip, or {'reason': ..}."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={DUMPED}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "LIBTPU_INIT_ARGS": flags}
         spec = json.dumps({"job": asdict(job), "target": target})
         done = subprocess.run(
