@@ -39,6 +39,7 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
 	$(BIN)/kdakit doctor --table README.md docs/backends.md
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
+	$(BIN)/kdakit compile --render $(sort $(wildcard benchmarks/results/tpu/*.json)) --table docs/tpu.md
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -44,6 +44,7 @@ class Job:
     states: bool = False  # initial and final states
     chunk_size: int = 64
     disable_recompute: bool = False
+    heads: int = 0  # a grid step; 0: as many as the backend would take
 
     @classmethod
     def of(cls, shape: Shape, **rest) -> Job:
@@ -52,7 +53,7 @@ class Job:
     def __str__(self) -> str:
         size = f"B{self.B} T{self.T} H{self.H} K{self.K}"
         extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states
-        extras += ["no recomputation"] * self.disable_recompute
+        extras += ["no recomputation"] * self.disable_recompute + [f"{self.heads} heads a step"] * bool(self.heads)
         gate = [] if self.kernel == "delta_rule" else [f"{self.gate} gate"]
         return ", ".join([f"{self.kernel} {size}", self.dtype, *gate, *extras])
 
@@ -89,14 +90,14 @@ def problem_of(job: Job):
 
 def function_of(job: Job) -> tuple[Any, tuple]:
     """A function and its arguments' ShapeDtypeStructs."""
-    return _delta_rule(job) if job.kernel == "delta_rule" else function_for(job.kernel, *problem_of(job))
+    return _delta_rule(job) if job.kernel == "delta_rule" else function_for(job.kernel, *problem_of(job), job.heads)
 
 
-def function_for(kernel: str, arrays, problem) -> tuple[Any, tuple]:
+def function_for(kernel: str, arrays, problem, heads: int = 0) -> tuple[Any, tuple]:
     """The same for a problem of one's own."""
     from kdakit.backends import pallas_tpu
 
-    config = pallas_tpu.default_config(problem, "tpu")
+    config = pallas_tpu.Config(heads) if heads else pallas_tpu.default_config(problem, "tpu")
     if kernel == "step":
         return (lambda arrays: pallas_tpu.step(problem, arrays, config)), (arrays,)
     if kernel == "forward":
