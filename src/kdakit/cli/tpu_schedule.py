@@ -19,7 +19,7 @@ from typing import Any
 
 from kdakit.cli.tpu_kernels import CHIPS, Job
 
-DUMPED = ".*(schedule-analysis_final|static-per-bundle).*"  # of some 70 texts of each kernel, those read here
+DUMPED = ".*final.*"  # of some 70 texts of each kernel, the last
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VPOP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
 
 

@@ -57,7 +57,7 @@ def heads(found: Found) -> str:
     """What more heads a grid step spill, and gain."""
     rows = []
     for (chip, job), row in found.items():
-        if job.kernel == "forward" and (job.heads or job == Job("forward")) and (chip, Job("forward")) in found:
+        if job == Job("forward", H=job.H, heads=job.heads):
             (k,) = row["kernels"]
             taken = job.T // job.chunk_size * job.H // k["steps"]
             rows.append([chip, str(taken), f"{k['bundles_per_step'] / taken:.0f}", f"{spills(k):.2f}"])
@@ -71,7 +71,7 @@ def kernels(found: Found) -> str:
     slots = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
     rows = []
     for (chip, job), row in found.items():
-        if job.T != 8192 or job.sequences or job.states or job.heads:
+        if (job.T, job.H) != (8192, 32) or job.sequences or job.states or job.heads:
             continue
         for k in row["kernels"]:
             used = [f"{k['slots'][n]['mean'] / k['slots'][n]['capacity']:.0%}" if n in k["slots"] else "" for n in slots]
