@@ -96,9 +96,9 @@ def chips(found: Found, failed: dict[tuple[str, Job], str]) -> str:
 
 def provenance(records: list[dict[str, Any]]) -> str:
     """Versions, and the commits of the records."""
-    versions = records[0]["versions"]
+    versions = ", ".join(f"{n} {records[0]['versions'][n]}" for n in ("libtpu", "jax") if n in records[0]["versions"])
     commits = sorted({str(record["commit"])[:12] for record in records})
-    return f"{records[0]['date']}: libtpu {versions['libtpu']}, jax {versions['jax']}; commit {', '.join(commits)}"
+    return f"{records[0]['date']}: {versions}; commit {', '.join(commits)}"
 
 
 def cycles(found: Found, chip: str, job: Job) -> float | None:
