@@ -41,12 +41,17 @@ def schedule(job: Job, target: str) -> dict[str, Any]:
             [sys.executable, "-m", "kdakit.cli.tpu_schedule", spec], env=environment, capture_output=True, text=True
         )  # fmt: skip
         if done.returncode:
-            last = (done.stderr.strip() or "no message").splitlines()[-1]
-            return {"reason": f"libtpu did not compile it: {last[:300]}"}
+            return {"reason": f"libtpu did not compile it: {why(done.stderr)}"}
         found = json.loads(done.stdout.splitlines()[-1])
         for kernel in found["kernels"]:
             kernel |= read_schedule(Path(folder), kernel["name"])
     return totals(found, target)
+
+
+def why(message: str) -> str:
+    """What libtpu has to say, without what it says around it."""
+    memory = re.search(r"Ran out of memory in memory space (\w+)\. Used [\d.]+\w of [\d.]+\w", message)
+    return memory[0] if memory else (message.strip() or "no message").splitlines()[-1][:300]
 
 
 def totals(found: dict[str, Any], target: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kdakit.cli.generated import markdown_table
 from kdakit.cli.tpu_kernels import CHIPS, Job
+from kdakit.cli.tpu_schedule import why
 
 # openxla/tokamax pull request 1103, B1 T8192 H32 K=V=128 bfloat16, bounded gate, counted the same way with the same versions: M cycles.
 TOKAMAX = {("v6e", "forward"): 4.84, ("v6e", "training"): 13.2, ("tpu7x", "forward"): 3.60, ("tpu7x", "training"): 9.83}
@@ -88,7 +89,7 @@ def chips(found: Found, failed: dict[tuple[str, Job], str]) -> str:
     def cell(chip: str, job: Job) -> str:
         if (row := found.get((chip, job))) is not None:
             return " + ".join(str(k["bundles_per_step"]) for k in row["kernels"])
-        return failed.get((chip, job), "–")
+        return why(failed.get((chip, job), "–"))
 
     rows = [[str(job), *(cell(chip, job) for chip in CHIPS)] for job in jobs]
     return _titled("Bundles a step of what was compiled for five chips:", ["", *CHIPS], rows, right=1)
