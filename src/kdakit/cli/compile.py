@@ -20,6 +20,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sequences", type=int, default=0, metavar="N", help="pack N sequences into T")
     parser.add_argument("--states", action="store_true", help="with initial and final states")
+    parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128))
     parser.add_argument("--heads", type=int, default=0, metavar="N", help="heads a grid step (default: the backend's choice)")
     parser.add_argument("--disable-recompute", action="store_true", help="training: save more, compute less again")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all numbers to FILE")
@@ -60,7 +61,13 @@ def jobs(args) -> list[tuple[str, Any]]:
     for name in ("sequences", "heads"):
         if getattr(args, name) < 0:
             raise UsageError(f"--{name} must not be negative, got {getattr(args, name)}")
-    more = {"dtype": args.dtype, "states": args.states, "disable_recompute": args.disable_recompute, "heads": args.heads}
+    more = {
+        "dtype": args.dtype,
+        "states": args.states,
+        "disable_recompute": args.disable_recompute,
+        "heads": args.heads,
+        "chunk_size": args.chunk_size,
+    }
     found = []
     for target in pick("target", args.target or ["v6e"], CHIPS):
         for shape in map(parse_shape, args.shape or ["h32"]):

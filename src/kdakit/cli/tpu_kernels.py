@@ -53,6 +53,7 @@ class Job:
     def __str__(self) -> str:
         size = f"B{self.B} T{self.T} H{self.H} K{self.K}"
         extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states
+        extras += [f"chunks of {self.chunk_size}"] * (self.chunk_size != 64)
         extras += ["no recomputation"] * self.disable_recompute + [f"{self.heads} heads a step"] * bool(self.heads)
         gate = [] if self.kernel == "delta_rule" else [f"{self.gate} gate"]
         return ", ".join([f"{self.kernel} {size}", self.dtype, *gate, *extras])
