@@ -135,6 +135,17 @@ def test_the_largest_heads_fit(dtype):
         assert budget.vmem_bytes <= VMEM_LIMIT // 2, budget
 
 
+def test_a_small_vmem_takes_fewer_heads():
+    from kdakit.backends.pallas_tpu import default_config
+
+    _, problem = problem_of(Job("training"))
+    found = {}
+    for chip in CHIPS:
+        with on_chip(chip):
+            found[chip] = default_config(problem, "tpu").heads
+    assert found == {"v4": 8, "v5e": 16, "v5p": 16, "v6e": 16, "tpu7x": 16} and default_config(problem, "cpu").heads == 16
+
+
 def test_heads_share_matrices_only_where_they_fill_lanes():
     _, problem = problem_of(BASE)
     made = {C: tile.make_tile(problem.replace(chunk_size=C), tile.Config(heads=8)) for C in (16, 32, 64, 128)}

@@ -90,7 +90,8 @@ def compile_here(job: Job, target: str) -> dict[str, Any]:
 
     from kdakit.cli import tpu_budget, tpu_kernels
 
-    function, arguments = tpu_kernels.function_of(job)
+    with tpu_kernels.on_chip(target):  # which may decide how many heads a step takes
+        function, arguments = tpu_kernels.function_of(job)
     device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[target].topology).devices[0]
     place = SingleDeviceSharding(device)
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
