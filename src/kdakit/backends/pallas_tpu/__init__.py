@@ -33,8 +33,8 @@ def operand_dtype(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, device) -> Config:
-    """Heads of a step fill the latencies of each other's products: 16 take 0.82 times the cycles of 8, each. Fewer where VMEM is small, as on
-    a TPU v4, or where there are fewer: blocks may be as wide as the array."""
+    """Heads of a step fill the latencies of each other's products: 16 take 0.82 times the cycles of 8, each. Fewer where VMEM is small, as
+    on a TPU v4, or where there are fewer: blocks may be as wide as the array."""
     small = max(problem.K, problem.V) <= 128 and problem.dtype == "bfloat16"
     wide = 16 if problem.HV % 16 == 0 and small and _vmem_mib() > 16 else 8
     return Config(heads=min(problem.HV, wide), interpret=str(device) != "tpu")
