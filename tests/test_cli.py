@@ -90,7 +90,9 @@ def test_every_command_has_help(command, capsys):
         (["bench", "--against", "flash"], "--against must be"),
         (["bench", "--repeat", "0"], "must be positive"),
         (["bench", "--table", "x.md"], "--render"),
+        (["compile", "--table", "x.md"], "--render"),
         (["bench", "--render", "nowhere.json"], "nowhere.json"),
+        (["compile", "--render", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_mistakes_exit_with_2_and_say_what_to_do(words, message, capsys):
@@ -496,12 +498,17 @@ def test_compile_shows_and_records(monkeypatch, capsys, tmp_path):
     assert "1.025 M cycles" in out and "25%" in out and "0.25/bundle" in out and "no room" in out
     record = json.loads(file.read_text())
     assert record["results"][0]["cycles"] == 4000 * 256 + 1000 and record["missing"][0]["target"] == "v4"
+    page = tmp_path / "page.md"
+    page.write_text("<!-- generated: schedule -->\n<!-- end generated: schedule -->\n")
+    assert main(["compile", "--render", str(file), "--table", str(page)]) == 0
+    assert "| v6e | 16 | 250 | 0.25 |" in generated.read(page, "schedule")
 
 
 def test_schedule_is_read_from_what_libtpu_leaves(tmp_path):
     (tmp_path / "1-kda_forward.1-70-schedule-analysis_final_bundles.txt").write_text("x\n\ttotal scheduled bundles:    42\n")
     lines = ["title", "MXU, VALU", "2 4", "", "1 2", "0 4", "end"]
     (tmp_path / "1-kda_forward.1-69-final_hlo-static-per-bundle-utilization.txt").write_text("\n".join(lines))
+    (tmp_path / "2-jvp_kda_forward_more_.1-70-schedule-analysis_final_bundles.txt").write_text("another kernel's, in a gradient")
     found = tpu_schedule.read_schedule(tmp_path, "kda_forward")
     assert found == {"bundles_per_step": 42, "slots": {"MXU": {"mean": 0.5, "capacity": 2}, "VALU": {"mean": 3.0, "capacity": 4}}}
     with pytest.raises(ValueError, match="must leave one"):

@@ -122,7 +122,10 @@ def test_disable_recompute_gives_the_same_numbers(backend, name):
     skip_unless_able(backend, case, grad=True)
     keep = replace(case, options=case.options | {"disable_recompute": True})
     first, second = checking.run_case(backend, case), checking.run_case(backend, keep)
-    assert all(np.array_equal(first[n], second[n]) for n in first)
+    if checking.interpreted(backend):  # two programs to the interpreter's compiler, which may round a * b + c once in one of them
+        assert all(accuracy.error(first[n], second[n]) <= 1e-7 for n in first)
+    else:
+        assert all(np.array_equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.parametrize("op", ["chunk", "recurrent"])

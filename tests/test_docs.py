@@ -15,7 +15,7 @@ import pytest
 
 from kdakit import dispatch, reference
 from kdakit.cases import CASES
-from kdakit.cli import checking, doctor, generated, results
+from kdakit.cli import checking, doctor, generated, results, tpu_table
 from kdakit.dispatch import Backend
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +130,11 @@ def test_measurements_are_those_recorded():
     if not records:
         pytest.skip("no measurements in benchmarks/results")
     assert generated.read(ROOT / "docs/performance.md", "measurements") == results.markdown(records), "run: make tables"
+
+
+def test_schedule_tables_are_the_records():
+    files = [str(file) for file in sorted((ROOT / "benchmarks/results/tpu").glob("*.json"))]
+    assert generated.read(ROOT / "docs/tpu.md", "schedule") == tpu_table.render(files), "run: make tables"
 
 
 def test_the_demo_is_described_as_recorded():

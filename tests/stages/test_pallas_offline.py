@@ -7,44 +7,65 @@ from dataclasses import replace
 import pytest
 
 from kdakit.cli import tpu_budget, tpu_schedule
-from kdakit.cli.tpu_kernels import CHIPS, Job, function_of, on_chip, problem_of
+from kdakit.cli.tpu_kernels import CHIPS, Job, function_for, function_of, on_chip, problem_of
 
 jax = pytest.importorskip("jax")
 from kdakit.backends.pallas_tpu import tile  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import VMEM_LIMIT  # noqa: E402
 
-BASE = Job("training", T=160, H=8)
-# What else changes the code of a kernel, each once.
-VARIANTS = [
-    replace(BASE, gate="softplus"),
-    replace(BASE, gate="log_decay", dtype="float32"),
-    replace(BASE, sequences=3),
-    replace(BASE, sequences=3, states=True),
-    replace(BASE, states=True, K=64, V=128),
-    replace(BASE, K=256, HV=16, gate="log_decay"),
-    replace(BASE, H=3, chunk_size=32),
-    replace(BASE, kernel="forward", chunk_size=128),
-    replace(BASE, kernel="forward", chunk_size=16),
+BASE = Job("training", T=160, H=8)  # heads by strided loads
+FEW = replace(BASE, H=2)
+# Every kernel and dtype, and whatever else changes the code of a kernel, each once.
+JOBS = [
+    BASE,
+    replace(BASE, dtype="float32", gate="softplus"),
+    replace(FEW, gate="softplus"),
+    replace(FEW, gate="log_decay", dtype="float32", disable_recompute=True),
+    replace(FEW, dtype="float16"),
+    replace(FEW, sequences=3),
+    replace(FEW, sequences=3, states=True, disable_recompute=True),
+    replace(FEW, states=True, K=64, V=128),
+    replace(FEW, K=256, HV=4, gate="log_decay"),
+    replace(FEW, H=3, chunk_size=32),
+    replace(FEW, kernel="forward", chunk_size=128),
+    replace(FEW, kernel="forward", chunk_size=16, dtype="float32"),
+    replace(BASE, kernel="step"),
     replace(BASE, kernel="step", dtype="float32"),
-    replace(BASE, kernel="step", gate="log_decay", sequences=1),
+    replace(FEW, kernel="step", gate="log_decay", sequences=1),
+    replace(BASE, kernel="delta_rule"),
+    replace(FEW, kernel="delta_rule", dtype="float32", V=64),
+]
+OPTIONS = [  # that a Job does not have
+    {"state_v_first": True, "beta": "double_sigmoid"},
+    {"return_intermediate_states": True, "l2norm": False, "beta": "given"},
 ]
 
 
-def lower(job: Job, chip: str) -> str:
-    function, arguments = function_of(job)
-    with on_chip(chip):
-        return jax.export.export(jax.jit(function), platforms=["tpu"])(*arguments).mlir_module()
+def lowers(function, arguments, calls: int) -> None:
+    """Traced once; lowered under the eyes of each chip."""
+    traced = jax.jit(function).trace(*arguments)
+    for chip in CHIPS:
+        with on_chip(chip):
+            assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == calls, chip
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_lowers_for_every_chip(chip):
-    for job in (BASE, replace(BASE, kernel="step")):
-        assert lower(job, chip).count("tpu_custom_call") == (2 if job.kernel == "training" else 1)
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_lowers_for_every_chip(job):
+    lowers(*function_of(job), calls=2 if job.kernel in ("training", "delta_rule") else 1)
 
 
-@pytest.mark.parametrize("job", VARIANTS, ids=str)
-def test_every_variant_lowers(job):
-    assert "tpu_custom_call" in lower(job, "v5e")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_other_options_lower_for_every_chip(options):
+    arrays, problem = problem_of(replace(FEW, sequences=3, states=True))
+    if problem.options.state_v_first != options.get("state_v_first", False):
+        arrays = arrays._replace(initial_state=jax.ShapeDtypeStruct(problem.replace(state_v_first=True).state_shape, "float32"))
+    lowers(*function_for("training", arrays, problem.replace(**options)), calls=2)
+
+
+def test_segment_ids_lower_for_every_chip():
+    arrays, problem = problem_of(FEW)
+    arrays = arrays._replace(segment_ids=jax.ShapeDtypeStruct((1, FEW.T), "int32"))
+    lowers(*function_for("training", arrays, problem.replace(varlen="segment_ids")), calls=2)
 
 
 def test_a_primitive_that_mosaic_lacks_is_refused():
@@ -77,12 +98,33 @@ def test_budget_of_the_forward():
 
 
 def test_budget_of_training():
-    job = Job("training", T=1024)
-    forward, backward = tpu_budget.budgets(*function_of(job))
-    saved = job.T // 64 * job.H * (128 * 128 + 3 * 64 * 64) * 2
-    assert forward.hbm_bytes <= 1.05 * minimal_bytes(job, 5) + saved
-    assert backward.hbm_bytes <= 1.06 * minimal_bytes(job, 9) + saved
-    assert backward.vmem_bytes <= 16 * 2**20
+    """Beside its inputs and outputs the backward reads what the forward saved, once: states and matrices, or also r and v_new."""
+    flops = {}
+    for more in (False, True):
+        job = Job("training", T=1024, disable_recompute=more)
+        forward, backward = tpu_budget.budgets(*function_of(job))
+        saved = job.T // 64 * job.H * (128 * 128 + 3 * 64 * 64 + 2 * 64 * 128 * more) * 2
+        assert minimal_bytes(job, 5) + saved <= forward.hbm_bytes <= 1.05 * minimal_bytes(job, 5) + saved
+        assert minimal_bytes(job, 9) + saved <= backward.hbm_bytes <= 1.06 * minimal_bytes(job, 9) + saved
+        assert backward.vmem_bytes <= 16 * 2**20
+        flops[more] = backward.dot_flops / (backward.steps * 16)
+    # Per head and chunk of 64: 6 products with a state, 8 of or with [64, 64] matrices; besides, the pairs' and the gates' sums.
+    useful = 2 * 64 * 128 * 128 * 6 + 2 * 64 * 64 * 128 * 8
+    assert useful < flops[False] < 4 * useful
+    # No product with the state for r, none with the inverse for v_new, which two heads share, half of it zeros.
+    assert flops[False] - flops[True] == 2 * 64 * 128 * 128 + 2 * 2 * 64 * 64 * 128
+
+
+def test_budgets_of_decode_and_delta_rule():
+    """States in and out, once each; chunks' arrays too."""
+    (step,) = tpu_budget.budgets(*function_of(Job("step", B=4)))
+    states = 4 * 32 * 128 * 128 * 4
+    assert 2 * states <= step.hbm_bytes <= 1.05 * 2 * states and step.vmem_bytes <= 8 * 2**20 and step.dot_flops == 0
+    forward, backward = tpu_budget.budgets(*function_of(job := Job("delta_rule", T=1024)))
+    states = job.T // 64 * job.H * 128 * 128 * 4
+    assert forward.hbm_bytes <= 1.1 * (minimal_bytes(job, 4) + states)
+    assert backward.hbm_bytes <= 1.1 * (minimal_bytes(job, 7) + 2 * states)
+    assert forward.dot_flops == job.T * job.H * 2 * 2 * 128 * 128 and backward.dot_flops == 2 * forward.dot_flops
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -91,6 +133,17 @@ def test_the_largest_heads_fit(dtype):
     job = Job("training", "log_decay", dtype, T=256, H=8, K=256, chunk_size=128, states=True)
     for budget in tpu_budget.budgets(*function_of(job)):
         assert budget.vmem_bytes <= VMEM_LIMIT // 2, budget
+
+
+def test_a_small_vmem_takes_fewer_heads():
+    from kdakit.backends.pallas_tpu import default_config
+
+    _, problem = problem_of(Job("training"))
+    found = {}
+    for chip in CHIPS:
+        with on_chip(chip):
+            found[chip] = default_config(problem, "tpu").heads
+    assert found == {"v4": 8, "v5e": 16, "v5p": 16, "v6e": 16, "tpu7x": 16} and default_config(problem, "cpu").heads == 16
 
 
 def test_heads_share_matrices_only_where_they_fill_lanes():
@@ -105,7 +158,7 @@ def test_compiles_with_libtpu(chip):
     reason = tpu_schedule.missing()
     if reason:
         pytest.skip(reason)
-    for job in (BASE, replace(BASE, kernel="step")):
+    for job in (BASE, replace(BASE, kernel="step"), replace(BASE, kernel="delta_rule")):
         found = tpu_schedule.schedule(job, chip)
         assert "reason" not in found, found["reason"]
         assert all(kernel["bundles_per_step"] > 0 for kernel in found["kernels"])

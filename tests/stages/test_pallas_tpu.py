@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kdakit import accuracy
-from kdakit.cases import CASES, Case
+from kdakit import accuracy, reference
+from kdakit.cases import CASES, FUSED, Case
 from kdakit.cli import checking
 from kdakit.problem import DIFFERENTIABLE, Arrays
 
@@ -26,9 +26,26 @@ from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E4
 from kdakit.backends.pallas_tpu.launch import interpret_mode  # noqa: E402
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-MODES = [(seed, eager) for seed in (0, 1) for eager in (True, False)]
 SMALL = Case("small", "two steps of tokens, two rows", B=2, T=24, H=2, HV=2, K=16, V=8, options={"chunk_size": 16})
+SAVING = FUSED | {"chunk_size": 16, "disable_recompute": True}
+GATED = replace(SMALL, why="softplus, saving more", B=1, gate="raw", beta="logits", A_log=True, dt_bias=True, options=SAVING)
+SEGMENTS = replace(SMALL, why="segment_ids", B=1, segments=((5, 19),))
 PACKED = Case("packed", "three sequences, one empty, in two chunks", T=24, H=1, HV=1, lengths=(5, 0, 19), options={"chunk_size": 16})
+STATES = replace(PACKED, why="the same, with states before chunks", options=PACKED.options | {"return_intermediate_states": True})
+# Each kernel and way of knowing sequences with two seeds and both ways of executing copies.
+RACES = [
+    (SMALL, "float32", "chunk", 0, True),
+    (SMALL, "float32", "chunk", 1, False),
+    (GATED, "float32", "chunk", 0, False),
+    (GATED, "float32", "chunk", 1, True),
+    (SEGMENTS, "float32", "chunk", 0, True),
+    (SEGMENTS, "float32", "chunk", 1, False),
+    (PACKED, "float32", "chunk", 0, False),
+    (STATES, "float32", "chunk", 1, True),
+    (SMALL, "float32", "recurrent", 0, False),
+    (PACKED, "float32", "recurrent", 0, True),
+    (PACKED, "float32", "recurrent", 1, False),
+]
 
 
 def races_found() -> bool:
@@ -51,7 +68,7 @@ def run(case: Case, config, dtype="float32", op="chunk", grad=True):
         return result, pallas_tpu.backward(problem, arrays, saved, d_o, d_final, config) if grad else None
 
     result, gradients = jax.jit(whole, compiler_options=QUICK)(given, d_o, d_final)
-    found = {"o": result.o, "final_state": result.final_state}
+    found = {"o": result.o, "final_state": result.final_state} | ({} if result.states is None else {"states": result.states})
     found |= {} if gradients is None else {n: getattr(gradients, n) for n in DIFFERENTIABLE if getattr(gradients, n) is not None}
     return {n: np.asarray(x, np.float64) for n, x in found.items()}
 
@@ -62,21 +79,19 @@ def assert_right(case: Case, found, dtype="float32", op="chunk", grad=True):
     assert all(row.ok for row in rows), rows
 
 
-@pytest.mark.parametrize("seed, eager", MODES)
-def test_no_races_and_nothing_uninitialised(seed, eager):
+@pytest.mark.parametrize(
+    "case, dtype, op, seed, eager",
+    RACES,
+    ids=[f"{c.why}-{dtype}-{op}-{seed}-{'eager' if x else 'late'}" for c, dtype, op, seed, x in RACES],
+)
+def test_no_races_and_nothing_uninitialised(case, dtype, op, seed, eager):
     pltpu.reset_tpu_interpret_mode_state()
-    found = run(SMALL, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager))
+    found = run(case, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager), dtype, op, grad=op == "chunk")
     assert not races_found()
-    assert_right(SMALL, found)
-
-
-@pytest.mark.parametrize("op", ["chunk", "recurrent"])
-@pytest.mark.parametrize("seed, eager", [MODES[0], MODES[3]])
-def test_no_races_between_packed_sequences(seed, eager, op):
-    pltpu.reset_tpu_interpret_mode_state()
-    found = run(PACKED, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager), op=op, grad=op == "chunk")
-    assert not races_found()
-    assert_right(PACKED, found, op=op, grad=op == "chunk")
+    assert_right(case, found, dtype, op, grad=op == "chunk")
+    if case is STATES:
+        want = reference.forward(case.problem(), case.arrays()).states  # three chunks; the fourth slot is none's
+        assert accuracy.error(found["states"][:, :3], want) <= accuracy.tolerance(0.0, "float32") and not found["states"][:, 3:].any()
 
 
 def test_the_interpreter_would_show_an_unset_state():
@@ -149,14 +164,18 @@ def test_strided_stores(dtype):
 def test_heads_that_fill_no_block():
     """Ten heads in blocks of eight: what the second block holds beyond them is never seen."""
     case = Case("ten", "ten heads", T=16, H=10, HV=10, K=16, V=16, options={"chunk_size": 16})
-    assert_right(case, run(case, tile.Config(heads=8, interpret=True), grad=False), grad=False)
+    pltpu.reset_tpu_interpret_mode_state()
+    assert_right(case, run(case, tile.Config(heads=8, interpret=True, race_seed=0), grad=False), grad=False)
+    assert not races_found()
 
 
 def test_pairs_of_heads():
     """Chunks of 64 put the matrices of two heads side by side; a bounded gate in bfloat16 takes the short way inside blocks."""
     case = replace(CASES["lower_bound"], T=80, options=CASES["lower_bound"].options | {"chunk_size": 64})
     assert pallas_tpu.tile.make_tile(case.problem("bfloat16"), tile.Config(heads=2)).group == 2
-    assert_right(case, run(case, tile.Config(heads=2, interpret=True), "bfloat16"), "bfloat16")
+    pltpu.reset_tpu_interpret_mode_state()
+    assert_right(case, run(case, tile.Config(heads=2, interpret=True, race_seed=1, eager_dma=False), "bfloat16"), "bfloat16")
+    assert not races_found()
 
 
 @pytest.mark.parametrize("lengths", [(5, 0, 19), (16, 16), (24,), (0, 0, 1, 31, 0), (1,) * 20])
@@ -172,6 +191,15 @@ def test_table_visits_every_token_once_and_in_order(lengths):
         assert first == (bool(tokens) and tokens[0] == cu[sequence]) and last == (bool(tokens) and tokens[-1] == cu[sequence + 1] - 1)
         seen += tokens
     assert seen == list(range(T))
+
+
+def test_saving_more_names_more():
+    """The policies of jax.checkpoint see what the forward keeps."""
+    case = replace(SMALL, options=SMALL.options | {"disable_recompute": True})
+    for given, names in ((SMALL, {"kda_states", "kda_matrices"}), (case, {"kda_states", "kda_matrices", "kda_values"})):
+        problem, arrays = given.problem(needs_grad=True), checking.to_jax(given.arrays(), given.dtypes())
+        jaxpr = jax.make_jaxpr(lambda arrays, p=problem: pallas_tpu.forward(p, arrays, tile.Config(heads=1))[1])(arrays)
+        assert {eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "name"} == names
 
 
 def test_decode_takes_the_initial_states_place():

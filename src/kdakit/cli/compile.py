@@ -12,19 +12,32 @@ from typing import Any
 
 def add_arguments(parser) -> None:
     parser.add_argument("--target", nargs="+", metavar="CHIP", help="v4, v5e, v5p, v6e, tpu7x (default: v6e)")
-    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="forward, training (forward and backward), step (default: all)")
+    parser.add_argument(
+        "--kernel", nargs="+", metavar="NAME", help="forward, training (forward and backward), step, delta_rule (default: all)"
+    )
     parser.add_argument("--gate", nargs="+", metavar="GATE", help="bounded, softplus, log_decay (default: bounded)")
     parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: h32 = 1x8192x32x128)")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--sequences", type=int, default=0, metavar="N", help="pack N sequences into T")
     parser.add_argument("--states", action="store_true", help="with initial and final states")
+    parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128))
+    parser.add_argument("--heads", type=int, default=0, metavar="N", help="heads a grid step (default: the backend's choice)")
+    parser.add_argument("--disable-recompute", action="store_true", help="training: save more, compute less again")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all numbers to FILE")
+    parser.add_argument("--render", nargs="+", metavar="FILE", help="compile nothing, print the tables of files that --json wrote")
+    parser.add_argument("--table", metavar="FILE", help="with --render: rewrite the generated tables of a Markdown file")
 
 
 def run(args) -> int:
-    from kdakit.cli import tpu_schedule
+    from kdakit.cli import generated, tpu_schedule, tpu_table
     from kdakit.cli.choices import UsageError
 
+    if args.render:
+        text = tpu_table.render(args.render)
+        generated.write(args.table, "schedule", text) if args.table else print(text)
+        return 0
+    if args.table:
+        raise UsageError("--table needs --render FILE ..")
     made = jobs(args)
     if (reason := tpu_schedule.missing()) is not None:
         raise UsageError(f"nothing can be compiled for TPUs here: {reason}")
@@ -45,9 +58,16 @@ def jobs(args) -> list[tuple[str, Any]]:
     from kdakit.cli.contestants import parse_shape
     from kdakit.cli.tpu_kernels import CHIPS, GATES, KERNELS, Job
 
-    if args.sequences < 0:
-        raise UsageError(f"--sequences must not be negative, got {args.sequences}")
-    more = {"dtype": args.dtype, "states": args.states}
+    for name in ("sequences", "heads"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name} must not be negative, got {getattr(args, name)}")
+    more = {
+        "dtype": args.dtype,
+        "states": args.states,
+        "disable_recompute": args.disable_recompute,
+        "heads": args.heads,
+        "chunk_size": args.chunk_size,
+    }
     found = []
     for target in pick("target", args.target or ["v6e"], CHIPS):
         for shape in map(parse_shape, args.shape or ["h32"]):
@@ -95,9 +115,10 @@ def show(record: dict[str, Any]) -> None:
 
 def _cells(kernel: dict[str, Any]) -> list[str]:
     used = lambda name: f"{kernel['slots'][name]['mean'] / kernel['slots'][name]['capacity']:.0%}" if name in kernel["slots"] else ""
-    spills = sum(kernel["slots"].get(n, {"mean": 0})["mean"] for n in ("VLOAD:FILL", "VSTORE:SPILL"))
+    from kdakit.cli.tpu_table import spills
+
     return [
         kernel["name"], str(kernel["bundles_per_step"]), str(kernel["steps"]),
         f"{kernel['bundles_per_step'] * kernel['steps'] / 1e6:.3f}", f"{kernel['vmem_bytes'] / 2**20:.1f}",
-        *(used(n) for n in ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")), f"{spills:.2f}/bundle",
+        *(used(n) for n in ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")), f"{spills(kernel):.2f}/bundle",
     ]  # fmt: skip

@@ -51,8 +51,11 @@ def _name(eqn) -> str:
 def _visits(grid, block) -> int:
     """How often the block is copied: once per step if its index depends on the last grid axis, else once per visit of the others."""
     index = block.index_map_jaxpr.jaxpr
-    last = index.invars[len(grid) - 1]
-    depends = any(last in eqn.invars for eqn in index.eqns) or last in index.outvars
+    used = {v for v in index.outvars if type(v).__name__ != "Literal"}
+    for eqn in reversed(index.eqns):
+        if used & set(eqn.outvars):
+            used |= {v for v in eqn.invars if type(v).__name__ != "Literal"}
+    depends = index.invars[len(grid) - 1] in used
     constant = all(type(v).__name__ == "Literal" for v in index.outvars)
     return 1 if constant else math.prod(int(n) for n in (grid if depends else grid[:-1]))
 

@@ -23,13 +23,13 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", "TPU7x", 2.0),
 }
 
-KERNELS = ("forward", "training", "step")
+KERNELS = ("forward", "training", "step", "delta_rule")
 GATES = ("bounded", "softplus", "log_decay")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call to compile: `training` is forward and backward, `step` one token of each sequence."""
+    """One call to compile: `training` is forward and backward, `step` one token of each sequence, `delta_rule` that stage alone."""
 
     kernel: str
     gate: str = "bounded"
@@ -43,6 +43,8 @@ class Job:
     sequences: int = 0  # packed into T
     states: bool = False  # initial and final states
     chunk_size: int = 64
+    disable_recompute: bool = False
+    heads: int = 0  # a grid step; 0: as many as the backend would take
 
     @classmethod
     def of(cls, shape: Shape, **rest) -> Job:
@@ -51,7 +53,10 @@ class Job:
     def __str__(self) -> str:
         size = f"B{self.B} T{self.T} H{self.H} K{self.K}"
         extras = [f"{self.sequences} sequences"] * bool(self.sequences) + ["states"] * self.states
-        return ", ".join([f"{self.kernel} {size}", self.dtype, f"{self.gate} gate", *extras])
+        extras += [f"chunks of {self.chunk_size}"] * (self.chunk_size != 64)
+        extras += ["no recomputation"] * self.disable_recompute + [f"{self.heads} heads a step"] * bool(self.heads)
+        gate = [] if self.kernel == "delta_rule" else [f"{self.gate} gate"]
+        return ", ".join([f"{self.kernel} {size}", self.dtype, *gate, *extras])
 
 
 def problem_of(job: Job):
@@ -79,19 +84,24 @@ def problem_of(job: Job):
     options = make_options(
         arrays, use_qk_l2norm_in_kernel=fused, use_gate_in_kernel=fused, use_beta_sigmoid_in_kernel=fused, chunk_size=job.chunk_size,
         lower_bound=-5.0 if bounded else None, safe_gate=bounded, output_final_state=job.states or recurrent,
+        disable_recompute=job.disable_recompute,
     )  # fmt: skip
     return arrays, make_problem("recurrent" if recurrent else "chunk", arrays, options, needs_grad=job.kernel == "training")
 
 
 def function_of(job: Job) -> tuple[Any, tuple]:
     """A function and its arguments' ShapeDtypeStructs."""
+    return _delta_rule(job) if job.kernel == "delta_rule" else function_for(job.kernel, *problem_of(job), job.heads)
+
+
+def function_for(kernel: str, arrays, problem, heads: int = 0) -> tuple[Any, tuple]:
+    """The same for a problem of one's own."""
     from kdakit.backends import pallas_tpu
 
-    arrays, problem = problem_of(job)
-    config = pallas_tpu.default_config(problem, "tpu")
-    if job.kernel == "step":
+    config = pallas_tpu.Config(heads) if heads else pallas_tpu.default_config(problem, "tpu")
+    if kernel == "step":
         return (lambda arrays: pallas_tpu.step(problem, arrays, config)), (arrays,)
-    if job.kernel == "forward":
+    if kernel == "forward":
         return (lambda arrays: pallas_tpu.forward(problem, arrays, config)[0]), (arrays,)
 
     def training(arrays, d_o, d_final_state):
@@ -99,6 +109,27 @@ def function_of(job: Job) -> tuple[Any, tuple]:
         return result, pallas_tpu.backward(problem, arrays, saved, d_o, d_final_state, config)
 
     return training, (arrays, arrays.v, arrays.initial_state)
+
+
+def _delta_rule(job: Job) -> tuple[Any, tuple]:
+    """The stage, forward and backward."""
+    import jax
+
+    from kdakit.backends.pallas_tpu.delta_rule import delta_rule
+    from kdakit.backends.pallas_tpu.tile import Config
+
+    def array(*shape, dtype="float32"):
+        return jax.ShapeDtypeStruct((*shape,), dtype)
+
+    chunks, HV, C, K, V = -(-job.T // job.chunk_size), job.HV or job.H, job.chunk_size, job.K, job.V or job.K
+    keys, values = (array(chunks, job.B, HV, C, size, dtype=job.dtype) for size in (K, V))
+    given = keys, values, keys, array(chunks, job.B, HV, K), array(job.B, HV, V, K)
+
+    def both(given, cotangents):
+        results, pullback = jax.vjp(lambda *x: delta_rule(*x, Config(heads=min(HV, 8))), *given)
+        return results, pullback(cotangents)
+
+    return both, (given, (array(chunks, job.B, HV, V, K), values, array(job.B, HV, V, K)))
 
 
 def on_chip(chip: str):

@@ -19,6 +19,7 @@ from typing import Any
 
 from kdakit.cli.tpu_kernels import CHIPS, Job
 
+DUMPED = ".*final.*"  # of some 70 texts of each kernel, the last
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VPOP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
 
 
@@ -33,19 +34,24 @@ def missing() -> str | None:
 def schedule(job: Job, target: str) -> dict[str, Any]:
     """{'kernels': [..], 'xla_cycles': n, 'cycles': n, 'milliseconds': x} of the job on a chip, or {'reason': ..}."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={DUMPED}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "LIBTPU_INIT_ARGS": flags}
         spec = json.dumps({"job": asdict(job), "target": target})
         done = subprocess.run(
             [sys.executable, "-m", "kdakit.cli.tpu_schedule", spec], env=environment, capture_output=True, text=True
         )  # fmt: skip
         if done.returncode:
-            last = (done.stderr.strip() or "no message").splitlines()[-1]
-            return {"reason": f"libtpu did not compile it: {last[:300]}"}
+            return {"reason": f"libtpu did not compile it: {why(done.stderr)}"}
         found = json.loads(done.stdout.splitlines()[-1])
         for kernel in found["kernels"]:
             kernel |= read_schedule(Path(folder), kernel["name"])
     return totals(found, target)
+
+
+def why(message: str) -> str:
+    """What libtpu has to say, without what it says around it."""
+    memory = re.search(r"Ran out of memory in memory space (\w+)\. Used [\d.]+\w of [\d.]+\w", message)
+    return memory[0] if memory else (message.strip() or "no message").splitlines()[-1][:300]
 
 
 def totals(found: dict[str, Any], target: str) -> dict[str, Any]:
@@ -55,9 +61,9 @@ def totals(found: dict[str, Any], target: str) -> dict[str, Any]:
 
 def read_schedule(folder: Path, kernel: str) -> dict[str, Any]:
     """Bundles per grid step and the mean number of slots used per bundle, with the capacity of each kind."""
-    analysis = _only(folder, f"*-{kernel}.*-schedule-analysis_final_bundles.txt")
+    analysis = _only(folder, kernel, "schedule-analysis_final_bundles.txt")
     bundles = int(re.search(r"total scheduled bundles:\s+(\d+)", analysis)[1])
-    lines = _only(folder, f"*-{kernel}.*-final_hlo-static-per-bundle-utilization.txt").splitlines()
+    lines = _only(folder, kernel, "final_hlo-static-per-bundle-utilization.txt").splitlines()
     names, capacities = [n.strip() for n in lines[1].split(",")], [int(x) for x in lines[2].split()]
     rows = [[int(x) for x in line.split()] for line in lines[4:] if re.fullmatch(r"[\d\s]+", line) and line.strip()]
     slots = {}
@@ -67,10 +73,12 @@ def read_schedule(folder: Path, kernel: str) -> dict[str, Any]:
     return {"bundles_per_step": bundles, "slots": slots}
 
 
-def _only(folder: Path, pattern: str) -> str:
-    found = list(folder.glob(pattern))
+def _only(folder: Path, kernel: str, ending: str) -> str:
+    """The one text of a kernel; in a gradient JAX puts jvp_ or the like before its name and underscores behind it."""
+    name = re.compile(rf"\d+-(\w+_)?{kernel}_*\.\d+-\d+-{re.escape(ending)}")
+    found = [path for path in folder.iterdir() if name.fullmatch(path.name)]
     if len(found) != 1:
-        raise ValueError(f"libtpu must leave one {pattern}, got {len(found)}")
+        raise ValueError(f"libtpu must leave one {ending} of {kernel}, got {len(found)}")
     return found[0].read_text()
 
 
@@ -82,7 +90,8 @@ def compile_here(job: Job, target: str) -> dict[str, Any]:
 
     from kdakit.cli import tpu_budget, tpu_kernels
 
-    function, arguments = tpu_kernels.function_of(job)
+    with tpu_kernels.on_chip(target):  # which may decide how many heads a step takes
+        function, arguments = tpu_kernels.function_of(job)
     device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[target].topology).devices[0]
     place = SingleDeviceSharding(device)
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)

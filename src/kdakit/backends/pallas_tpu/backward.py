@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.fused import Head, Inputs, Rows, activate, chunk_decay, state_block, step_rows
+from kdakit.backends.pallas_tpu.fused import Head, Inputs, Matrices, Rows, activate, apply_matrices, chunk_decay, state_block, step_rows
 from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
-from kdakit.backends.pallas_tpu.heads import dot, groups_of, read_heads, row_slices, row_sums, write_heads
+from kdakit.backends.pallas_tpu.heads import dot, read_heads, row_slices, row_sums, write_heads
 from kdakit.backends.pallas_tpu.intra import make_masks, operand
 from kdakit.backends.pallas_tpu.intra_backward import pair_products_backward
-from kdakit.backends.pallas_tpu.state import apply_group, from_start, read_state, to_end
+from kdakit.backends.pallas_tpu.state import from_start, read_state, to_end
 from kdakit.backends.pallas_tpu.tile import Tile
 
 
@@ -32,6 +32,7 @@ class Given(NamedTuple):
     d_o: Any  # [1, C, heads, V]
     states: Any  # [1, 1, heads, V, K]
     matrices: Any  # [1, 1, groups, 3, C, g C]
+    values: Any = None  # [1, 1, heads, 2, C, V]
     d_final: Any = None
 
 
@@ -64,26 +65,31 @@ class Flow(NamedTuple):
     d_decay: Any  # [1, K]  of the exponent
 
 
-def state_flow(tile: Tile, heads: list[Head], matrices: list, rows: Rows, S: list, d_S: list, d_o: list) -> list[Flow]:
-    """Through output, state and the triangular system. Stage by stage for all heads: alone, one would wait for the matrix unit."""
+def values_again(tile: Tile, heads: list[Head], matrices: list[Matrices], S: list, k_in: list) -> tuple[list, list]:
+    """r and v_new [C, V] of each head, as the forward had them."""
+    r = [h.v - read_state(tile, s, x)[0] for h, s, x in zip(heads, S, k_in, strict=True)]
+    return r, apply_matrices(tile, matrices, "inverse", [h.beta * x for h, x in zip(heads, r, strict=True)])
+
+
+def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Rows, S, d_S, d_o, values=None) -> list[Flow]:
+    """Through output, state and the triangular system; S, d_S, d_o and, if saved, the `values` r and v_new are lists by head.
+
+    Stage by stage for all heads: alone, one would wait for the matrix unit.
+    """
     each = range(len(heads))
 
-    def grouped(m: int, values: list) -> list:
-        return [x for group, own in zip(matrices, groups_of(tile, values), strict=True) for x in apply_group(tile, group[m], own)]
-
-    def turned(m: int) -> list:
+    def turned(name: str) -> list:
         """The transposed matrix [C, C] of each head."""
-        return [x for group in matrices for x in row_slices(group[m].astype(jnp.float32).T, tile.group)]
+        return [x for group in matrices for x in row_slices(getattr(group, name).astype(jnp.float32).T, tile.group)]
 
     q_in = [from_start(tile, h.x.q_to, h.d, rows.enter) for h in heads]
     k_in = [from_start(tile, h.x.k_to, h.d, rows.enter) for h in heads]
     k_end = [to_end(tile, h.x, h.d, rows.leave) for h in heads]
-    r = [h.v - read_state(tile, s, x)[0] for h, s, x in zip(heads, S, k_in, strict=True)]
-    v_new = grouped(2, [h.beta * x for h, x in zip(heads, r, strict=True)])
-    d_v_new = [dot(tile, A, d) for A, d in zip(turned(0), d_o, strict=True)]
+    r, v_new = values_again(tile, heads, matrices, S, k_in) if values is None else values
+    d_v_new = [dot(tile, A, d) for A, d in zip(turned("A_qk"), d_o, strict=True)]
     d_v_new = [x + dot(tile, k, d, (1, 1)) for x, k, d in zip(d_v_new, k_end, d_S, strict=True)]
-    e = [dot(tile, X, x) for X, x in zip(turned(2), d_v_new, strict=True)]
-    errors = [x - y for x, y in zip(r, grouped(1, v_new), strict=True)]
+    e = [dot(tile, X, x) for X, x in zip(turned("inverse"), d_v_new, strict=True)]
+    errors = [x - y for x, y in zip(r, apply_matrices(tile, matrices, "P", v_new), strict=True)]
     d_r = [h.beta * x for h, x in zip(heads, e, strict=True)]
     both = [operand(tile, jnp.concatenate([d_o[n], -d_r[n]], axis=0)) for n in each]  # [2 C, V]
     d_in = [dot(tile, both[n], S[n]) for n in each]  # [2 C, K]
@@ -125,15 +131,17 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
     d_o = read_heads(tile, given.d_o, rows.valid)
-    matrices = [tuple(given.matrices[0, 0, n, m] for m in range(3)) for n in range(tile.heads // tile.group)]
+    matrices = [Matrices(*(given.matrices[0, 0, n, m] for m in range(3))) for n in range(tile.heads // tile.group)]
+    values = None
+    if given.values is not None:
+        values = [[given.values[0, 0, h, n].astype(jnp.float32) for h in range(tile.heads)] for n in range(2)]
     S, d_S = ([ref[h] for h in range(tile.heads)] for ref in (given.states.at[0, 0], d_state))
-    flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o)
+    flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o, values)
     for h, flow in enumerate(flows):
         d_state[h] = flow.d_state
     d_q, d_k, d_g = [], [], []
-    for head, flow, d, x in zip(
-        heads, flows, d_o, pair_products_backward(tile, heads, flows, masks, rows, given.collect[...]), strict=True
-    ):
+    collected = pair_products_backward(tile, heads, flows, masks, rows, inputs.members[...], given.collect[...])
+    for head, flow, d, x in zip(heads, flows, d_o, collected, strict=True):
         own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
         d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
         d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))

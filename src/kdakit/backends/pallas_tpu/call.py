@@ -28,6 +28,7 @@ from kdakit.backends.pallas_tpu.launch import (
     step_operand,
     token_operand,
 )
+from kdakit.backends.pallas_tpu.sequences import states_of_chunks
 from kdakit.backends.pallas_tpu.step import TOKENS, step_kernel
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Arrays, Problem
@@ -35,13 +36,11 @@ from kdakit.reference import Result
 
 
 class Saved(NamedTuple):
-    """What the backward gets from the forward; named for jax.checkpoint policies: kda_states, kda_matrices.
+    """What the backward gets from the forward, in the operands' dtype; named kda_states, .. for jax.checkpoint policies."""
 
-    disable_recompute changes nothing: what the backward computes again besides (decays, v_new) costs less than to load it.
-    """
-
-    states: Any  # [B, steps, HV, V, K]  before each step, in the operands' dtype
-    matrices: Any  # [B, steps, groups, 3, C, g C]  A_qk, P, inverse
+    states: Any  # [B, steps, HV, V, K]  before each step
+    matrices: Any  # [B, steps, groups, 3, C, g C]  A_qk, inverse, P
+    values: Any = None  # [B, steps, HV, 2, C, V]  with disable_recompute: r = v - k_in S^T, v_new
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Saved | None]:
@@ -60,14 +59,17 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
     if keep:
         shape = (B, steps, blocks * (t.heads // t.group), 3, t.C, t.group * t.C)
         outputs["matrices"] = step_operand(launch, shape_of(shape, t.operand), t.heads // t.group)
+    if keep and o.disable_recompute:
+        outputs["values"] = step_operand(launch, shape_of((B, steps, problem.HV, 2, t.C, t.V), t.operand), t.heads)
     scratch = [pltpu.VMEM((t.heads, t.V, t.K), jnp.float32)]
     out = run(launch, partial(forward_kernel, t, problem.T), "kda_forward", input_operands(launch, arrays), outputs, scratch)
     final = _final_states(problem, arrays, out["final"]) if o.output_final_state else None
     states = None
     if o.return_intermediate_states:
         states = out["states"][..., : problem.V, : problem.K].astype(problem.dtype)
+        states = states if launch.table is None else states_of_chunks(problem, launch.table, arrays.cu_seqlens, t.C, states)
         states = states if o.state_v_first else states.swapaxes(-1, -2)
-    saved = Saved(*(checkpoint_name(out[n], f"kda_{n}") for n in Saved._fields)) if keep else None
+    saved = Saved(**{n: checkpoint_name(out[n], f"kda_{n}") for n in Saved._fields if n in out}) if keep else None
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
 
 
@@ -84,6 +86,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     inputs["d_o"] = token_operand(launch, lanes(d_o.astype(t.dtype)))
     inputs["states"] = step_operand(launch, saved.states, t.heads)
     inputs["matrices"] = step_operand(launch, saved.matrices, t.heads // t.group)
+    if saved.values is not None:
+        inputs["values"] = step_operand(launch, saved.values, t.heads)
     if d_final_state is not None:
         inputs["d_final"] = state_operand(launch, pad_state(t, d_final_state.astype(jnp.float32)))
     tokens = {"d_q": t.K, "d_k": t.K, "d_v": t.V, "d_g": t.K}

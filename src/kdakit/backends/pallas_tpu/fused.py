@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, log_decay, normalise
+from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, gate_pieces, log_decay, normalise
 from kdakit.backends.pallas_tpu.heads import column, groups_of, read_heads, write_heads
 from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverses
 from kdakit.backends.pallas_tpu.sequences import own_tokens
@@ -40,6 +40,15 @@ class Head(NamedTuple):
     x: Factors
     unit: Any  # [C, K]  q before the scale
     norms: tuple  # l2norm factors [C, 1] of q and k
+    pieces: Any  # [pieces * C, g K]: the group's gates as terms of sums
+
+
+class Matrices(NamedTuple):
+    """Of one group of heads, [C, g C]."""
+
+    A_qk: Any
+    inverse: Any
+    P: Any
 
 
 class Inputs(NamedTuple):
@@ -62,7 +71,8 @@ class Outputs(NamedTuple):
     o: Any  # [1, C, heads, V]
     final: Any = None  # [1, heads, K, V] or [1, heads, V, K]
     states: Any = None  # [1, 1, heads, V, K]: before the step
-    matrices: Any = None  # [1, 1, groups, 3, C, g C]: A_qk, P, inverse
+    matrices: Any = None  # [1, 1, groups, 3, C, g C]: A_qk, inverse, P
+    values: Any = None  # [1, 1, heads, 2, C, V]: r = v - k_in S^T, v_new
 
 
 def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
@@ -93,18 +103,23 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
     members = inputs.members[...]
     for first in range(0, tile.heads, tile.group):
         group = slice(first, first + tile.group)
-        for h, d in zip(range(tile.heads)[group], decays(tile, members, gates[group]), strict=True):
+        pieces = gate_pieces(tile, gates[group])
+        for h, d in zip(range(tile.heads)[group], decays(tile, members, pieces), strict=True):
             (unit, q_norm), (k_h, k_norm) = normalise(tile, q[h]), normalise(tile, k[h])
             q_h = unit * tile.scale
-            heads.append(Head(q_h, k_h, v[h], gates[h], beta[:, h : h + 1], d, factors(q_h, k_h, d), unit, (q_norm, k_norm)))
+            heads.append(Head(q_h, k_h, v[h], gates[h], beta[:, h : h + 1], d, factors(q_h, k_h, d), unit, (q_norm, k_norm), pieces))
     return heads
 
 
-def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks) -> list:
-    """(A_qk, P, inverse) of each group of heads."""
-    products = pair_products(tile, [[(h.q, h.k, h.x, h.d) for h in group] for group in groups], masks)
+def group_matrices(tile: Tile, groups: list[list[Head]], masks: Masks, members) -> list[Matrices]:
+    products = pair_products(tile, groups, masks, members)
     A_kk = [over_lanes(masks, [h.beta for h in group]) * P for group, (_, P) in zip(groups, products, strict=True)]
-    return [(*x, inverse) for x, inverse in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
+    return [Matrices(A_qk, X, P) for (A_qk, P), X in zip(products, unit_lower_inverses(tile, A_kk, masks), strict=True)]
+
+
+def apply_matrices(tile: Tile, matrices: list[Matrices], name: str, values: list) -> list:
+    """The named matrix of each group times its heads' [C, V]."""
+    return [x for own, group in zip(matrices, groups_of(tile, values), strict=True) for x in apply_group(tile, getattr(own, name), group)]
 
 
 def chunk_decay(tile: Tile, head: Head, rows: Rows):
@@ -115,6 +130,18 @@ def chunk_decay(tile: Tile, head: Head, rows: Rows):
 def state_block(tile: Tile, state):
     """[K, V] <-> [V, K] between the caller's layout and the kernel's."""
     return state if tile.state_v_first else state.T
+
+
+def _save(out: Outputs, matrices: list[Matrices], r: list, v_new: list) -> None:
+    """What the backward asked for."""
+    if out.matrices is not None:
+        for n, group in enumerate(matrices):
+            for m, x in enumerate(group):
+                out.matrices[0, 0, n, m] = x.astype(out.matrices.dtype)
+    if out.values is not None:
+        for h, both in enumerate(zip(r, v_new, strict=True)):
+            for n, x in enumerate(both):
+                out.values[0, 0, h, n] = x.astype(out.values.dtype)
 
 
 def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch):
@@ -133,21 +160,18 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
     groups = groups_of(tile, heads)
-    matrices = group_matrices(tile, groups, masks)
-    if out.matrices is not None:
-        for n, x in enumerate(matrices):
-            for m in range(3):
-                out.matrices[0, 0, n, m] = x[m].astype(out.matrices.dtype)
-    errors, reads = [], []
+    matrices = group_matrices(tile, groups, masks, inputs.members[...])
+    r, reads = [], []
     for h, head in enumerate(heads):
         S = state[h]
         if out.states is not None:
             out.states[0, 0, h] = S.astype(out.states.dtype)
         from_k, from_q = read_state(tile, S, *(from_start(tile, x, head.d, rows.enter) for x in (head.x.k_to, head.x.q_to)))
-        errors.append(head.beta * (head.v - from_k))
+        r.append(head.v - from_k)
         reads.append(from_q)
-    v_new = [x for m, e in zip(matrices, groups_of(tile, errors), strict=True) for x in apply_group(tile, m[2], e)]
-    inside = [x for m, u in zip(matrices, groups_of(tile, v_new), strict=True) for x in apply_group(tile, m[0], u)]
+    v_new = apply_matrices(tile, matrices, "inverse", [head.beta * x for head, x in zip(heads, r, strict=True)])
+    inside = apply_matrices(tile, matrices, "A_qk", v_new)
+    _save(out, matrices, r, v_new)
     for h, (head, u) in enumerate(zip(heads, v_new, strict=True)):
         state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
     outputs = [x + y for x, y in zip(reads, inside, strict=True)]

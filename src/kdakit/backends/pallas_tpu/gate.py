@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdakit.backends.pallas_tpu.heads import HIGH_HALF, lane_slices, row_sums, side_by_side
+from kdakit.backends.pallas_tpu.heads import HIGH_HALF, lane_slices, row_slices, row_sums, side_by_side
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 from kdakit.gates import L2_EPSILON
 
@@ -28,7 +28,6 @@ class Decays(NamedTuple):
     to: Any  # [C, K]  exp: start of the token's block to it, inclusive
     after: Any  # [C, K]  exp: after the token to the end of its block
     back: Any  # [C, K]  1 / to, if the gate is bounded
-    levels: tuple  # [C, K] each: boundary to the token if its run is odd, after the token to the boundary if it is even
     block: tuple  # blocks x [1, K]: exp of the block's sum
 
     def between(self, first: int, last: int):
@@ -68,33 +67,42 @@ def pieces_of(x, count: int):
     return jnp.concatenate([*found, x.astype(jnp.bfloat16)], axis=0)
 
 
-def member_sums(members, x, count: int):
-    """Sums of rows of x [R, W] as `members` [S, count * R] names them."""
-    return lax.dot_general(members, pieces_of(x, count), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+def member_sums(members, pieces):
+    """Sums of rows of x [R, W], given as `pieces_of` it, as `members` [S, count * R] names them."""
+    return lax.dot_general(members, pieces, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def decays(tile: Tile, members, gates: list) -> list[Decays]:
-    """Decays of each head of a group from its log-decays [C, K].
+def gate_pieces(tile: Tile, gates: list):
+    """A group's log-decays [C, K] as terms of sums, [pieces * C, g K].
 
     The machine's exponential is 2^x: where bfloat16 operands follow, gates are turned to that base once, instead of each exponent.
     """
     if tile.operand == "bfloat16":
         gates = [g * LOG2_E for g in gates]
-    sums = lane_slices(member_sums(members, side_by_side(gates), tile.pieces), len(gates))
-    return [_decays(tile, g, s) for g, s in zip(gates, sums, strict=True)]
+    return pieces_of(side_by_side(gates), tile.pieces)
 
 
-def _decays(tile: Tile, g, sums) -> Decays:
-    C = tile.C
-    exp = jnp.exp2 if tile.operand == "bfloat16" else jnp.exp
-    to = sums[:C]
-    levels = [exp(sums[C * (2 + n) : C * (3 + n)]) for n in range(len(tile.summed_levels))]
-    if tile.levels:
-        odd = lax.broadcasted_iota(jnp.int32, g.shape, 0) & 1 == 1
-        levels.append(jnp.where(odd, exp(g), 1.0))
-    factor = exp(to)
-    block = tuple(factor[n * BLOCK + BLOCK - 1 : (n + 1) * BLOCK] for n in range(tile.blocks))
-    return Decays(factor, exp(sums[C : 2 * C]), exp(-to) if tile.bounded else None, tuple(levels), block)
+def decays(tile: Tile, members, pieces) -> list[Decays]:
+    """Decays of each head of a group."""
+    C, exp = tile.C, _exp(tile)
+    found = []
+    for sums in lane_slices(member_sums(members[: 2 * C], pieces), tile.group):
+        to = exp(sums[:C])
+        block = tuple(to[n * BLOCK + BLOCK - 1 : (n + 1) * BLOCK] for n in range(tile.blocks))
+        found.append(Decays(to, exp(sums[C:]), exp(-sums[:C]) if tile.bounded else None, block))
+    return found
+
+
+def level_decays(tile: Tile, members, group: list) -> list[list]:
+    """[head][level] [C, K]: boundary to the token if its run is odd, after the token to the boundary if it is even."""
+    exp, count = _exp(tile), len(tile.summed_levels)
+    sums = lane_slices(member_sums(members[2 * tile.C :], group[0].pieces), tile.group)
+    odd = lax.broadcasted_iota(jnp.int32, (tile.C, tile.K), 0) & 1 == 1
+    return [[*(exp(x) for x in row_slices(own, count)), jnp.where(odd, jnp.exp(h.g), 1.0)] for own, h in zip(sums, group, strict=True)]
+
+
+def _exp(tile: Tile):
+    return jnp.exp2 if tile.operand == "bfloat16" else jnp.exp
 
 
 def log_decay(tile: Tile, g, a, bias):

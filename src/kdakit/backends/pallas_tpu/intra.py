@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu.gate import Decays
-from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, row_slices, side_by_side
+from kdakit.backends.pallas_tpu.gate import Decays, level_decays
+from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, row_slices, row_sums, side_by_side
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
 
@@ -58,12 +59,25 @@ class Factors(NamedTuple):
     k_to: Any
     k_after: Any
     k_back: Any  # if the gate is bounded
-    levels: tuple  # (q, k) each
+
+
+class Level(NamedTuple):
+    """Of one head, at a run length: [2 R, K] the q and then the k of rows, [C, K] the k of columns, in the operands' dtype."""
+
+    rows: Any
+    columns: Any
 
 
 def factors(q, k, d: Decays) -> Factors:
     back = None if d.back is None else k * d.back
-    return Factors(q * d.to, k * d.to, k * d.after, back, tuple((q * f, k * f) for f in d.levels))
+    return Factors(q * d.to, k * d.to, k * d.after, back)
+
+
+def level_factors(tile: Tile, head, decay, run: int) -> Level:
+    """Rows come in tiles of 8: at that level even runs, in which no pair has its row, are left out, and R = C / 2; else R = C."""
+    q, k = head.q * decay, head.k * decay
+    rows = [odd_runs(x) if run == 8 else x for x in (q, k)]
+    return Level(operand(tile, jnp.concatenate(rows, axis=0)), operand(tile, k))
 
 
 def block(x, n: int):
@@ -95,8 +109,8 @@ def operand(tile: Tile, x):
     return x.astype(jnp.bfloat16) if tile.operand == "bfloat16" else x
 
 
-def pair_products(tile: Tile, groups: list[list], masks: Masks) -> list:
-    """(A_qk, P) [C, g C] of each group of heads, each head given as (q, k, Factors, Decays)."""
+def pair_products(tile: Tile, groups: list[list], masks: Masks, members) -> list:
+    """(A_qk, P) [C, g C] of each group of heads."""
     zero = jnp.zeros((BLOCK, tile.group * tile.C), jnp.float32)
     found = [([], []) for _ in groups]  # blocks of rows of A_qk and P
     for n in range(tile.blocks):
@@ -105,43 +119,67 @@ def pair_products(tile: Tile, groups: list[list], masks: Masks) -> list:
             A_qk.append(both[:BLOCK])
             P.append(both[BLOCK:])
     found = [(jnp.concatenate(A_qk, axis=0), jnp.concatenate(P, axis=0)) for A_qk, P in found]
-    for n, parts in enumerate(masks.levels):
-        level = [_level(tile, group, n) for group in groups]
-        found = [[jnp.where(parts, new, x) for x, new in zip(old, both, strict=False)] for old, both in zip(found, level, strict=True)]
+    if tile.levels:
+        found = _add_levels(tile, groups, masks, members, found)
     if tile.bounded or tile.segments:  # else everything else is zero already
         found = [(jnp.where(masks.lower, A_qk, 0.0), jnp.where(masks.strict, P, 0.0)) for A_qk, P in found]
-    if tile.bounded:
-        return found
-    return [(jnp.where(masks.diagonal, x[2], A_qk), P) for x, (A_qk, P) in zip(level, found, strict=True)]
+    return found
+
+
+def _add_levels(tile: Tile, groups: list[list], masks: Masks, members, found: list) -> list:
+    """Pairs of one block, level by level, and the diagonal of A_qk."""
+    decays = [level_decays(tile, members, group) for group in groups]
+    for n, parts in enumerate(masks.levels):
+        for m, (group, d) in enumerate(zip(groups, decays, strict=True)):
+            here = [x[n] for x in d]
+            level = _neighbours(masks, group, here) if tile.levels[n] == 1 else _level(tile, group, here, n)
+            found[m] = [jnp.where(parts, new, x) for new, x in zip(level, found[m], strict=True)]
+    diagonals = [over_lanes(masks, [row_sums(h.q * h.k) for h in group]) for group in groups]
+    return [(jnp.where(masks.diagonal, x, A_qk), P) for x, (A_qk, P) in zip(diagonals, found, strict=True)]
 
 
 def _across(tile: Tile, group: list, n: int):
     """[2 * 16, g C]: the q and then the k rows of block n against all columns that it sees."""
-    rows = side_by_side([rows_of(tile, x, n) for _, _, x, _ in group])
-    columns = block_diagonal([columns_of(tile, column_blocks(tile, x, d, n)) for _, _, x, d in group])
+    rows = side_by_side([rows_of(tile, h.x, n) for h in group])
+    columns = block_diagonal([columns_of(tile, column_blocks(tile, h.x, h.d, n)) for h in group])
     return dot(tile, rows, columns, (1, 1))
 
 
-def _level(tile: Tile, group: list, n: int) -> list:
-    """q and k rows against k columns [C, g C] at level n, where only pairs that part there are right; at level 1 also q against k."""
-    run = tile.levels[n]
-    # Rows come in tiles of 8: at that level leave out the even runs. At level 1 an even run is one token, with no decay.
-    rows = [[odd_runs(x) if run == 8 else x for x in f.levels[n]] + ([q] if run == 1 else []) for q, _, f, _ in group]
-    columns = block_diagonal([operand(tile, k if run == 1 else f.levels[n][1]) for _, k, f, _ in group])
-    together = side_by_side([operand(tile, jnp.concatenate(x, axis=0)) for x in rows])
-    found = row_slices(dot(tile, together, columns, (1, 1)), len(rows[0]))
-    return [between_even_runs(x) for x in found] if run == 8 else found
+def _level(tile: Tile, group: list, decays: list, n: int) -> list:
+    """q and k rows against k columns [C, g C] at level n, where only pairs that part there are right."""
+    levels = [level_factors(tile, h, d, tile.levels[n]) for h, d in zip(group, decays, strict=True)]
+    both = dot(tile, side_by_side([x.rows for x in levels]), block_diagonal([x.columns for x in levels]), (1, 1))
+    return [in_turns(jnp.zeros_like(x), x) if tile.levels[n] == 8 else x for x in row_slices(both, 2)]
+
+
+def _neighbours(masks: Masks, group: list, decays: list) -> list:
+    """The same at level 1, where a row has one pair: a sum of products is less work than a product of matrices."""
+    found = []
+    for h, d in zip(group, decays, strict=True):
+        before = d * previous(h.k)
+        found.append((row_sums(h.q * before), row_sums(h.k * before)))
+    return [over_lanes(masks, list(x)) for x in zip(*found, strict=True)]
+
+
+def previous(x):
+    """[C, K]: in odd rows the row before."""
+    C, K = x.shape
+    return pltpu.roll(x.reshape(C // 8, 8, K), 1, axis=1).reshape(C, K)
 
 
 def odd_runs(x):
-    """[C, ..] -> [C / 2, ..]: every second 8 rows."""
+    """[C, ..] -> [C / 2, ..]: of 16 rows the second 8."""
     return jnp.concatenate([x[n : n + 8] for n in range(8, x.shape[0], 16)], axis=0)
 
 
-def between_even_runs(x):
-    """[C / 2, ..] -> [C, ..]: back to where they were, zeros between."""
-    zero = jnp.zeros_like(x[:8])
-    return jnp.concatenate([y for n in range(0, x.shape[0], 8) for y in (zero, x[n : n + 8])], axis=0)
+def even_runs(x):
+    """[C, ..] -> [C / 2, ..]: of 16 rows the first 8."""
+    return jnp.concatenate([x[n : n + 8] for n in range(0, x.shape[0], 16)], axis=0)
+
+
+def in_turns(even, odd):
+    """Two [C / 2, ..] -> [C, ..], 8 rows of one and 8 of the other."""
+    return jnp.concatenate([y for n in range(0, even.shape[0], 8) for y in (even[n : n + 8], odd[n : n + 8])], axis=0)
 
 
 def over_lanes(masks: Masks, columns: list):

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdakit.backends.pallas_tpu.gate import member_matrix
-from kdakit.backends.pallas_tpu.sequences import Table, make_table, packed_ids, segment_rows
+from kdakit.backends.pallas_tpu.sequences import Table, chunk_starts, make_table, packed_ids, segment_rows
 from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded
 from kdakit.problem import Arrays, Problem
 
@@ -36,7 +36,8 @@ class Launch(NamedTuple):
 
 def make_launch(problem: Problem, arrays: Arrays, config: Config, tokens: int | None = None) -> Launch:
     tile = make_tile(problem, config, tokens)
-    table = make_table(arrays.cu_seqlens, problem.T, tile.C) if tile.tables else None
+    edges = chunk_starts(problem, arrays.cu_seqlens) if tile.tables and problem.options.return_intermediate_states else None
+    table = make_table(arrays.cu_seqlens, problem.T, tile.C, edges) if tile.tables else None
     steps = -(-problem.T // tile.C) if table is None else table.block.shape[0]
     return Launch(problem, tile, config, table, (problem.B, -(-problem.HV // tile.heads), steps))
 

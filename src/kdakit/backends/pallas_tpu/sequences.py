@@ -3,7 +3,8 @@
 Two ways, neither of which moves a token:
 - segments: a chunk may hold any number of segments, told apart by masks; one state passes through. For segment_ids, and for packed calls
   whose sequences neither bring nor leave a state.
-- tables: a chunk is visited once for each sequence in it, and each visit sees its own tokens only. For packed calls with states.
+- tables: a chunk is visited once for each sequence in it, and each visit sees its own tokens only. For packed calls with states. Where
+  the state before each of a sequence's own chunks is asked for, visits begin there too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdakit.backends.pallas_tpu.tile import Tile
+from kdakit.problem import Problem
 
 
 class Table(NamedTuple):
@@ -27,17 +29,18 @@ class Table(NamedTuple):
     last: Any
 
 
-def visits(T: int, C: int, N: int) -> int:
-    """The most that N sequences in T tokens can need."""
-    return -(-T // C) + N - 1
+def visits(T: int, C: int, edges: int) -> int:
+    """The most that `edges` places, of which one is the first token, can cut T tokens in blocks of C into."""
+    return -(-T // C) + edges - 1
 
 
-def make_table(cu_seqlens, T: int, C: int) -> Table:
-    N, chunks = cu_seqlens.shape[0] - 1, -(-T // C)
+def make_table(cu_seqlens, T: int, C: int, edges=None) -> Table:
+    """`edges`: where visits must begin, the sequences' starts among them; those if None. T where there is nothing to begin."""
     cu = cu_seqlens.astype(jnp.int32)
-    starts = jnp.sort(jnp.concatenate([jnp.arange(chunks, dtype=jnp.int32) * C, cu[:-1]]))
+    edges = cu[:-1] if edges is None else edges
+    starts = jnp.sort(jnp.concatenate([jnp.arange(-(-T // C), dtype=jnp.int32) * C, edges]))
     again = jnp.concatenate([jnp.zeros(1, bool), starts[1:] == starts[:-1]])
-    starts = jnp.sort(jnp.where(again, T, starts))[: visits(T, C, N)]
+    starts = jnp.sort(jnp.where(again, T, starts))[: visits(T, C, edges.shape[0])]
     ends = jnp.concatenate([starts[1:], jnp.full(1, T, jnp.int32)])
     used = starts < T
     block = jnp.where(used, starts, T - 1) // C
@@ -45,6 +48,24 @@ def make_table(cu_seqlens, T: int, C: int) -> Table:
     number = lambda x: (used & x).astype(jnp.int32)
     low, high = (jnp.where(used, x - block * C, 0) for x in (starts, ends))
     return Table(block, low, high, sequence, number(starts == cu[sequence]), number(ends == cu[sequence + 1]))
+
+
+def chunk_starts(problem: Problem, cu_seqlens):
+    """[problem.chunks] int32: the first token of each sequence's chunks, one sequence after the other; T where there are no more."""
+    cu, size = cu_seqlens.astype(jnp.int32), problem.options.chunk_size
+    counts = -(-jnp.diff(cu) // size)
+    ends = jnp.cumsum(counts)
+    slot = jnp.arange(problem.chunks, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, slot, side="right"), problem.N - 1)
+    return jnp.where(slot < ends[-1], cu[sequence] + size * (slot - (ends - counts)[sequence]), problem.T)
+
+
+def states_of_chunks(problem: Problem, table: Table, cu_seqlens, C: int, states):
+    """[1, visits, ..] states before each visit -> [1, problem.chunks, ..] before each sequence's chunks; 0 where there are no more."""
+    starts = chunk_starts(problem, cu_seqlens)
+    began = jnp.where(table.high > table.low, table.block * C + table.low, problem.T)
+    found = states[:, jnp.searchsorted(began, starts)]
+    return jnp.where((starts < problem.T).reshape(-1, *[1] * (states.ndim - 2)), found, 0)
 
 
 def segment_rows(ids, C: int):

@@ -70,7 +70,8 @@ def kernel_dtype(problem: Problem) -> str:
 
 def packed_with_states(problem: Problem) -> bool:
     """Whether sequences of a packed call have states of their own, so that each needs its own steps."""
-    return problem.varlen == "cu_seqlens" and (problem.has_initial_state or problem.options.output_final_state)
+    o = problem.options
+    return problem.varlen == "cu_seqlens" and (problem.has_initial_state or o.output_final_state or o.return_intermediate_states)
 
 
 def padded(size: int) -> int:
