@@ -1,9 +1,11 @@
 """On a GPU: the Triton backend against float64 on the shared cases, and its kernels' times, as JSON in $OUT (or here).
 
-    PYTHONPATH=src python benchmarks/gpu_check.py check [dtype ..]     every case, compiled in parallel
-    PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
-    PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
-    PYTHONPATH=src python benchmarks/gpu_check.py once shape [json]    one forward with changes to its Config, for a profiler
+PYTHONPATH=src python benchmarks/gpu_check.py check [dtype ..]     every case and LARGE, compiled in parallel
+PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
+PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
+PYTHONPATH=src python benchmarks/gpu_check.py train [shape ..]     forward + backward, its kernels, peak memory; FLA beside it
+PYTHONPATH=src python benchmarks/gpu_check.py sweep_backward [shape ..]  the configurations in SWEEP_BACKWARD
+PYTHONPATH=src python benchmarks/gpu_check.py once shape [json]    two forward + backward with changes to Config, for a profiler
 """
 
 from __future__ import annotations
@@ -22,10 +24,23 @@ import torch
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
-from kdakit.backends.triton_gpu import launch
-from kdakit.cases import CASES, SHAPES
+from kdakit.backends.triton_gpu import launch, training
+from kdakit.cases import CASES, FUSED, SHAPES, Case
+from kdakit.cli import checking
 from kdakit.problem import Arrays
 
+# Head sizes as models have them, too large for an interpreter: past a checkpoint, grouped, and with heads enough to fill the chip.
+FUSED_BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True, "chunk_size": 64}
+MODEL = dict(K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True)
+LARGE = {
+    case.name: case
+    for case in (
+        Case("model", "K = V = 128, bounded", T=600, options=FUSED_BOUNDED, **MODEL),
+        Case("model_softplus", "K = V = 128, softplus", T=600, options=FUSED, **MODEL),
+        Case("model_grouped", "K = V = 128, packed, grouped", T=300, HV=4, lengths=(0, 130, 5, 165), options=FUSED_BOUNDED, **MODEL),
+        Case("model_many", "K = V = 128, many heads", T=130, H=70, HV=70, options=FUSED_BOUNDED, **MODEL),
+    )
+}
 SWEEP = {
     "prepare": [dict(), dict(vector=8), dict(prepare_registers=168), dict(prepare_warps=8), dict(prepare_warps=8, prepare_registers=128)],
     "scan": [
@@ -34,6 +49,14 @@ SWEEP = {
         dict(block_v=32, scan_warps=4, scan_stages=3), dict(block_v=32, scan_warps=4, scan_stages=4),
     ],
     "step": [dict(), dict(step_block_v=64), dict(step_block_v=16), dict(step_warps=4)],
+}  # fmt: skip
+SWEEP_BACKWARD = {
+    "replay": [dict(), dict(replay_block_v=32), dict(replay_block_v=128, replay_warps=8)],
+    "reverse": [
+        dict(), dict(reverse_block_v=32), dict(reverse_block_v=32, reverse_stages=3), dict(reverse_block_v=128, reverse_warps=8),
+        dict(reverse_block_v=64, reverse_warps=8),
+    ],
+    "gradient": [dict(), dict(slice_k=128, gradient_warps=8), dict(slice_k=128, gradient_warps=8, slice_v=64), dict(slice_v=64)],
 }  # fmt: skip
 
 
@@ -58,28 +81,29 @@ def shape_tensors(shape, device="cuda"):
 
 def check_case(job):
     name, dtype, op = job
-    case = CASES[name]
+    case = (CASES | LARGE)[name]
     problem, arrays = case.problem(dtype, op=op), case.arrays(dtype)
-    truth = accuracy.truths(problem, arrays)
-    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype=triton_gpu.operand_dtype(problem))
-    x, config = tensors(case, dtype), triton_gpu.default_config(problem, "cuda")
+    cotangents = case.cotangents(dtype) if op == "chunk" else ()
+    if cotangents and not problem.options.output_final_state:
+        cotangents = cotangents[:1]
+    truth = accuracy.truths(problem, arrays, *cotangents)
+    plain = accuracy.plain_errors(problem, arrays, truth, *cotangents, operand_dtype=triton_gpu.operand_dtype(problem))
     start = time.time()
     try:
-        result = triton_gpu.step(problem, x, config) if op == "recurrent" else triton_gpu.forward(problem, x, config)[0]
-        torch.cuda.synchronize()
+        results = checking.run_case("triton_gpu", case, dtype, grad=op == "chunk", op=op)
     except Exception as error:
         return dict(case=name, dtype=dtype, op=op, failed=repr(error)[:300])
     dtypes = accuracy.output_dtypes(problem)
     ratios = {}
     for key in truth:
-        error = accuracy.error(getattr(result, key).double().cpu().numpy(), truth[key])
+        error = accuracy.error(results[key], truth[key])
         ratios[key] = [error, error / accuracy.tolerance(plain[key], dtypes[key])]
     return dict(case=name, dtype=dtype, op=op, seconds=round(time.time() - start, 2), **ratios)
 
 
 def check(dtypes):
-    jobs = [(name, dtype, op) for op in ("chunk", "recurrent") for dtype in dtypes for name in CASES]
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
+    jobs = [(name, dtype, op) for op in ("chunk", "recurrent") for dtype in dtypes for name in CASES | LARGE]
+    with multiprocessing.get_context("spawn").Pool(14, maxtasksperchild=6) as pool:  # an illegal access takes its process along
         rows = pool.map(check_case, jobs, chunksize=2)
     bad = [r for r in rows if "failed" in r or any(not v[1] <= 1 for v in r.values() if isinstance(v, list))]
     worst = sorted((v[1], r["case"], r["dtype"], r["op"], k) for r in rows for k, v in r.items() if isinstance(v, list))[-8:]
@@ -165,6 +189,116 @@ def times(names):
     return rows
 
 
+def train(names):
+    """Forward + backward through the public calls, and our launches one by one."""
+    from kdakit.torch import chunk_kda
+
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        jobs = [(name, bounded, part, {}) for name in names for bounded in (True, False) for part in LAUNCHES]
+        print("compile", [r for r in pool.map(warm_training, jobs, chunksize=1) if r], flush=True)
+    rows = []
+    for name in names:
+        for bounded in (True, False):
+            problem, arrays = problem_of(name, bounded)
+            problem = problem.replace(needs_grad=True)
+            config, x = triton_gpu.default_config(problem, "cuda"), launch.views(arrays)
+            d_o, d_final = torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+            row = dict(shape=name, bounded=bounded, **train_stages(problem, arrays, x, config, d_o, d_final))
+            row |= whole(chunk_kda, problem, arrays, d_o, d_final)
+            if name in os.environ.get("FLA_SHAPES", "").split(",") and bounded:
+                from fla.ops.kda import chunk_kda as fla_chunk_kda
+
+                row["fla"] = whole(fla_chunk_kda, problem, arrays, d_o, d_final)
+                row["ratio"] = row["fla"]["fwdbwd"] / row["fwdbwd"]
+                row["memory"] = row["extra_mib"] / row["fla"]["extra_mib"]
+            rows.append({n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()})
+            print(rows[-1], flush=True)
+    return rows
+
+
+LAUNCHES = ("forward", "replay", "reverse", "gradient")
+
+
+def sweep_backward(names):
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        jobs = [(names[0], b, part, c) for part, all_changes in SWEEP_BACKWARD.items() for c in all_changes for b in (True, False)]
+        print("compile", [r for r in pool.map(warm_training, jobs, chunksize=1) if r], flush=True)
+    rows = []
+    for name in names:
+        for bounded in (True, False):
+            problem, arrays = problem_of(name, bounded)
+            problem = problem.replace(needs_grad=True)
+            x, d_o, d_final = launch.views(arrays), torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+            for part, all_changes in SWEEP_BACKWARD.items():
+                for changes in all_changes:
+                    config = dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
+                    try:
+                        row = train_stages(problem, arrays, x, config, d_o, d_final, part)
+                    except Exception as error:
+                        row = dict(failed=repr(error)[:120])
+                    rows.append(dict(shape=name, bounded=bounded, part=part, **changes, **row))
+                    print(rows[-1], flush=True)
+    return rows
+
+
+def warm_training(job):
+    """Compile one of the launches in a process of its own, on inputs that mean nothing: nothing depends on the length."""
+    name, bounded, part, changes = job
+    shape = dataclasses.replace(SHAPES[name], T=64, lengths=())
+    problem = problem_of(name, bounded)[0].replace(T=64, needs_grad=True)
+    arrays, config = shape_tensors(shape), dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
+    x, d_o, d_final = launch.views(arrays), torch.zeros_like(arrays.v), torch.zeros_like(arrays.initial_state)
+    kept = [torch.zeros(s, dtype=getattr(torch, d), device="cuda") for s, d in triton_gpu.saved_specs(problem, "cuda")]
+    y = training.Replayed(*(torch.zeros(s, dtype=getattr(torch, d), device="cuda") for s, d in training.replayed_specs(problem, config)))
+    try:
+        if part == "forward":
+            launch.forward(problem, arrays, config)
+        elif part == "replay":
+            training.replay(problem, arrays, x, kept[0], kept[2], config)
+        elif part == "reverse":
+            training.reverse(problem, arrays, y, kept[1], d_o, d_final, config)
+        else:
+            training.gradients(problem, arrays, x, y, kept[0], torch.zeros_like(y.states), d_o, torch.zeros_like(d_o), d_final, config)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {error!r}"[:400]
+    return None
+
+
+def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
+    """Milliseconds of every launch, or of one."""
+    space = launch.prepare(problem, arrays, x, config)
+    ahead = lambda: launch.scan(problem, arrays, x, space, config)
+    ahead()
+    again = lambda: training.replay(problem, arrays, x, space.lower, space.checkpoints, config)
+    replayed = again()
+    back = lambda: training.reverse(problem, arrays, replayed, space.solved, d_o, d_final, config)
+    d_states, d_v, _ = back()
+    last = lambda: training.gradients(problem, arrays, x, replayed, space.lower, d_states, d_o, d_v, d_final, config)
+    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, replay=again, reverse=back, gradient=last)
+    return {name: median(call, 15, 3) for name, call in calls.items() if only in (None, name)}
+
+
+def whole(chunk_kda, problem, arrays, d_o, d_final):
+    """Milliseconds and peak extra memory of one forward + backward with gradients of everything."""
+    leaves = [None if a is None else a.detach().clone().requires_grad_(a.is_floating_point()) for a in arrays[:8]]
+    bound = dict(safe_gate=True, lower_bound=problem.options.lower_bound) if problem.options.gate == "bounded" else {}
+    options = dict(A_log=leaves[5], dt_bias=leaves[6], initial_state=leaves[7], output_final_state=True, use_qk_l2norm_in_kernel=True,
+                   use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, cu_seqlens=arrays.cu_seqlens, **bound)  # fmt: skip
+
+    def run():
+        outputs = chunk_kda(*leaves[:5], **options)
+        return torch.autograd.grad(outputs, leaves, (d_o, d_final))
+
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return dict(extra_mib=(torch.cuda.max_memory_allocated() - before) / 2**20, fwdbwd=median(run, 15, 3))
+
+
 def fla_time(problem, arrays):
     try:
         from fla.ops.kda import chunk_kda
@@ -202,12 +336,16 @@ def main():
     if mode == "once":
         problem, arrays = problem_of(rest[0])
         config = dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **json.loads("".join(rest[1:2]) or "{}"))
+        problem = problem.replace(needs_grad=True)
         for _ in range(2):
-            triton_gpu.forward(problem, arrays, config)
+            _, kept = triton_gpu.forward(problem, arrays, config)
+            triton_gpu.backward(problem, arrays, kept, torch.ones_like(arrays.v), torch.ones_like(arrays.initial_state), config)
         torch.cuda.synchronize()
         return
     rows = dict(check=lambda: check(rest or ["bfloat16", "float32", "float16"]), sweep=lambda: sweep(rest or ["h96", "h64", "h32"]),
-                time=lambda: times(rest or ["h96", "h64", "h32", "h16", "varlen96", "tiny"]), decode=decode)[mode]()  # fmt: skip
+                time=lambda: times(rest or ["h96", "h64", "h32", "h16", "varlen96", "tiny"]), decode=decode,
+                train=lambda: train(rest or ["h96", "h32"]),
+                sweep_backward=lambda: sweep_backward(rest or ["h96", "h32"]))[mode]()  # fmt: skip
     Path(os.environ.get("OUT", "."), f"gpu_{mode}.json").write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), rows=rows), indent=1))
 
 

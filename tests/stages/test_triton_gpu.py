@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
+from kdakit.backends.triton_gpu import launch  # noqa: E402
 from kdakit.cases import CASES, SHAPES  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -26,6 +27,48 @@ interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with
 # Each in one way hard for these kernels; the contract test runs every case.
 HARD = ("whole_chunks", "odd_sizes", "grouped", "v_first", "chunk16", "gate_huge", "gate_resets", "keys_identical", "identical_two",
         "softplus_huge", "lower_bound", "varlen", "varlen_no_state", "no_tokens")  # fmt: skip
+
+
+# The backward, in ways that meet its corners: (case, dtype)
+TRAINED = (("lower_bound", "bfloat16"), ("softplus_huge", "bfloat16"), ("odd_sizes", "float32"), ("identical_two", "float32"),
+           ("gate_strong", "float16"), ("chunk16", "bfloat16"), ("varlen_no_state", "float32"))  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_stray_access(monkeypatch):
+    """Every address that a kernel reads or writes in the interpreter, which does not look, lies in one of its tensors."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    owned: list[tuple[int, int]] = []
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, to_host = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
+
+    def remember(self, args, kwargs):
+        host = to_host(self, args, kwargs)
+        storages = [x.untyped_storage() for x in host[0] if isinstance(x, torch.Tensor)]
+        owned[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
+        return host
+
+    def look(pointers, mask, size):
+        used = pointers[mask.astype(bool)].astype(np.int64)
+        inside = np.zeros(used.shape, bool)
+        for first, end in owned:
+            inside |= (used >= first) & (used + size <= end)
+        assert inside.all(), f"{(~inside).sum()} of {used.size} accesses lie outside of every tensor"
+
+    def checked_load(self, pointers, mask, *rest):
+        look(pointers.data, mask.data, pointers.get_element_ty().primitive_bitwidth // 8)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        look(pointers.data, mask.data, value.data.dtype.itemsize)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
+    monkeypatch.setattr(executor, "_init_args_hst", remember)
 
 
 def tensors(case, dtype):
@@ -93,6 +136,62 @@ def test_intermediate_states(name):
     truth = accuracy.reference.forward(problem, case.arrays("float32")).states
     got = run(problem, tensors(case, "float32")).states
     assert accuracy.error(got.double().numpy(), truth) < 1e-6
+
+
+def gradients(case, dtype, arrays, changes=()):
+    """{name: gradient} of a case's cotangents, the forward's results with them."""
+    problem = case.problem(dtype, needs_grad=True).replace(**dict(changes))
+    config = triton_gpu.default_config(problem, "cpu")
+    result, kept = triton_gpu.forward(problem, arrays, config)
+    specs = triton_gpu.saved_specs(problem, "cpu")
+    assert [(tuple(x.shape), str(x.dtype)) for x in kept] == [(shape, f"torch.{d}") for shape, d in specs]
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents(dtype))
+    d_final = d_final.float() if problem.options.output_final_state else None
+    grads = triton_gpu.backward(problem, arrays, kept, d_o.to(arrays.v.dtype), d_final, config)
+    found = {n: x for n, x in zip(Arrays._fields, grads, strict=True) if x is not None}
+    return found | {n: x for n, x in result._asdict().items() if x is not None}
+
+
+def assert_right(case, dtype, values, results):
+    problem, cotangents = case.problem(dtype), case.cotangents(dtype)
+    truth = accuracy.truths(problem, values, *cotangents)
+    plain = accuracy.plain_errors(problem, values, truth, *cotangents, operand_dtype=triton_gpu.operand_dtype(problem))
+    for key, want in truth.items():
+        got = accuracy.error(results[key].double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+@interpreter
+@pytest.mark.parametrize("name, dtype", TRAINED)
+def test_gradients_against_float64(name, dtype):
+    case = CASES[name]
+    assert_right(case, dtype, case.arrays(dtype), gradients(case, dtype, tensors(case, dtype)))
+
+
+@interpreter
+def test_gradients_across_checkpoints(monkeypatch):
+    """States are replayed from checkpoints, here one for every second slot, wherever in a sequence that lies."""
+    monkeypatch.setattr(launch, "CHECKPOINT", 2)
+    case = CASES["chunk128"]
+    assert_right(case, "float32", case.arrays("float32"), gradients(case, "float32", tensors(case, "float32")))
+
+
+@interpreter
+def test_gradients_where_nothing_is_written():
+    """beta = 0: the gradient of beta is not 0, though beta divides it out of everything else."""
+    case = CASES["whole_chunks"]
+    values = case.arrays("float32")
+    values.beta[:, ::3] = 0
+    arrays = tensors(case, "float32")._replace(beta=torch.as_tensor(values.beta).float())
+    assert_right(case, "float32", values, gradients(case, "float32", arrays))
+
+
+@interpreter
+def test_kept_intermediates_give_the_same_bits():
+    case = CASES["varlen_fused"]
+    arrays = tensors(case, "bfloat16")
+    first, second = (gradients(case, "bfloat16", arrays, dict(disable_recompute=keep).items()) for keep in (False, True))
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 def test_no_length_in_any_choice():

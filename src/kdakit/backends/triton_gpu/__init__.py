@@ -13,8 +13,6 @@ from kdakit.backends.triton_gpu.config import Config, chip_of, choose
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
-backward = None
-
 
 def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
@@ -45,14 +43,22 @@ def default_config(problem: Problem, device: Any) -> Config:
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
-    """What `forward` keeps for `backward` beside the inputs: nothing yet."""
-    return []
+    """What `forward` keeps for `backward` beside the inputs."""
+    from kdakit.backends.triton_gpu import training
+
+    return training.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
     from kdakit.backends.triton_gpu import launch
 
     return launch.forward(problem, arrays, config)
+
+
+def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
+    from kdakit.backends.triton_gpu import training
+
+    return training.backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:

@@ -26,11 +26,21 @@ class Config:
     scan_stages: int
     precision: str  # of float32 products
     solve: str  # operand dtype of the triangular inverse and what follows it
-    scan_registers: int = 0
+    registers: int = 0  # per thread at most, in all kernels but the prepare kernel; 0: the compiler's choice
     hip: bool = False
     ptx: bool = False  # single PTX instructions may be used
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
+    small: str = "float32"  # operand dtype of the backward's gradients within a chunk
+    slice_k: int = 64  # channels at a time in the gradient kernel
+    slice_v: int = 128  # value channels at a time in the gradient kernel
+    replay_slice_k: int = 64
+    replay_block_v: int = 64
+    replay_warps: int = 4
+    reverse_block_v: int = 64
+    reverse_warps: int = 4
+    reverse_stages: int = 2
+    gradient_warps: int = 4
     step_block_v: int = 32
     step_warps: int = 2
 
@@ -84,6 +94,23 @@ def bounded(problem: Problem) -> bool:
     return o.lower_bound is not None and (o.gate == "bounded" or o.safe_gate)
 
 
+def backward_sizes(problem: Problem, chip: Chip) -> dict[str, Any]:
+    """The Config fields of the backward. Gradients have no scale of their own, so float16 does not hold those within a chunk."""
+    KP, VP, half = padded(problem.K), padded(problem.V), problem.dtype == "bfloat16"
+    roomy = chip.shared_memory > 150_000
+    # For sm_100 Triton 3.6 makes nothing at all of slices as wide as Blackwell's matrix unit.
+    slice_k = min(KP, 64 if half and not chip.hip and chip.name != "sm_100" else 32)
+    # Narrow tiles stay below the 64 rows of Hopper's matrix unit: Triton 3.6 misplaces their shared memory there.
+    block_v = min(VP, 64 if problem.dtype != "float32" and KP >= 64 and (KP <= 128 or roomy) else 32)
+    crowded = problem.N * problem.HV * max(1, VP // 128) * 2 > chip.processors
+    reverse_v, reverse_warps = (128, 8) if chip.wgmma and block_v == 64 and VP >= 128 and KP <= 128 and crowded else (block_v, 4)
+    return dict(
+        small="bfloat16" if half else "float32", slice_k=slice_k, replay_slice_k=slice_k,
+        slice_v=min(VP, 128 if half and roomy else 64 if half else 32), replay_block_v=block_v, reverse_block_v=reverse_v,
+        reverse_warps=reverse_warps, reverse_stages=2 if roomy and problem.dtype != "float32" else 1,
+    )  # fmt: skip
+
+
 def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"
@@ -112,6 +139,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     return Config(
         chunk=chunk, half=half, group=group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4, block_v=block_v,
         scan_warps=scan_warps, scan_stages=stages, precision=precision, solve=solve, step_block_v=min(VP, 32),
-        # Where the scan needs many registers, ptxas sometimes gives it 32: on sm_80, and for float32.
-        scan_registers=255 if not chip.hip and (wide or chip.name == "sm_80") else 0, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
+        # Where a kernel needs many registers, ptxas sometimes gives it 32: on sm_80, and for float32.
+        registers=255 if not chip.hip and (wide or chip.name == "sm_80") else 0, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
+        **backward_sizes(problem, chip),
     )  # fmt: skip
