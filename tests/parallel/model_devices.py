@@ -9,10 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kdakit import accuracy
+from kdakit.jax import chunk_kda
 from kdakit.models.config import ModelConfig
 from kdakit.models.jax import KimiLinear
 from kdakit.parallel.heads import parameter_specs
-from kdakit.parallel.jax import Context
+from kdakit.parallel.jax import Context, sharded_chunk_kda
 
 CONFIG = ModelConfig(vocab_size=32, hidden_size=24, num_layers=2, attention_every=2, head_dim=8, num_heads=2, num_v_heads=4)
 
@@ -59,6 +60,26 @@ def compare(mesh, rows, tokens, targets, **options):
         assert accuracy.error(gradient[...], want_gradients[name][...]) < 1e-6, name
 
 
+def compare_calls(mesh, **axes):
+    """The operator on whole arrays, cut as `axes` say, with states and parameters: value and gradients are those of the plain call."""
+    rng = np.random.default_rng(1)
+    q, k, v, g = (jnp.asarray(rng.normal(size=(2, 32, heads, width))) for heads, width in ((2, 16), (2, 16), (4, 8), (4, 16)))
+    beta, weight = jnp.asarray(rng.normal(size=(2, 32, 4))), jnp.asarray(rng.normal(size=v.shape))
+    rest = {name: jnp.asarray(rng.normal(size=size)) for name, size in (("initial_state", (2, 4, 16, 8)), ("A_log", 4), ("dt_bias", 64))}
+    options = dict(use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True)
+
+    def measured(call):
+        def value(inputs, rest):
+            o, final_state = call(*inputs, **rest, **options)
+            return (o * weight).sum() + final_state.sum()
+
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1)))((q, k, v, g, beta), rest)
+
+    want, got = measured(chunk_kda), measured(sharded_chunk_kda(mesh, **axes))
+    for x, y in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert accuracy.error(y, x) < 1e-12, axes
+
+
 def main():
     jax.config.update("jax_enable_x64", True)
     rng = np.random.default_rng(0)
@@ -66,6 +87,8 @@ def main():
     axes = ("data", "context", "heads")
     mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     compare(mesh, P("data", "context"), tokens, targets)
+    compare_calls(mesh, batch="data", context="context", heads="heads")
+    compare_calls(mesh, batch="data", heads="heads")
     mesh = jax.make_mesh((1, 4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     cu_seqlens = jnp.asarray([0, 22, 23, 23, 50, 96])
     compare(mesh, P(None, "context"), tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens=cu_seqlens)

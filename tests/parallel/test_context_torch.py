@@ -116,8 +116,10 @@ for turn in range(3):
         time.sleep(15 if what == "hang" else 0)
         os._exit(9)
     begin = time.time()
+    given = None if what == "no_tensor" and rank == 1 else q
+    backend = "torch_native" if what == "backend" and rank == 1 else "auto"
     try:
-        parallel.chunk_kda(q, q, v, g, beta, group=group)
+        parallel.chunk_kda(given, q, v, g, beta, group=group, backend=backend)
     except Exception:
         assert time.time() - begin < 10, "raised too late"
         raise
@@ -129,6 +131,8 @@ for turn in range(3):
     [
         ("disagree", ["K must be the same on every rank of the group, got [16, 32, 16]"] * 3),
         ("refuse", ["refused on rank 1", "beta must be one of", "refused on rank 1"]),
+        ("no_tensor", ["refused on rank 1", "q must be a torch.Tensor, got NoneType", "refused on rank 1"]),
+        ("backend", ["options must be the same on every rank"] * 3),
         ("die", [None, "", None]),
         ("hang", [None, "", None]),
     ],

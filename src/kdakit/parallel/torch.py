@@ -21,7 +21,7 @@ from kdakit import torch as local
 from kdakit.parallel.exchange import Affine, Scan, Traffic, agree, collective_device, count_traffic, fingerprint, scan_bytes
 from kdakit.parallel.halo import all_tokens, previous_tokens, token_counts
 from kdakit.parallel.slices import Slice, dense_slice, packed_slice
-from kdakit.problem import MAX_HEAD_DIM, Arrays, check_cu_seqlens, check_devices, make_options, make_problem
+from kdakit.problem import MAX_HEAD_DIM, Arrays, check_backend_name, check_cu_seqlens, check_devices, make_options, make_problem
 
 __all__ = ["Context", "Traffic", "all_tokens", "chunk_kda", "count_traffic", "previous_tokens", "scan_bytes"]
 
@@ -48,7 +48,7 @@ def chunk_kda(
     """
     group = dist.group.WORLD if group is None else group
     arrays = local.autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
-    part, needs_grad = _meet(arrays, group, output_final_state, state_v_first, options)
+    part, needs_grad = _meet(arrays, group, output_final_state, state_v_first, backend, options)
     how = dict(options, A_log=A_log, dt_bias=dt_bias, backend=backend)
     if initial_state is not None and state_v_first:
         arrays = arrays._replace(initial_state=initial_state.transpose(-1, -2))
@@ -95,7 +95,9 @@ class Context:
         return mask[None]
 
 
-def _meet(arrays: Arrays, group: Any, output_final_state: bool, state_v_first: bool, options: dict[str, Any]) -> tuple[Slice, bool]:
+def _meet(
+    arrays: Arrays, group: Any, output_final_state: bool, state_v_first: bool, backend: str, options: dict[str, Any]
+) -> tuple[Slice, bool]:
     """Check the call here and with the other ranks; this rank's slice of it, and whether gradients will be asked for."""
     facts = dict.fromkeys(("B", "H", "HV", "K", "V", "N", "dtypes", "options", "cu_seqlens", "needs_grad"), 0)
     cu: list[int] | None = None
@@ -104,6 +106,10 @@ def _meet(arrays: Arrays, group: Any, output_final_state: bool, state_v_first: b
     try:
         if options.get("return_intermediate_states"):
             raise ValueError("return_intermediate_states=True has no meaning across ranks, whose chunks begin at their own first token")
+        check_backend_name(backend)
+        for name, x in arrays._asdict().items():
+            if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "g", "beta")):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         check_devices(arrays)
         named = dict(options, output_final_state=output_final_state, state_v_first=state_v_first)
         needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays[:8])
@@ -112,7 +118,7 @@ def _meet(arrays: Arrays, group: Any, output_final_state: bool, state_v_first: b
         cu = None if arrays.cu_seqlens is None else (arrays.cu_seqlens if arrays.cu_seqlens_cpu is None else arrays.cu_seqlens_cpu).tolist()
         dtypes = (problem.dtype, problem.gate_dtype, problem.beta_dtype, problem.state_dtype)
         said = (problem.B, problem.H, problem.HV, problem.K, problem.V, problem.N, fingerprint(dtypes),
-                fingerprint((problem.options, problem.has_A_log, problem.has_dt_bias, problem.has_initial_state)), fingerprint(cu),
+                fingerprint((problem.options, backend, problem.has_A_log, problem.has_dt_bias, problem.has_initial_state)), fingerprint(cu),
                 int(needs_grad))  # fmt: skip
         facts = dict(zip(facts, said, strict=True))
     except (TypeError, ValueError) as error:
