@@ -1,6 +1,6 @@
 """On a GPU: the Triton backend against float64 on the shared cases, and its kernels' times, as JSON in $OUT (or here).
 
-PYTHONPATH=src python benchmarks/gpu_check.py check [dtype ..]     every case and LARGE, compiled in parallel
+PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations; compiled in parallel
 PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
 PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
 PYTHONPATH=src python benchmarks/gpu_check.py train [shape ..]     forward + backward, its kernels, peak memory; FLA beside it
@@ -51,12 +51,9 @@ SWEEP = {
     "step": [dict(), dict(step_block_v=64), dict(step_block_v=16), dict(step_warps=4)],
 }  # fmt: skip
 SWEEP_BACKWARD = {
-    "replay": [dict(), dict(replay_block_v=32), dict(replay_block_v=128, replay_warps=8)],
-    "reverse": [
-        dict(), dict(reverse_block_v=32), dict(reverse_block_v=32, reverse_stages=3), dict(reverse_block_v=128, reverse_warps=8),
-        dict(reverse_block_v=64, reverse_warps=8),
-    ],
-    "gradient": [dict(), dict(slice_k=128, gradient_warps=8), dict(slice_k=128, gradient_warps=8, slice_v=64), dict(slice_v=64)],
+    "gradient": [dict()],
+    "products": [dict(), dict(product_slice_k=128), dict(registers=168)],
+    "rebuild": [dict(registers=168)],
 }  # fmt: skip
 
 
@@ -101,15 +98,23 @@ def check_case(job):
     return dict(case=name, dtype=dtype, op=op, seconds=round(time.time() - start, 2), **ratios)
 
 
-def check(dtypes):
-    jobs = [(name, dtype, op) for op in ("chunk", "recurrent") for dtype in dtypes for name in CASES | LARGE]
+def check(chosen):
+    """Rows of the cases, dtypes and operations named, or of all. Prints what fails as it comes: a time limit leaves no doubt what passed."""
+
+    def some(names):
+        return [n for n in names if n in chosen] or list(names)
+
+    names, dtypes = some(LARGE | CASES), some(("bfloat16", "float32", "float16"))
+    jobs = [(name, dtype, op) for op in some(("chunk", "recurrent")) for name in names for dtype in dtypes]
+    rows = []
     with multiprocessing.get_context("spawn").Pool(14, maxtasksperchild=6) as pool:  # an illegal access takes its process along
-        rows = pool.map(check_case, jobs, chunksize=2)
-    bad = [r for r in rows if "failed" in r or any(not v[1] <= 1 for v in r.values() if isinstance(v, list))]
-    worst = sorted((v[1], r["case"], r["dtype"], r["op"], k) for r in rows for k, v in r.items() if isinstance(v, list))[-8:]
-    print("cases", len(rows), "bad", len(bad), "worst", worst)
-    for row in bad:
-        print("BAD", row)
+        for row in pool.imap_unordered(check_case, jobs, chunksize=1):
+            rows.append(row)
+            if "failed" in row or any(not v[1] <= 1 for v in row.values() if isinstance(v, list)):
+                print("BAD", row, flush=True)
+            if len(rows) % 12 == 0 or len(rows) == len(jobs):
+                worst = sorted((v[1], r["case"], r["dtype"], r["op"], k) for r in rows for k, v in r.items() if isinstance(v, list))[-4:]
+                print("cases", len(rows), "of", len(jobs), "worst", worst, flush=True)
     return rows
 
 
@@ -216,16 +221,18 @@ def train(names):
     return rows
 
 
-LAUNCHES = ("forward", "replay", "reverse", "gradient")
+LAUNCHES = ("forward", "replay", "reverse", "products", "gradient")
 
 
-def sweep_backward(names):
+def sweep_backward(chosen):
+    gates = [True] if "bounded" in chosen else [True, False]
+    names = [n for n in chosen if n in SHAPES] or ["h96", "h32"]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        jobs = [(names[0], b, part, c) for part, all_changes in SWEEP_BACKWARD.items() for c in all_changes for b in (True, False)]
+        jobs = [(names[0], b, part, c) for part in SWEEP_BACKWARD for c in SWEEP_BACKWARD[part] for b in gates]
         print("compile", [r for r in pool.map(warm_training, jobs, chunksize=1) if r], flush=True)
     rows = []
-    for name in names:
-        for bounded in (True, False):
+    for name in names if "compile" not in chosen else ():
+        for bounded in gates:
             problem, arrays = problem_of(name, bounded)
             problem = problem.replace(needs_grad=True)
             x, d_o, d_final = launch.views(arrays), torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
@@ -253,12 +260,13 @@ def warm_training(job):
     try:
         if part == "forward":
             launch.forward(problem, arrays, config)
-        elif part == "replay":
+        elif part in ("rebuild", "replay"):
             training.replay(problem, arrays, x, kept[0], kept[2], config)
         elif part == "reverse":
             training.reverse(problem, arrays, y, kept[1], d_o, d_final, config)
         else:
-            training.gradients(problem, arrays, x, y, kept[0], torch.zeros_like(y.states), d_o, torch.zeros_like(d_o), d_final, config)
+            z = training.products(problem, arrays, y, kept[0], torch.zeros_like(y.states), d_o, torch.zeros_like(d_o), d_final, config)
+            training.gradients(problem, arrays, x, y, z, d_o.dtype, config)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {error!r}"[:400]
@@ -274,9 +282,26 @@ def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
     replayed = again()
     back = lambda: training.reverse(problem, arrays, replayed, space.solved, d_o, d_final, config)
     d_states, d_v, _ = back()
-    last = lambda: training.gradients(problem, arrays, x, replayed, space.lower, d_states, d_o, d_v, d_final, config)
-    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, replay=again, reverse=back, gradient=last)
-    return {name: median(call, 15, 3) for name, call in calls.items() if only in (None, name)}
+    over_v = lambda: training.products(problem, arrays, replayed, space.lower, d_states, d_o, d_v, d_final, config)
+    z = over_v()
+    last = lambda: training.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
+    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, replay=again, reverse=back, products=over_v,
+                 gradient=last)  # fmt: skip
+    times = {name: median(call, 15, 3) for name, call in calls.items() if name == only or (only is None and name != "replay")}
+    if only in (None, "rebuild", "replay"):
+        times |= dict(zip(("rebuild", "replay"), split_replay(again), strict=True))
+    return times
+
+
+def split_replay(call):
+    """Milliseconds of the two launches of `training.replay`."""
+    kept, launched = training.launch.launch, []
+    training.launch.launch = lambda *a, **o: (launched.append((a, o)), kept(*a, **o))
+    try:
+        call()
+    finally:
+        training.launch.launch = kept
+    return [median(lambda a=a, o=o: kept(*a, **o), 15, 3) for a, o in launched]
 
 
 def whole(chunk_kda, problem, arrays, d_o, d_final):
@@ -342,10 +367,10 @@ def main():
             triton_gpu.backward(problem, arrays, kept, torch.ones_like(arrays.v), torch.ones_like(arrays.initial_state), config)
         torch.cuda.synchronize()
         return
-    rows = dict(check=lambda: check(rest or ["bfloat16", "float32", "float16"]), sweep=lambda: sweep(rest or ["h96", "h64", "h32"]),
+    rows = dict(check=lambda: check(rest), sweep=lambda: sweep(rest or ["h96", "h64", "h32"]),
                 time=lambda: times(rest or ["h96", "h64", "h32", "h16", "varlen96", "tiny"]), decode=decode,
                 train=lambda: train(rest or ["h96", "h32"]),
-                sweep_backward=lambda: sweep_backward(rest or ["h96", "h32"]))[mode]()  # fmt: skip
+                sweep_backward=lambda: sweep_backward(rest))[mode]()  # fmt: skip
     Path(os.environ.get("OUT", "."), f"gpu_{mode}.json").write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), rows=rows), indent=1))
 
 

@@ -36,7 +36,7 @@ class Backend:
 
 # In the order in which 'auto' asks them.
 BACKENDS = (
-    Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward and decode"),
+    Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward, backward and decode"),
     Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
     Backend("pallas_tpu", "jax", "kdakit.backends.pallas_tpu", "Mosaic kernels, TPUs"),
     Backend("xla", "jax", "kdakit.backends.xla", "pure JAX, any XLA device"),

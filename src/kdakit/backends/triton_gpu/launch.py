@@ -29,10 +29,10 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
     """
+    constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
     if INTERPRETED:
         kernel[(grid,)](*args, **constants)
         return
-    constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
     key = (kernel, tuple(map(_specialised, args)), tuple(constants.values()), tuple(options.values()), torch.cuda.current_device())
     compiled = _compiled.get(key)
     if compiled is None:

@@ -37,61 +37,49 @@ def level_pairs(b_dA, b: tl.constexpr, DTYPE: tl.constexpr):
         m_pairs = (o_i // 16 == o_j // 16) & ((o_i > o_j) | ((o_i == o_j) & (o_p < 32)))
     else:
         m_pairs = (o_i // b % 2 == 1) & (o_i // b == o_j // b + 1)
-    return narrow(tl.where(m_pairs, b_dA, 0.0), DTYPE)
+    return narrow(tl.where(m_pairs, b_dA.to(tl.float32), 0.0), DTYPE)
 
 
 @triton.jit
-def level_matrices(b_dA, BOUNDED: tl.constexpr, DTYPE: tl.constexpr):
-    """The pairs of every level of the span, the finest first, for `level_of`. In float32 there is no room for them all at once."""
-    if DTYPE.is_fp32():
-        M = (b_dA,)
-    else:
-        M = (level_pairs(b_dA, 16, DTYPE),)
-        if BOUNDED:
-            M = (level_pairs(b_dA, 0, DTYPE),) + M  # noqa: RUF005 - no unpacking in kernels
-        else:
-            for i in tl.static_range(4):
-                M = (level_pairs(b_dA, 8 >> i, DTYPE),) + M  # noqa: RUF005
-    return M
+def diagonal_of(b_dA):
+    """b_dA [64, 32] -> the diagonal of its first 32 rows, [32]."""
+    o_i, o_j = tl.arange(0, 64)[:, None], tl.arange(0, 32)[None, :]
+    return tl.sum(tl.where(o_i == o_j, b_dA.to(tl.float32), 0.0), 0)
 
 
 @triton.jit
-def level_of(M, i: tl.constexpr, b: tl.constexpr, i_k):
-    """The i-th of `level_matrices`, which belongs to level b. The slice i_k >= 0 keeps the compiler from making all of them beforehand."""
-    return level_pairs(tl.where(i_k >= 0, M[0], 0.0), b, tl.float32) if M[0].dtype.is_fp32() else M[i]
-
-
-@triton.jit
-def add_level(b_q, b_k, b_f, b_M, b_dq, b_dk, PRECISION: tl.constexpr):
+def level_gradient(b_q, b_k, b_f, b_M, PRECISION: tl.constexpr):
     """One level: q and k times b_f, which decays tokens of odd blocks from the boundary and tokens of even blocks to it; b_M [64, 32].
 
-    Adds to the gradients of q and k [BK, 32]; returns too what each token, a row or a column, has to do with the gates.
+    Returns the gradients of q and k [BK, 32], and what each token, a row or a column, has to do with the gates.
     """
     DTYPE: tl.constexpr = b_M.dtype
-    b_z = b_k.to(tl.float32) * b_f
-    b_dq1, b_dk1 = sides(product(narrow(b_z, DTYPE), tl.trans(b_M), PRECISION))
-    b_dk1 += product(narrow(side_by_side(b_q.to(tl.float32) * b_f, b_z), DTYPE), b_M, PRECISION)
-    b_dq1, b_dk1 = b_dq1 * b_f, b_dk1 * b_f
-    return b_dq + b_dq1, b_dk + b_dk1, b_q.to(tl.float32) * b_dq1 + b_k.to(tl.float32) * b_dk1
+    b_z = b_k * b_f
+    b_dk = product(narrow(side_by_side(b_q * b_f, b_z), DTYPE), b_M, PRECISION)
+    b_dq, b_dk1 = sides(product(narrow(b_z, DTYPE), tl.trans(b_M), PRECISION))
+    b_dq, b_dk = b_dq * b_f, (b_dk + b_dk1) * b_f
+    return b_dq, b_dk, b_q * b_dq + b_k * b_dk
 
 
 @triton.jit
-def add_blocks(b_q, b_k, b_row, b_col, b_M, b_dq, b_dk, PRECISION: tl.constexpr):
+def block_gradient(b_q, b_k, b_row, b_col, b_M, PRECISION: tl.constexpr):
     """All pairs inside blocks of 16 tokens, rows times b_row and columns times b_col = 1 / b_row, referred to the block's middle: 2^58 at
     most when log-decays are at least -5.
 
-    Adds to the gradients. A gate counts the pairs of all later rows, less those that lie behind it: what is returned is a difference.
-    It takes the factors as they were rounded, so that a pair which must vanish does so but for float32 sums, and what is left is no
-    smaller than e^-5 of what vanished.
+    A gate counts the pairs of all later rows, less those that lie behind it: what is returned last is a difference. It takes the factors
+    as they were rounded, so that a pair which must vanish does so but for float32 sums, and what is left is no smaller than e^-5 of what
+    vanished.
     """
     DTYPE: tl.constexpr = b_M.dtype
-    b_right = narrow(b_k.to(tl.float32) * b_col, DTYPE)
-    b_dq1, b_db1 = sides(product(b_right, tl.trans(b_M), PRECISION))
-    b_left = narrow(side_by_side(b_q.to(tl.float32) * b_row, b_k.to(tl.float32) * b_row), DTYPE)
-    b_dk1 = product(b_left, b_M, PRECISION)
-    b_lq, b_lk = sides(b_left.to(tl.float32))
-    b_u = b_lq * b_dq1 + b_lk * b_db1 - b_right.to(tl.float32) * b_dk1
-    return b_dq + b_dq1 * b_row, b_dk + b_db1 * b_row + b_dk1 * b_col, b_u
+    b_left = narrow(side_by_side(b_q * b_row, b_k * b_row), DTYPE)
+    b_right = narrow(b_k * b_col, DTYPE)
+    b_dk = product(b_left, b_M, PRECISION)
+    b_u = -b_right.to(tl.float32) * b_dk
+    b_dk = b_dk * b_col
+    b_dq, b_dk1 = sides(product(b_right, tl.trans(b_M), PRECISION))
+    b_lq, b_lk = sides(b_left)
+    b_u += b_lq.to(tl.float32) * b_dq + b_lk.to(tl.float32) * b_dk1
+    return b_dq * b_row, b_dk + b_dk1 * b_row, b_u
 
 
 @triton.jit
@@ -126,31 +114,31 @@ def block_sums(b_rows, b_cols):
 
 
 @triton.jit
-def bounded_pairs(b_q, b_k, b_prefix, c, M, i_k, b_dq, b_dk, b_d_g, PTX: tl.constexpr, PRECISION: tl.constexpr):
-    """All pairs of a span when log-decays are at least -5. Adds to the gradients. b_prefix is large enough to divide by."""
+def bounded_pairs(b_q, b_k, b_prefix, c, b_dA, PTX: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients of q, k and the gates from all pairs of a span when log-decays are at least -5: b_prefix is large enough to divide by."""
+    DTYPE: tl.constexpr = b_dA.dtype
     o_t = span_tokens(32)[None, :]
     b_one = tl.full(c[0].shape, 1.0, tl.float32)
     b_total = per_octet(c[0], c[1], c[2], c[3])
-    b_inverse = reciprocal(b_prefix, PTX)
-    b_suffix = b_inverse * spread(b_total)
-    b_f = tl.where(o_t >= 16, b_prefix, b_suffix) * spread(per_octet(c[1], b_one, b_one, c[2]))
-    b_dq, b_dk, b_u = add_level(b_q, b_k, b_f, level_of(M, 1, 16, i_k), b_dq, b_dk, PRECISION)
-    m_odd = o_t // 8 % 2 == 1
-    b_row = tl.where(m_odd, b_prefix, b_prefix * spread(reciprocal(b_total, PTX)))
-    b_dq, b_dk, b_w = add_blocks(b_q, b_k, b_row, tl.where(m_odd, b_inverse, b_suffix), level_of(M, 0, 0, i_k), b_dq, b_dk, PRECISION)
-    return b_dq, b_dk, b_d_g + block_sums(b_w + tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
+    b_row = b_prefix * spread(per_octet(reciprocal(c[0], PTX), b_one, reciprocal(c[2], PTX), b_one))
+    b_dq, b_dk, b_w = block_gradient(b_q, b_k, b_row, reciprocal(b_row, PTX), level_pairs(b_dA, 0, DTYPE), PRECISION)
+    b_f = tl.where(o_t >= 16, b_prefix, reciprocal(b_prefix, PTX) * spread(b_total)) * spread(per_octet(c[1], b_one, b_one, c[2]))
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16, DTYPE), PRECISION)
+    return b_dq + b_dq1, b_dk + b_dk1, block_sums(b_w + tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
 
 
 @triton.jit
-def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, M, i_k, b_dq, b_dk, b_d_g, PRECISION: tl.constexpr):
-    """All pairs of a span, any gate: levels 16 to 1. Adds to the gradients; no share of a gate is a difference."""
+def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION: tl.constexpr):
+    """Gradients of q, k and the gates from all pairs of a span, any gate: levels 16 to 1. No share of a gate is a difference."""
+    DTYPE: tl.constexpr = b_dA.dtype
     o_t = span_tokens(32)[None, :]
     b_one = tl.full(c[0].shape, 1.0, tl.float32)
     b_f = tl.where(o_t >= 16, b_prefix, b_suffix) * spread(per_octet(c[1], b_one, b_one, c[2]))
-    b_dq, b_dk, b_u = add_level(b_q, b_k, b_f, level_of(M, 4, 16, i_k), b_dq, b_dk, PRECISION)
-    b_d_g += block_sums(tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
+    b_dq, b_dk, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16, DTYPE), PRECISION)
+    b_d_g = block_sums(tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
     m_odd = o_t // 8 % 2 == 1
-    b_dq, b_dk, b_u = add_level(b_q, b_k, tl.where(m_odd, b_prefix, b_suffix), level_of(M, 3, 8, i_k), b_dq, b_dk, PRECISION)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, tl.where(m_odd, b_prefix, b_suffix), level_pairs(b_dA, 8, DTYPE), PRECISION)
+    b_dq, b_dk = b_dq + b_dq1, b_dk + b_dk1
     b_d_g += gate_sums(tl.where(m_odd, b_u, 0.0), tl.where(m_odd, 0.0, b_u), tl.zeros([b_k.shape[0], 4], tl.float32))
 
     e = octets(b_e)
@@ -159,18 +147,19 @@ def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, M, i_k, b_dq, b_dk, b_
     b_45, b_23 = e[4] * e[5], e[2] * e[3]
     b_456 = b_45 * e[6]
     b_f = span((e[1] * b_23, b_23, e[3], b_1, e[4], b_45, b_456, b_456 * e[7]))
-    b_dq, b_dk, b_u = add_level(b_q, b_k, b_f, level_of(M, 2, 4, i_k), b_dq, b_dk, PRECISION)
-    u = octets(b_u)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 4, DTYPE), PRECISION)
+    b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, octets(b_u)
     b_67, b_01 = u[6] + u[7], u[0] + u[1]
     b_567 = u[5] + b_67
     b_d_g += span((b_0, u[0], b_01, b_01 + u[2], u[4] + b_567, b_567, b_67, u[7]))
 
     b_f = span((e[1], b_1, e[2], b_23, e[5], b_1, e[6], e[6] * e[7]))
-    b_dq, b_dk, b_u = add_level(b_q, b_k, b_f, level_of(M, 1, 2, i_k), b_dq, b_dk, PRECISION)
-    u = octets(b_u)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 2, DTYPE), PRECISION)
+    b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, octets(b_u)
     b_d_g += span((b_0, u[0], u[2] + u[3], u[3], b_0, u[4], u[6] + u[7], u[7]))
 
     b_f = span((b_1, e[1], b_1, e[3], b_1, e[5], b_1, e[7]))
-    b_dq, b_dk, b_u = add_level(b_q, b_k, b_f, level_of(M, 0, 1, i_k), b_dq, b_dk, PRECISION)
-    u = octets(b_u)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 1, DTYPE), PRECISION)
+    b_diagonal, u = diagonal_of(b_dA)[None, :], octets(b_u)
+    b_dq, b_dk = b_dq + b_dq1 + b_diagonal * b_k, b_dk + b_dk1 + b_diagonal * b_q
     return b_dq, b_dk, b_d_g + span((b_0, u[1], b_0, u[3], b_0, u[5], b_0, u[7]))

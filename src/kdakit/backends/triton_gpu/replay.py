@@ -1,4 +1,4 @@
-"""Backward, first launch: what the forward did not keep. Rebuilds a segment's tiles and runs the state through it from its checkpoint."""
+"""Backward, first two launches: what the forward did not keep. The tiles of every chunk, then the states from one checkpoint to the next."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def rebuild_chunk(
     b_beta = write_strength(tl.load(p_beta + (start + o_i) * s_bt, mask=start + o_i < eos, other=0.0).to(tl.float32), BETA)
     b_beta = tl.where(start + o_i < eos, b_beta, 0.0)
     b_T = load_inverse(p_lower, b_beta, o_i, o_c, C, S, GROUP).to(SOLVE)  # [R, R]
-    D = identity()
+    D = identity(32)
     b_norm_q, b_norm_k = token_norms(p_q, p_k, p_factors + C, o_t0, o_r0, m_r0, s_qt, s_kt, eos, K, KP, C, ALIGN, L2NORM)
     D_q0, D_k0 = diagonal(b_norm_q * scale), diagonal(b_norm_k)
     if C > 32:
@@ -130,7 +130,7 @@ def rebuild_chunk(
 def replay_states(
     p_v, p_tiles, p_decay, p_factors, p_states, p_r, b_S, length, HV, s_vt, o_v, m_v, chunks,
     V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -140,7 +140,7 @@ def replay_states(
     p_r += (o_t.to(tl.int64) * HV)[:, None] * V + o_v[None, :]
     p_tile = p_tiles + o_c[:, None] * KP + o_k[None, :]
     p_state = p_states + o_v[:, None] * KP + o_k[None, :]
-    for i_c in tl.range(0, chunks, num_stages=2):
+    for i_c in tl.range(0, chunks, num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         b_v = tl.load(p_v, mask=m_cv, other=0.0)
         b_k_in = tl.load(p_tile)  # [C, KP]
@@ -160,66 +160,69 @@ def replay_states(
         p_factors += tl.cast(3 * C, tl.int64) * HV
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "EVERY", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
-def replay_kernel(
-    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_checkpoints, p_initial,
-    p_tiles, p_decay, p_factors, p_first, p_states, p_r,
-    T, N, NT, H, HV, scale, lower_bound, EVERY,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, GATE: tl.constexpr,
-    BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
+                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+def rebuild_kernel(
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_decay, p_factors, p_first,
+    T, N, NT, H, HV, scale, lower_bound,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
+    K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    VARLEN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one head: the chunks from a checkpoint, or from the sequence's start, to the next checkpoint or the end.
-
-    First the tiles of every chunk (see `intra.prepare_kernel`), from the inputs and the saved inverse; then, block of V by block of V, the
-    states before every chunk and r = v - k_in S. Both are serial only within the segment. Grid: (slots * HV,), heads fastest; programs
-    whose slot begins no segment have nothing to do.
-    """
+    """The tiles of a chunk (see `intra.prepare_kernel`) from its inputs and its saved inverse. Grid: (slots * HV,), heads fastest."""
     i_p = tl.program_id(0).to(tl.int64)
+    i_s, i_h = i_p // HV, i_p % HV
+    i_b, i_n, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    start = bos + i_c * C
+    if start >= eos:
+        return
+    i_hk = i_h // (HV // H)
+    if HAS_DT_BIAS:
+        p_dt_bias += i_h * K
+    if HAS_FIRST:
+        p_first += (i_n * HV + i_h) * 2 * C * KP
+    rebuild_chunk(
+        p_q + (i_b * s_qb + i_hk * s_qh) * ALIGN, p_k + (i_b * s_kb + i_hk * s_kh) * ALIGN, p_g + (i_b * s_gb + i_h * s_gh) * ALIGN,
+        p_beta + i_b * s_bb + i_h * s_bh, p_dt_bias, p_lower + i_p * C * C, p_tiles + i_p * 3 * C * KP, p_decay + i_p * KP,
+        p_factors + i_p * 3 * C, p_first, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG), scale, lower_bound,
+        start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
+        K, KP, BK, C, S, GROUP, ALIGN, GATE, BETA, L2NORM, HAS_DT_BIAS, HAS_FIRST, PRECISION, SOLVE, PTX,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "EVERY", "s_vb", "s_vt", "s_vh"])
+def replay_kernel(
+    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_decay, p_factors, p_states, p_r,
+    T, N, NT, HV, EVERY, s_vb, s_vt, s_vh,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One segment of one head: the chunks from a checkpoint, or from the sequence's start, to the next checkpoint or the end. The states
+    before every chunk and r = v - k_in S, serial only within the segment.
+
+    Grid: (slots * HV * cdiv(V, BV),), blocks of V fastest, then heads; programs whose slot begins no segment have nothing to do.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_p = tl.program_id(0).to(tl.int64)
+    i_v, i_p = i_p % NV, i_p // NV
     i_s, i_h = i_p // HV, i_p % HV
     i_b, i_n, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
     if (start >= eos) | ((i_c > 0) & (i_s % EVERY > 0)):
         return
     chunks = tl.minimum(EVERY - i_s % EVERY, tl.cdiv(eos - start, C)).to(tl.int32)
-    i_hk = i_h // (HV // H)
-    p_q += (i_b * s_qb + i_hk * s_qh) * ALIGN
-    p_k += (i_b * s_kb + i_hk * s_kh) * ALIGN
-    p_g += (i_b * s_gb + i_h * s_gh) * ALIGN
-    p_beta += i_b * s_bb + i_h * s_bh
-    p_tiles += i_p * 3 * C * KP
-    p_decay += i_p * KP
-    p_factors += i_p * 3 * C
-    if HAS_FIRST:
-        p_first += (i_n * HV + i_h) * 2 * C * KP
-    if HAS_DT_BIAS:
-        p_dt_bias += i_h * K
-    a = gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG)
-    for i in range(chunks):
-        rebuild_chunk(
-            p_q, p_k, p_g, p_beta, p_dt_bias, p_lower + (i_p + i * HV) * C * C, p_tiles + tl.cast(i, tl.int64) * HV * 3 * C * KP,
-            p_decay + i * HV * KP, p_factors + i * HV * 3 * C, p_first, a, scale, lower_bound,
-            start + i * C, eos, i_c + i == 0, s_qt, s_kt, s_gt, s_bt,
-            K, KP, BK, C, S, GROUP, ALIGN, GATE, BETA, L2NORM, HAS_DT_BIAS, HAS_FIRST, PRECISION, SOLVE, PTX,
-        )  # fmt: skip
-    tl.debug_barrier()  # what follows reads the tiles back
     o_k = tl.arange(0, KP)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_v = o_v < V
-        m_state = m_v[:, None] & (o_k < K)[None, :]
-        m_first = m_state & (i_c == 0)
-        b_S = tl.load(
-            p_checkpoints + ((i_s // EVERY * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :], mask=m_v[:, None] & (i_c > 0), other=0.0
-        ).to(tl.float32)
-        if HAS_INITIAL:
-            o_state = state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST)
-            b_S += tl.load(p_initial + o_state, mask=m_first, other=0.0).to(tl.float32)
-        replay_states(
-            p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles, p_decay, p_factors, p_states + i_p * VP * KP,
-            p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
-            V, KP, VP, C, S, GROUP, ALIGN, PRECISION,
-        )  # fmt: skip
+    o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
+    m_v = o_v < V
+    p_point = p_checkpoints + ((i_s // EVERY * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
+    b_S = tl.load(p_point, mask=m_v[:, None] & (i_c > 0), other=0.0).to(tl.float32)
+    if HAS_INITIAL:
+        m_first = m_v[:, None] & (o_k < K)[None, :] & (i_c == 0)
+        b_S += tl.load(p_initial + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
+    replay_states(
+        p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_decay + i_p * KP, p_factors + i_p * 3 * C,
+        p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
+        V, KP, VP, C, S, GROUP, ALIGN, PRECISION, STAGES,
+    )  # fmt: skip

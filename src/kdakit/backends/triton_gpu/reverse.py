@@ -1,4 +1,4 @@
-"""Backward, second launch: the serial pass over a sequence's chunks from its end, with the gradient of the state in registers."""
+"""Backward, third launch: the serial pass over a sequence's chunks from its end, with the gradient of the state in registers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host side of the backward: three launches (and a short one for initial states), and what the forward keeps for them."""
+"""Host side of the backward: five launches (and a short one for initial states), and what the forward keeps for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from kdakit.backends.triton_gpu import launch
 from kdakit.backends.triton_gpu.config import Config, bounded, padded
 from kdakit.backends.triton_gpu.gradient import gradient_kernel
-from kdakit.backends.triton_gpu.replay import replay_kernel
+from kdakit.backends.triton_gpu.products import products_kernel
+from kdakit.backends.triton_gpu.replay import rebuild_kernel, replay_kernel
 from kdakit.backends.triton_gpu.reverse import restore_kernel, reverse_kernel
 from kdakit.problem import Arrays, Problem
 
@@ -58,29 +59,36 @@ def saved(problem: Problem, arrays: Arrays, x: launch.Views, space: launch.Works
 
 
 def replay(problem: Problem, arrays: Arrays, x: launch.Views, lower, checkpoints, config: Config) -> Replayed:
-    """First launch: tiles and states of every chunk again."""
+    """First two launches: tiles and states of every chunk again."""
     o, C = problem.options, config.chunk
     out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=arrays.q.device) for s, d in replayed_specs(problem, config)))
-    grid = lower.shape[0] * problem.HV
-    if not grid:
+    slots, NT = lower.shape[0], -(-problem.T // C)
+    if not slots * problem.HV:
         return out
     args = (
-        x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, checkpoints, arrays.initial_state, *out,
-        problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale, o.lower_bound or 0.0, launch.CHECKPOINT,
-        *x.strides["q"], *x.strides["k"], *x.strides["v"], *x.strides["g"], *x.strides["b"],
+        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, out.tiles, out.decay, out.factors, out.first,
+        problem.T, problem.N, NT, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
+        *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
     constants = common(problem, config) | dict(
-        BK=config.replay_slice_k, BV=config.replay_block_v, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
-        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state,
-        HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], PTX=config.ptx,
+        BK=config.replay_slice_k, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
+        HAS_DT_BIAS=problem.has_dt_bias, HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], PTX=config.ptx,
     )  # fmt: skip
-    registers = {"maxnreg": config.registers} if config.registers else {}
-    launch.launch(replay_kernel, grid, args, constants, num_warps=config.replay_warps, **registers)
+    launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.rebuild_warps, num_stages=1, **limit(config))
+    args = (
+        x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, out.decay, out.factors, out.states, out.r,
+        problem.T, problem.N, NT, problem.HV, launch.CHECKPOINT, *x.strides["v"],
+    )  # fmt: skip
+    constants = common(problem, config) | dict(
+        BV=config.replay_block_v, ALIGN=x.align, HAS_INITIAL=problem.has_initial_state, STAGES=config.replay_stages,
+    )  # fmt: skip
+    grid = slots * problem.HV * -(-problem.V // config.replay_block_v)
+    launch.launch(replay_kernel, grid, args, constants, num_warps=config.replay_warps, **limit(config))
     return out
 
 
 def reverse(problem: Problem, arrays: Arrays, x: Replayed, solved, d_o, d_final, config: Config):
-    """Second launch: dS' of every chunk, y (in d_v), and the gradient of the initial state."""
+    """Third launch: dS' of every chunk, y (in d_v), and the gradient of the initial state."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty_like(x.states)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
@@ -96,8 +104,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Replayed, solved, d_o, d_final,
         constants = common(problem, config) | dict(
             BV=config.reverse_block_v, HAS_FINAL=d_final is not None, HAS_INITIAL=d_initial is not None, STAGES=config.reverse_stages,
         )  # fmt: skip
-        registers = {"maxnreg": config.registers} if config.registers else {}
-        launch.launch(reverse_kernel, grid, args, constants, num_warps=config.reverse_warps, **registers)
+        launch.launch(reverse_kernel, grid, args, constants, num_warps=config.reverse_warps, **limit(config))
     return d_states, d_v, d_initial
 
 
@@ -110,36 +117,69 @@ def restore(problem: Problem, arrays: Arrays, x: Replayed, d_o, d_v, d_initial, 
         launch.launch(restore_kernel, grid, args, constants, num_warps=4)
 
 
-def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, lower, d_states, d_o, d_v, d_final, config: Config):
-    """Third launch: everything else. Returns gradients of q, k, g, beta, A_log, dt_bias."""
-    o, C, device = problem.options, config.chunk, d_o.device
-    B, T, H, HV, K = problem.B, problem.T, problem.H, problem.HV, problem.K
-    slots, wide = lower.shape[0], torch.float32 if problem.group > 1 else d_o.dtype
-    d_q, d_k = (torch.empty((B, T, HV, K), dtype=wide, device=device) for _ in "qk")
-    d_g, d_beta = (torch.empty(z.shape, dtype=z.dtype, device=device) for z in (arrays.g, arrays.beta))
-    d_A_log = torch.empty((slots, HV, padded(K)), device=device) if problem.has_A_log else None
-    d_dt_bias = torch.empty((slots, HV, padded(K)), device=device) if problem.has_dt_bias else None
-    if slots:
+class Products(NamedTuple):
+    """Gradients of what a chunk is made of, from `products_kernel`; R is the chunk, at least 32."""
+
+    pairs: torch.Tensor  # [slots, HV, 2, R, R]
+    parts: torch.Tensor  # [slots, HV, 3, KP, R]
+    d_decay: torch.Tensor  # [slots, HV, KP]
+    d_beta: torch.Tensor
+
+
+def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o, d_v, d_final, config: Config) -> Products:
+    """Fourth launch: all products over V; y in d_v becomes the gradient of v. Tiles that the replay made are used up."""
+    C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.small)
+    slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
+    mine = y.tiles.dtype == small and C == R and not problem.options.disable_recompute
+    out = Products(
+        torch.empty((slots, HV, 2, R, R), dtype=small, device=device),
+        y.tiles.view(slots, HV, 3, KP, R) if mine else torch.empty((slots, HV, 3, KP, R), dtype=small, device=device),
+        torch.empty((slots, HV, KP), device=device),
+        torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=device),
+    )
+    if slots * HV:
         args = (
-            x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, y.factors, y.states, d_states, y.r, d_o,
-            arrays.initial_state, d_final, d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias,
-            T, problem.N, -(-T // C), H, HV, o.scale, o.lower_bound or 0.0,
-            *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
+            arrays.beta, arrays.cu_seqlens, lower, y.factors, y.states, d_states, y.r, d_o, arrays.initial_state, d_final, d_v, out.d_beta,
+            out.pairs, out.parts, out.d_decay, problem.T, problem.N, -(-problem.T // C), HV, problem.options.scale, *arrays.beta.stride(),
         )  # fmt: skip
         constants = common(problem, config) | dict(
-            BK=config.slice_k, BV=config.slice_v, ALIGN=x.align, GATE=o.gate, BETA=o.beta, BOUNDED=bounded(problem), L2NORM=o.l2norm,
-            HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state,
-            HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], PTX=config.ptx, HIP=config.hip,
+            BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
+            HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small],
         )  # fmt: skip
-        registers = {"maxnreg": config.registers} if config.registers else {}
-        launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.gradient_warps, num_stages=1, **registers)
+        launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
+    return out
+
+
+def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z: Products, dtype, config: Config):
+    """Fifth launch: gradients of q, k, g, A_log, dt_bias."""
+    o, C, device = problem.options, config.chunk, z.parts.device
+    B, T, H, HV, K = problem.B, problem.T, problem.H, problem.HV, problem.K
+    slots, wide = z.parts.shape[0], torch.float32 if problem.group > 1 else dtype
+    d_q, d_k = (torch.empty((B, T, HV, K), dtype=wide, device=device) for _ in "qk")
+    d_g = torch.empty(arrays.g.shape, dtype=arrays.g.dtype, device=device)
+    d_A_log = torch.empty((slots, HV, padded(K)), device=device) if problem.has_A_log else None
+    d_dt_bias = torch.empty((slots, HV, padded(K)), device=device) if problem.has_dt_bias else None
+    if slots * HV:
+        args = (
+            x.q, x.k, x.g, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, y.factors, z.pairs, z.parts, z.d_decay, d_q, d_k, d_g, d_A_log,
+            d_dt_bias, T, problem.N, -(-T // C), H, HV, o.lower_bound or 0.0, *x.strides["q"], *x.strides["k"], *x.strides["g"],
+        )  # fmt: skip
+        constants = common(problem, config) | dict(
+            BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
+            HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
+        )  # fmt: skip
+        launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.gradient_warps, num_stages=1, **limit(config))
     if problem.group > 1:
-        d_q, d_k = (z.view(B, T, H, problem.group, K).sum(3).to(d_o.dtype) for z in (d_q, d_k))
+        d_q, d_k = (w.view(B, T, H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     if d_A_log is not None:
         d_A_log = d_A_log.sum((0, 2)).view(arrays.A_log.shape).to(arrays.A_log.dtype)
     if d_dt_bias is not None:
         d_dt_bias = d_dt_bias.sum(0)[:, :K].reshape(arrays.dt_bias.shape).to(arrays.dt_bias.dtype)
-    return d_q, d_k, d_g, d_beta, d_A_log, d_dt_bias
+    return d_q, d_k, d_g, d_A_log, d_dt_bias
+
+
+def limit(config: Config) -> dict[str, int]:
+    return {"maxnreg": config.registers} if config.registers else {}
 
 
 def common(problem: Problem, config: Config) -> dict:
@@ -160,6 +200,7 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
         lower, solved, *rest = kept
         y = Replayed(*rest) if problem.options.disable_recompute else replay(problem, arrays, x, lower, rest[0], config)
         d_states, d_v, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
-        d_q, d_k, d_g, d_beta, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, lower, d_states, d_o, d_v, d_final, config)
+        z = products(problem, arrays, y, lower, d_states, d_o, d_v, d_final, config)
+        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_o.dtype, config)
         restore(problem, arrays, y, d_o, d_v, d_initial, config)
-    return Arrays(d_q, d_k, d_v, d_g, d_beta, d_A_log, d_dt_bias, d_initial)
+    return Arrays(d_q, d_k, d_v, d_g, z.d_beta, d_A_log, d_dt_bias, d_initial)
