@@ -1,6 +1,6 @@
 """On a GPU: the Triton backend against float64 on the shared cases, and its kernels' times, as JSON in $OUT (or here).
 
-PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations; compiled in parallel
+PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations, a limit to compiling first in seconds
 PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
 PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
 PYTHONPATH=src python benchmarks/gpu_check.py train [shape ..]     forward + backward, its kernels, peak memory; FLA beside it
@@ -52,8 +52,13 @@ SWEEP = {
 }  # fmt: skip
 SWEEP_BACKWARD = {
     "gradient": [dict()],
-    "products": [dict(), dict(product_slice_k=128), dict(registers=168)],
-    "rebuild": [dict(registers=168)],
+    "products": [
+        dict(), dict(slice_v=32, product_stages=3), dict(slice_v=64, product_stages=2), dict(slice_v=32, product_stages=3, registers=168),
+        dict(slice_v=32, product_stages=3, product_slice_k=128, product_warps=8),
+        dict(slice_v=32, product_stages=3, product_slice_k=128, product_warps=8, registers=128),
+    ],
+    "rebuild": [dict(), dict(registers=168)],
+    "scan": [dict()],
 }  # fmt: skip
 
 
@@ -98,8 +103,65 @@ def check_case(job):
     return dict(case=name, dtype=dtype, op=op, seconds=round(time.time() - start, 2), **ratios)
 
 
+def launches(job, chosen=None, device="cpu"):
+    """What the kernels that a case launches are compiled for, in order; nothing runs. Compiles those whose index is `chosen`."""
+    name, dtype, op = job
+    case, keys, kept = (CASES | LARGE)[name], [], launch.launch
+    problem = case.problem(dtype, op=op, needs_grad=op == "chunk")
+    shapes = zip(case.arrays(dtype), case.dtypes(dtype), strict=True)
+    arrays = Arrays(*(None if x is None else torch.empty(x.shape, dtype=getattr(torch, d), device=device) for x, d in shapes))
+    config = triton_gpu.default_config(problem, "cuda")
+
+    def record(kernel, grid, args, constants, **options):
+        constants = {n: constants[n] for n in kernel.arg_names[len(args) :]}
+        keys.append(str((kernel.__name__, *map(launch._specialised, args), *constants.values(), *options.items())))
+        if len(keys) - 1 == chosen:
+            kernel.warmup(*args, **constants, **options, grid=(grid,))
+
+    launch.launch = record
+    try:
+        if op == "recurrent":
+            launch.step(problem, arrays, config)
+        else:
+            saved = launch.forward(problem, arrays, config)[1]
+            d_final = torch.empty(problem.state_shape) if problem.options.output_final_state else None
+            training.backward(problem, arrays, saved, torch.empty_like(arrays.v), d_final, config)
+    finally:
+        launch.launch = kept
+    return keys
+
+
+def compile_one(task):
+    job, index = task
+    try:
+        launches(job, index)
+    except Exception as error:
+        return f"{task}: {error!r}"[:200]
+    return None
+
+
+def compile_all(pool, jobs, seconds):
+    """Every kernel of `jobs` once, in parallel, the slowest first; what is not begun after so many seconds is left to the cases."""
+    tasks = {}
+    for job, keys in zip(jobs, pool.map(launches, jobs, chunksize=2), strict=True):
+        for index, key in enumerate(keys):
+            tasks.setdefault(key, (job, index))
+    slow = ("gradient", "prepare", "rebuild", "products")
+    order = sorted(tasks, key=lambda key: next((i for i, name in enumerate(slow) if key.startswith(f"('{name}")), len(slow)))
+    start = time.time()
+    done = 0
+    for error in pool.imap_unordered(compile_one, [tasks[key] for key in order]):
+        done += 1
+        if error:
+            print("BAD", error, flush=True)
+        if time.time() - start > seconds:
+            break
+    print("compiled", done, "of", len(order), "in", round(time.time() - start), "s", flush=True)
+
+
 def check(chosen):
-    """Rows of the cases, dtypes and operations named, or of all. Prints what fails as it comes: a time limit leaves no doubt what passed."""
+    """Rows of the cases, dtypes and operations named, or of all. Prints what fails as it comes, so that a time limit leaves no doubt about
+    what was seen to pass."""
 
     def some(names):
         return [n for n in names if n in chosen] or list(names)
@@ -107,7 +169,9 @@ def check(chosen):
     names, dtypes = some(LARGE | CASES), some(("bfloat16", "float32", "float16"))
     jobs = [(name, dtype, op) for op in some(("chunk", "recurrent")) for name in names for dtype in dtypes]
     rows = []
-    with multiprocessing.get_context("spawn").Pool(14, maxtasksperchild=6) as pool:  # an illegal access takes its process along
+    with multiprocessing.get_context("spawn").Pool(16) as pool:
+        compile_all(pool, jobs, min([float(n) for n in chosen if n.isdigit()], default=1e9))
+    with multiprocessing.get_context("spawn").Pool(14, maxtasksperchild=8) as pool:  # an illegal access takes its process along
         for row in pool.imap_unordered(check_case, jobs, chunksize=1):
             rows.append(row)
             if "failed" in row or any(not v[1] <= 1 for v in row.values() if isinstance(v, list)):
@@ -194,16 +258,19 @@ def times(names):
     return rows
 
 
-def train(names):
+def train(chosen):
     """Forward + backward through the public calls, and our launches one by one."""
     from kdakit.torch import chunk_kda
 
+    gates = [True] if "bounded" in chosen else [True, False]
+    names = [n for n in chosen if n in SHAPES] or ["h96", "h32"]
+
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        jobs = [(name, bounded, part, {}) for name in names for bounded in (True, False) for part in LAUNCHES]
+        jobs = [(name, bounded, part, {}) for name in names for bounded in gates for part in LAUNCHES]
         print("compile", [r for r in pool.map(warm_training, jobs, chunksize=1) if r], flush=True)
     rows = []
     for name in names:
-        for bounded in (True, False):
+        for bounded in gates:
             problem, arrays = problem_of(name, bounded)
             problem = problem.replace(needs_grad=True)
             config, x = triton_gpu.default_config(problem, "cuda"), launch.views(arrays)
@@ -369,7 +436,7 @@ def main():
         return
     rows = dict(check=lambda: check(rest), sweep=lambda: sweep(rest or ["h96", "h64", "h32"]),
                 time=lambda: times(rest or ["h96", "h64", "h32", "h16", "varlen96", "tiny"]), decode=decode,
-                train=lambda: train(rest or ["h96", "h32"]),
+                train=lambda: train(rest),
                 sweep_backward=lambda: sweep_backward(rest))[mode]()  # fmt: skip
     Path(os.environ.get("OUT", "."), f"gpu_{mode}.json").write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), rows=rows), indent=1))
 

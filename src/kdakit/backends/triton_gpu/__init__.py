@@ -1,8 +1,8 @@
-"""Triton kernels for NVIDIA and AMD GPUs. Two launches forward: `intra.prepare_kernel` over chunks, `state.scan_kernel` over sequences. Five
-backward: `replay.rebuild_kernel` over chunks, `replay.replay_kernel` over segments, `reverse.reverse_kernel` over sequences,
-`products.products_kernel` and `gradient.gradient_kernel` over chunks.
+"""Triton kernels for NVIDIA and AMD GPUs.
 
-On a machine without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set.
+Two launches forward: `intra.prepare_kernel` over chunks, `state.scan_kernel` over sequences. Five backward: `replay.rebuild_kernel` over
+chunks, `replay.replay_kernel` over segments, `reverse.reverse_kernel` over sequences, `products.products_kernel` and
+`gradient.gradient_kernel` over chunks. On a machine without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations

@@ -32,19 +32,18 @@ class Config:
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
-    slice_k: int = 64  # channels at a time in the gradient kernel
-    slice_v: int = 128  # value channels at a time in the products kernel
+    slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
+    slice_warps: int = 4  # of these two
+    slice_v: int = 64  # value channels at a time in the products kernel
     product_slice_k: int = 64
     product_warps: int = 4
-    replay_slice_k: int = 64
+    product_stages: int = 2
     replay_block_v: int = 64
-    rebuild_warps: int = 4
     replay_warps: int = 4
     replay_stages: int = 2
     reverse_block_v: int = 64
     reverse_warps: int = 4
     reverse_stages: int = 2
-    gradient_warps: int = 4
     step_block_v: int = 32
     step_warps: int = 2
 
@@ -103,16 +102,16 @@ def backward_sizes(problem: Problem, chip: Chip) -> dict[str, Any]:
     KP, VP, half = padded(problem.K), padded(problem.V), problem.dtype == "bfloat16"
     roomy = chip.shared_memory > 150_000
     # For sm_100 Triton 3.6 makes nothing at all of slices as wide as Blackwell's matrix unit.
-    replay_slice_k = min(KP, 64 if half and not chip.hip and chip.name != "sm_100" else 32)
-    # All channels in one slice save a pass over the gradients of q and k. On Hopper several slices of 64 channels come out wrong.
-    slice_k = min(KP, replay_slice_k if not chip.wgmma else 128 if half and KP <= 128 else 32)
+    slice_k = 64 if half and not chip.hip and chip.name != "sm_100" else 32
+    # All channels in one slice save a pass over q and k. On Hopper Triton 3.6 makes something wrong of several slices of 64 channels.
+    slice_k = min(KP, slice_k if not chip.wgmma else 128 if half and KP <= 128 else 32)
     # Narrow tiles stay below the 64 rows of Hopper's matrix unit: Triton 3.6 misplaces their shared memory there.
     block_v = min(VP, 64 if problem.dtype != "float32" and KP >= 64 and (KP <= 128 or roomy) else 32)
     crowded = problem.N * problem.HV * max(1, VP // 128) * 2 > chip.processors
     reverse_v, reverse_warps = (128, 8) if chip.wgmma and block_v == 64 and VP >= 128 and KP <= 128 and crowded else (block_v, 4)
     return dict(
-        small="bfloat16" if half else "float32", slice_k=slice_k, gradient_warps=4 if chip.hip else max(1, slice_k // 16), replay_slice_k=replay_slice_k,
-        slice_v=min(VP, 128 if half and roomy else 64 if half else 32), replay_block_v=block_v, reverse_block_v=reverse_v,
+        small="bfloat16" if half else "float32", slice_k=slice_k, slice_warps=max(1, slice_k // 16) if half and not chip.hip else 4,
+        slice_v=min(VP, 64 if half else 32), product_stages=2 if half and roomy else 1, replay_block_v=block_v, reverse_block_v=reverse_v,
         reverse_warps=reverse_warps, reverse_stages=2 if roomy and problem.dtype != "float32" else 1,
         replay_stages=2 if roomy and problem.dtype != "float32" else 1,
     )  # fmt: skip

@@ -23,19 +23,19 @@ from kdakit.backends.triton_gpu.tile import locate, narrow, product, row_of_toke
 
 
 @triton.jit
-def load_both(p_q, p_k, FIRST: tl.constexpr, s_qt, s_kt, o_k, length, D, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr,
+def load_both(p_q, p_k, FIRST: tl.constexpr, s_qt, s_kt, o_k, length, b_I, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr,
               HIP: tl.constexpr):  # fmt: skip
     """q and k of the span that begins at token FIRST, [BK, 32] float32 each."""
     if HIP:  # AMD's compiler cannot choose between two pointers
-        D, o_t = identity(32), span_tokens(32) + FIRST
-        b_q = load_span(p_q, o_t, s_qt, o_k, length, D, K, KP, ALIGN, True)
-        return b_q, load_span(p_k, o_t, s_kt, o_k, length, D, K, KP, ALIGN, True)
+        b_I, o_t = identity(32), span_tokens(32) + FIRST
+        b_q = load_span(p_q, o_t, s_qt, o_k, length, b_I, K, KP, ALIGN)
+        return b_q, load_span(p_k, o_t, s_kt, o_k, length, b_I, K, KP, ALIGN)
     o_t, m_q = span_tokens(64) % 32 + FIRST, tl.arange(0, 64) < 32
     p_x = tl.where(m_q, p_q + (o_t * s_qt) * ALIGN, p_k + (o_t * s_kt) * ALIGN)[:, None] + o_k[None, :]
     m_x = (o_t < length)[:, None]
     if K < KP:
         m_x = m_x & (o_k < K)[None, :]
-    return sides(placed(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), D, True))
+    return sides(placed(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), b_I))
 
 
 @triton.jit
@@ -45,18 +45,18 @@ def decay_of(b_x, a, lower_bound, o_t, length, GATE: tl.constexpr, EXACT: tl.con
 
 
 @triton.jit
-def load_rows_part(p_parts, FIRST: tl.constexpr, o_k, D, KP: tl.constexpr, R: tl.constexpr):
+def load_rows_part(p_parts, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
     """Gradients of q_decayed and k_in of the span that begins at token FIRST, [BK, 32] each."""
     o_p = tl.arange(0, 64)[None, :]
     o_x = (o_p // 32 * KP + o_k[:, None]) * R + FIRST + o_p % 32
-    return sides(placed(tl.load(p_parts + o_x, mask=(o_k < KP)[:, None], other=0.0), D, True))
+    return sides(placed(tl.load(p_parts + o_x, mask=(o_k < KP)[:, None], other=0.0), b_I))
 
 
 @triton.jit
-def load_part(p_parts, i: tl.constexpr, FIRST: tl.constexpr, o_k, D, KP: tl.constexpr, R: tl.constexpr):
+def load_part(p_parts, i: tl.constexpr, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
     """Channels o_k of the span that begins at token FIRST -> [BK, 32]. i: 0 d_q_decayed, 1 d_k_in, 2 d_k_decayed."""
     o_x = (i * KP + o_k)[:, None] * R + FIRST + tl.arange(0, 32)[None, :]
-    return placed(tl.load(p_parts + o_x, mask=(o_k < KP)[:, None], other=0.0), D, True)
+    return placed(tl.load(p_parts + o_x, mask=(o_k < KP)[:, None], other=0.0), b_I)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def load_pairs(p_pairs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constex
 
 @triton.jit
 def span_gradient(
-    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_parts, D, D_1, o_k, KP: tl.constexpr, R: tl.constexpr,
+    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_parts, b_I2, b_I1, o_k, KP: tl.constexpr, R: tl.constexpr,
     PLACE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, the 'first' of a chunk (or the only one) or its 'second'. d: its `decays`. For the first
@@ -85,11 +85,11 @@ def span_gradient(
         b_dq, b_dk, b_d_g = bounded_pairs(b_q, b_k, b_prefix, c, b_dA, PTX, PRECISION)
     else:
         b_dq, b_dk, b_d_g = unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION)
-    b_col = to_end(b_suffix, c) * (load_part(p_parts, 2, 32, o_k, D_1, KP, R) if PLACE == "second" else b_extra)
+    b_col = to_end(b_suffix, c) * (load_part(p_parts, 2, 32, o_k, b_I1, KP, R) if PLACE == "second" else b_extra)
     b_dk += b_col
     b_col = b_k * b_col
     b_from = from_start(b_prefix, c)
-    b_dqd, b_dki = load_rows_part(p_parts, FIRST, o_k, D, KP, R)
+    b_dqd, b_dki = load_rows_part(p_parts, FIRST, o_k, b_I2, KP, R)
     if PLACE == "second":
         b_dqd, b_dki = b_dqd * b_other, b_dki * b_other
         b_ahead = tl.sum(b_from * (b_q * b_dqd + b_k * b_dki), 1, keep_dims=True)
@@ -153,6 +153,66 @@ def finish_l2norm(
     tl.store(p_d, narrow(b_d, p_d.dtype.element_ty), mask=m_x)
 
 
+@triton.jit
+def slice_gradient(
+    p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_parts, p_d_decay, p_d_q, p_d_k, p_d_g,
+    a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
+    BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    PTX: tl.constexpr, HIP: tl.constexpr,
+):  # fmt: skip
+    """Channels o_k [BK] of a chunk: its second span, if it has one, then its first. Stores the gradients of q, k and g; returns the chunk's
+    share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
+    SMALL: tl.constexpr = p_parts.dtype.element_ty
+    R: tl.constexpr = C if C > 32 else 32
+    o_0, b_I1, b_I2 = span_tokens(32), identity(32), identity(64)
+    b_d_decay = tl.load(p_d_decay + o_k, mask=o_k < KP, other=0.0)[:, None]
+    if C > 32:
+        b_x = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
+        d = decays(decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX))
+        b_before = d[3]
+        b_right = load_span(p_k, o_0, s_kt, o_k, length, b_I1, K, KP, ALIGN) * to_end(d[1], d[2])
+        b_dkd = load_part(p_parts, 2, 0, o_k, b_I1, KP, R)
+        b_behind = tl.sum(b_right * b_dkd, 1, keep_dims=True)  # what columns of the first span give to every gate of the second
+        b_right = narrow(b_right, SMALL)
+        b_x = load_gate_input(p_g, p_dt_bias, o_0 + 32, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
+        b_e = decay_of(b_x, a, lower_bound, o_0 + 32, length, GATE, EXACT, PTX)
+        d = decays(b_e)
+        b_after = d[3]
+        b_q, b_k = load_both(p_q, p_k, 32, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
+        b_left = narrow(side_by_side(from_start(b_q * d[0], d[2]), from_start(b_k * d[0], d[2])), SMALL)
+        b_top = load_pairs(p_pairs, 32, 0, R)
+        b_dkd0 = b_after * b_dkd + product(b_left, b_top, PRECISION)
+        b_dq, b_dk, b_d_g, b_ahead = span_gradient(
+            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_parts, b_I2, b_I1, o_k, KP, R, "second", BOUNDED, PTX, PRECISION
+        )
+        b_d_g += b_after * (b_behind + b_before * b_d_decay)
+        b_d_bias1, b_d_A1 = store_span(
+            p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_0 + 32, o_k, HV, length,
+            K, KP, C, S, GROUP, GATE, L2NORM, EXACT, PTX,
+        )  # fmt: skip
+        b_d_decay = b_after * b_d_decay
+    else:
+        b_dkd0 = load_part(p_parts, 2, 0, o_k, b_I1, KP, R)
+    b_x = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
+    b_e = decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX)
+    d = decays(b_e)
+    b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
+    b_dq, b_dk, b_d_g, _rest = span_gradient(
+        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_parts, b_I2, b_I1, o_k, KP, R, "first", BOUNDED, PTX, PRECISION
+    )
+    if C > 32:
+        b_d_g += b_ahead
+    b_d_g += d[3] * b_d_decay
+    b_d_bias, b_d_A = store_span(
+        p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_0, o_k, HV, length,
+        K, KP, C, S, GROUP, GATE, L2NORM, EXACT, PTX,
+    )  # fmt: skip
+    if C > 32:
+        b_d_bias, b_d_A = b_d_bias + b_d_bias1, b_d_A + b_d_A1
+    return b_d_bias, b_d_A
+
+
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh"])  # fmt: skip
 def gradient_kernel(
@@ -169,7 +229,6 @@ def gradient_kernel(
     d_A_log, d_dt_bias [slot, HV, KP] are the chunk's share. What l2norm takes along q and k needs all channels: a last step, unless one
     slice has them.
     """
-    SMALL: tl.constexpr = p_parts.dtype.element_ty
     R: tl.constexpr = C if C > 32 else 32
     EXACT: tl.constexpr = p_q.dtype.element_ty.is_fp32()
     i_p = tl.program_id(0).to(tl.int64)
@@ -199,60 +258,19 @@ def gradient_kernel(
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
 
-    o_0, D, D_1 = span_tokens(32), identity(64), identity(32)
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
-        b_d_decay = tl.load(p_d_decay + i_p * KP + o_k, mask=o_k < KP, other=0.0)[:, None]
-        if C > 32:
-            b_x = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, D_1, K, KP, ALIGN, HAS_DT_BIAS)
-            d = decays(decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX))
-            b_before = d[3]
-            b_right = load_span(p_k, o_0, s_kt, o_k, length, D_1, K, KP, ALIGN, True) * to_end(d[1], d[2])
-            b_dkd = load_part(p_parts, 2, 0, o_k, D_1, KP, R)
-            b_behind = tl.sum(b_right * b_dkd, 1, keep_dims=True)  # what columns of the first span give to every gate of the second
-            b_right = narrow(b_right, SMALL)
-            b_x = load_gate_input(p_g, p_dt_bias, o_0 + 32, s_gt, o_k, length, D_1, K, KP, ALIGN, HAS_DT_BIAS)
-            b_e = decay_of(b_x, a, lower_bound, o_0 + 32, length, GATE, EXACT, PTX)
-            d = decays(b_e)
-            b_after = d[3]
-            b_q, b_k = load_both(p_q, p_k, 32, s_qt, s_kt, o_k, length, D, K, KP, ALIGN, HIP)
-            b_left = narrow(side_by_side(from_start(b_q * d[0], d[2]), from_start(b_k * d[0], d[2])), SMALL)
-            b_top = load_pairs(p_pairs, 32, 0, R)
-            b_dkd0 = b_after * b_dkd + product(b_left, b_top, PRECISION)
-            b_dq, b_dk, b_d_g, b_ahead = span_gradient(
-                b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_parts, D, D_1, o_k, KP, R, "second", BOUNDED, PTX, PRECISION
-            )
-            b_d_g += b_after * (b_behind + b_before * b_d_decay)
-            b_d_bias1, b_d_A1 = store_span(
-                p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_0 + 32, o_k, HV, length,
-                K, KP, C, S, GROUP, GATE, L2NORM, EXACT, PTX,
-            )  # fmt: skip
-            b_d_decay = b_after * b_d_decay
-        else:
-            b_dkd0 = load_part(p_parts, 2, 0, o_k, D_1, KP, R)
-        b_x = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, D_1, K, KP, ALIGN, HAS_DT_BIAS)
-        b_e = decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX)
-        d = decays(b_e)
-        b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, D, K, KP, ALIGN, HIP)
-        b_dq, b_dk, b_d_g, _rest = span_gradient(
-            b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_parts, D, D_1, o_k, KP, R, "first", BOUNDED, PTX, PRECISION
-        )
-        if C > 32:
-            b_d_g += b_ahead
-        b_d_g += d[3] * b_d_decay
-        b_d_bias, b_d_A = store_span(
-            p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_0, o_k, HV, length,
-            K, KP, C, S, GROUP, GATE, L2NORM, EXACT, PTX,
+        b_d_bias, b_d_A = slice_gradient(
+            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_parts, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
+            a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt, K, KP, C, S, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, PRECISION, PTX, HIP,
         )  # fmt: skip
-        if C > 32:
-            b_d_bias, b_d_A = b_d_bias + b_d_bias1, b_d_A + b_d_A1
         if HAS_DT_BIAS:
             tl.store(p_d_dt_bias + i_p * KP + o_k, b_d_bias, mask=o_k < KP)
         if HAS_A_LOG:
             tl.store(p_d_A_log + i_p * KP + o_k, b_d_A, mask=o_k < KP)
-
     if L2NORM and BK < KP:
         tl.debug_barrier()  # d_q and d_k are read back
+        o_0 = span_tokens(32)
         for i in tl.static_range(R // 32):
             finish_l2norm(p_d_q, p_q, p_factors + C, o_0 + 32 * i, HV, s_qt, length, K, KP, C, S, GROUP, ALIGN)
             finish_l2norm(p_d_k, p_k, p_factors + 2 * C, o_0 + 32 * i, HV, s_kt, length, K, KP, C, S, GROUP, ALIGN)

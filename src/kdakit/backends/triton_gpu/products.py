@@ -1,4 +1,4 @@
-"""Backward, fourth launch: every product over V. What a chunk's outputs and states say about its pairs, rows, columns and write strengths."""
+"""Backward, fourth launch: every product over V. What outputs and states say about a chunk's pairs, rows, columns and write strengths."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ def exact_d_decay(
 
 
 @triton.jit
-def pair_products(p_d_o, p_y, p_r, o_row, m_i, o_rc, m_c, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr):
+def pair_products(p_d_o, p_y, p_r, o_row, m_i, o_rc, m_c, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+                  STAGES: tl.constexpr):  # fmt: skip
     """d_o r^T and y r^T, [R, R]: rows in the order of `span_tokens`, columns in that of `row_tokens`."""
     b_Pq, b_Pk = tl.zeros([R, R], tl.float32), tl.zeros([R, R], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        o_v = i_v + tl.arange(0, BV)
         b_r = tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV))
         b_Pq = product_add(load_rows(p_d_o, o_row, m_i, o_v, V, BV), b_r, b_Pq, PRECISION)
         b_Pk = product_add(load_rows(p_y, o_row, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
@@ -86,18 +87,19 @@ def pair_products(p_d_o, p_y, p_r, o_row, m_i, o_rc, m_c, V: tl.constexpr, BV: t
 def state_products(
     p_states, p_d_states, p_d_o, p_y, p_r, o_row, m_i, o_rc, m_c, o_k,
     V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """S d_o^T, S y^T, dS' r^T [BK, R] and sum_v S dS' [BK]."""
     b_dq, b_dk, b_dkh = tl.zeros([BK, R], tl.float32), tl.zeros([BK, R], tl.float32), tl.zeros([BK, R], tl.float32)
-    b_d_decay = tl.zeros([BK], tl.float32)
-    for i_v in tl.static_range((V + BV - 1) // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
+    b_SdS = tl.zeros([BV, BK], tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        o_v = i_v + tl.arange(0, BV)
         b_S, b_dS = load_state(p_states, o_v, o_k, V, BV, KP), load_state(p_d_states, o_v, o_k, V, BV, KP)  # [BV, BK]
         b_dq = product_add(tl.trans(b_S), tl.trans(load_rows(p_d_o, o_row, m_i, o_v, V, BV)), b_dq, PRECISION)
         b_dk = product_add(tl.trans(b_S), tl.trans(load_rows(p_y, o_row, m_i, o_v, V, BV)), b_dk, PRECISION)
         b_dkh = product_add(tl.trans(b_dS), tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV)), b_dkh, PRECISION)
-        b_d_decay += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 0)
-    return b_dq, b_dk, b_dkh, b_d_decay
+        b_SdS += b_S.to(tl.float32) * b_dS.to(tl.float32)
+    return b_dq, b_dk, b_dkh, tl.sum(b_SdS, 0)
 
 
 @triton.jit
@@ -116,7 +118,7 @@ def products_kernel(
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     S: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, SMALL: tl.constexpr,
+    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, SMALL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r (in d_v when this begins), S before and dS' after the chunk:
 
@@ -153,7 +155,7 @@ def products_kernel(
     b_norm_q, b_norm_k = tl.load(p_row + C, mask=m_i, other=0.0) * scale, tl.load(p_row + 2 * C, mask=m_i, other=0.0)
     b_beta_c = tl.load(p_factors + o_p, mask=o_p < C, other=0.0)  # [R], in the order of `row_tokens`
     X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, S, GROUP, SMALL)
-    b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, V, BV, R, PRECISION)
+    b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, V, BV, R, PRECISION, STAGES)
     p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
     tl.store(p_pair, narrow(times_solved(b_Pq, X, SMALL, PRECISION) * b_norm_q[:, None], SMALL))
     tl.store(p_pair + R * R, narrow(times_solved(b_Pk, X, SMALL, PRECISION) * (-b_beta * b_norm_k)[:, None], SMALL))
@@ -166,7 +168,7 @@ def products_kernel(
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
         b_dq, b_dk, b_dkh, b_d_decay = state_products(
-            p_states, p_d_states, p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, o_k, V, KP, BV, BK, R, PRECISION
+            p_states, p_d_states, p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, o_k, V, KP, BV, BK, R, PRECISION, STAGES
         )
         if (HAS_INITIAL or HAS_FINAL) and not p_d_o.dtype.element_ty.is_fp32():
             first, last = i_c == 0, start + C >= eos

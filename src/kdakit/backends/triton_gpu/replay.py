@@ -1,4 +1,4 @@
-"""Backward, first two launches: what the forward did not keep. The tiles of every chunk, then the states from one checkpoint to the next."""
+"""Backward, first two launches: what the forward did not keep. The tiles of every chunk, then states from checkpoint to checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.gate import gate_slope, inverse_norm, write_strength
-from kdakit.backends.triton_gpu.span import decays, diagonal, from_start, identity, load_decay, load_span, side_by_side, span_tokens, to_end
+from kdakit.backends.triton_gpu.span import decays, from_start, identity, load_decay, load_span, side_by_side, span_tokens, to_end
 from kdakit.backends.triton_gpu.tile import locate, narrow, product, product_add, row_of_token, row_tokens, state_offsets
 
 
@@ -30,17 +30,25 @@ def row_norms(p_x, o_t, s_t, eos, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.c
 
 
 @triton.jit
-def token_norms(
-    p_q, p_k, p_norms, o_t, o_r, m_r, s_qt, s_kt, eos, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr,
-    L2NORM: tl.constexpr,
-):  # fmt: skip
-    """1 / norms of q and k, or ones, [32] each; stored too, in rows o_r of [2, C]."""
-    b_q, b_k = tl.full([32], 1.0, tl.float32), tl.full([32], 1.0, tl.float32)
-    if L2NORM:
-        b_q, b_k = row_norms(p_q, o_t, s_qt, eos, K, KP, ALIGN), row_norms(p_k, o_t, s_kt, eos, K, KP, ALIGN)
-    tl.store(p_norms + o_r, b_q, mask=m_r)
-    tl.store(p_norms + C + o_r, b_k, mask=m_r)
-    return b_q, b_k
+def token_norms(p_q, p_k, p_norms, o_i, start, eos, s_qt, s_kt, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
+                GROUP: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    """1 / norms of q and k of tokens o_i into their rows of [2, C]."""
+    o_r, m_r = row_of_token(o_i, S, GROUP), o_i < C
+    tl.store(p_norms + o_r, row_norms(p_q, start + o_i, s_qt, eos, K, KP, ALIGN), mask=m_r)
+    tl.store(p_norms + C + o_r, row_norms(p_k, start + o_i, s_kt, eos, K, KP, ALIGN), mask=m_r)
+
+
+@triton.jit
+def unit_span(p_x, p_norm, o_t, o_r, m_r, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, L2NORM: tl.constexpr):
+    """Rows o_t, channels o_k of q or k, normalised -> [BK, 32]. Its 1 / norms are in rows o_r of p_norm unless all channels are here: then
+    this puts them there."""
+    b_x = load_span(p_x, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN)
+    if o_k.shape[0] == KP:
+        b_r = inverse_norm(tl.sum(b_x * b_x, 0)) if L2NORM else tl.full([32], 1.0, tl.float32)
+        tl.store(p_norm + o_r, b_r, mask=m_r)
+    else:
+        b_r = tl.load(p_norm + o_r, mask=m_r, other=0.0)
+    return b_x * b_r[None, :]
 
 
 @triton.jit
@@ -52,13 +60,13 @@ def store_span(p_tile, o_r, m_r, o_k, b_x, KP: tl.constexpr):
 
 @triton.jit
 def rebuild_span(
-    p_q, p_k, p_tile, p_first, D_q, D_k, b_from, b_to, o_t, o_r, m_r, o_k, s_qt, s_kt, eos, first,
-    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr, HAS_FIRST: tl.constexpr,
+    p_q, p_k, p_tile, p_norms, p_first, b_I, b_from, b_to, scale, o_t, o_r, m_r, o_k, s_qt, s_kt, eos, first,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr, L2NORM: tl.constexpr, HAS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Stores k_in and q_decayed of 32 tokens and returns k_decayed, rounded, [BK, 32]. Of a first chunk also what rounding took."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
-    b_k = load_span(p_k, o_t, s_kt, o_k, eos, D_k, K, KP, ALIGN)
-    b_q = load_span(p_q, o_t, s_qt, o_k, eos, D_q, K, KP, ALIGN) * b_from
+    b_k = unit_span(p_k, p_norms + C, o_t, o_r, m_r, s_kt, o_k, eos, b_I, K, KP, ALIGN, L2NORM)
+    b_q = unit_span(p_q, p_norms, o_t, o_r, m_r, s_qt, o_k, eos, b_I, K, KP, ALIGN, L2NORM) * (b_from * scale)
     b_in = b_k * b_from
     store_span(p_tile, o_r, m_r, o_k, b_in, KP)
     store_span(p_tile + C * KP, o_r, m_r, o_k, b_q, KP)
@@ -96,28 +104,33 @@ def rebuild_chunk(
     b_beta = write_strength(tl.load(p_beta + (start + o_i) * s_bt, mask=start + o_i < eos, other=0.0).to(tl.float32), BETA)
     b_beta = tl.where(start + o_i < eos, b_beta, 0.0)
     b_T = load_inverse(p_lower, b_beta, o_i, o_c, C, S, GROUP).to(SOLVE)  # [R, R]
-    D = identity(32)
-    b_norm_q, b_norm_k = token_norms(p_q, p_k, p_factors + C, o_t0, o_r0, m_r0, s_qt, s_kt, eos, K, KP, C, ALIGN, L2NORM)
-    D_q0, D_k0 = diagonal(b_norm_q * scale), diagonal(b_norm_k)
-    if C > 32:
-        b_norm_q, b_norm_k = token_norms(p_q, p_k, p_factors + C, o_t1, o_r1, m_r1, s_qt, s_kt, eos, K, KP, C, ALIGN, L2NORM)
-        D_q1, D_k1 = diagonal(b_norm_q * scale), diagonal(b_norm_k)
+    b_I = identity(32)
+    p_norms = p_factors + C
+    if BK < KP:
+        if L2NORM:
+            for i in tl.static_range(R // 32):
+                token_norms(p_q, p_k, p_norms, o_0 + 32 * i, start, eos, s_qt, s_kt, K, KP, C, S, GROUP, ALIGN)
+        else:
+            tl.store(p_norms + o_c, tl.full([R], 1.0, tl.float32), mask=o_c < C)
+            tl.store(p_norms + C + o_c, tl.full([R], 1.0, tl.float32), mask=o_c < C)
+        tl.debug_barrier()  # they are read back
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
-        b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, D, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
+        b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
         b_prefix, b_suffix, c, b_decay0 = decays(b_e)
         b_from0, b_to0 = from_start(b_prefix, c), to_end(b_suffix, c)
         if C > 32:
-            b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t1, s_gt, o_k, eos, D, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
+            b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t1, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
             b_prefix, b_suffix, c, b_decay1 = decays(b_e)
             b_to0 = b_to0 * b_decay1
         b_k_decayed = rebuild_span(
-            p_q, p_k, p_tile, p_first, D_q0, D_k0, b_from0, b_to0, o_t0, o_r0, m_r0, o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, HAS_FIRST
-        )
+            p_q, p_k, p_tile, p_norms, p_first, b_I, b_from0, b_to0, scale, o_t0, o_r0, m_r0, o_k, s_qt, s_kt, eos, first,
+            K, KP, C, ALIGN, L2NORM, HAS_FIRST,
+        )  # fmt: skip
         if C > 32:
             b_k_decayed1 = rebuild_span(
-                p_q, p_k, p_tile, p_first, D_q1, D_k1, from_start(b_prefix, c) * b_decay0, to_end(b_suffix, c), o_t1, o_r1, m_r1, o_k,
-                s_qt, s_kt, eos, first, K, KP, C, ALIGN, HAS_FIRST,
+                p_q, p_k, p_tile, p_norms, p_first, b_I, from_start(b_prefix, c) * b_decay0, to_end(b_suffix, c), scale, o_t1, o_r1, m_r1,
+                o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, L2NORM, HAS_FIRST,
             )  # fmt: skip
             b_k_decayed = side_by_side(b_k_decayed, b_k_decayed1)
             b_decay0 = b_decay0 * b_decay1

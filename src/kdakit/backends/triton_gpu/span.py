@@ -156,54 +156,39 @@ def in_parts(b_x):
 
 
 @triton.jit
-def diagonal(b_scale):
-    """b_scale [32] -> the diagonal matrix [32, 32] that scales 32 tokens, in parts."""
-    o_i = tl.arange(0, 32)
-    return in_parts(tl.where(o_i[:, None] == o_i[None, :], b_scale[:, None], 0.0))
-
-
-@triton.jit
 def identity(R: tl.constexpr):
-    """What `diagonal` is when it changes nothing, for R tokens."""
     o_i = tl.arange(0, R)
-    b_one = tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0).to(tl.bfloat16)
-    return b_one, b_one, b_one
+    return tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
-def placed(b_x, D, IDENTITY: tl.constexpr):
-    """[BK, R] -> float32, every token times its scale (see `diagonal`), by products: the result lies as every other product's does, and so
-    does all that is computed from it. Scaled bfloat16 is right to 2^-16, all else to 2^-22."""
+def placed(b_x, b_I):
+    """[BK, R] -> float32, by products with the identity: the result lies as every other product's does, and so does all that is computed
+    from it."""
     if b_x.dtype.is_bf16():
-        b_y = product(b_x, D[0], "ieee")
-        if not IDENTITY:
-            b_y = product_add(b_x, D[1], b_y, "ieee")
+        b_y = product(b_x, b_I, "ieee")
     else:
         x = in_parts(b_x.to(tl.float32))
-        b_y = product_add(x[1], D[0], product(x[2], D[0], "ieee"), "ieee")
-        if not IDENTITY:
-            b_y = product_add(x[1], D[1], product_add(x[0], D[2], b_y, "ieee"), "ieee")
-            b_y = product_add(x[0], D[1], b_y, "ieee")
-        b_y = product_add(x[0], D[0], b_y, "ieee")
+        b_y = product_add(x[0], b_I, product_add(x[1], b_I, product(x[2], b_I, "ieee"), "ieee"), "ieee")
     return b_y
 
 
 @triton.jit
-def load_span(p_x, o_t, s_t, o_k, eos, D, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, IDENTITY: tl.constexpr = False):
-    """Rows o_t [R] of a token tensor, channels o_k [BK] -> [BK, R] float32, tokens scaled by D; zeros past the end."""
+def load_span(p_x, o_t, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr):
+    """Rows o_t [R] of a token tensor, channels o_k [BK] -> [BK, R] float32; zeros past the end."""
     p_x += (o_t * s_t)[:, None] * ALIGN + o_k[None, :]
     m_x = (o_t < eos)[:, None]
     if K < KP:
         m_x = m_x & (o_k < K)[None, :]
-    return placed(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), D, IDENTITY)
+    return placed(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), b_I)
 
 
 @triton.jit
 def load_gate_input(
-    p_g, p_dt_bias, o_t, s_t, o_k, eos, D, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, HAS_DT_BIAS: tl.constexpr
+    p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, HAS_DT_BIAS: tl.constexpr
 ):
-    """[BK, R]: g, with its bias. D is the identity."""
-    b_x = load_span(p_g, o_t, s_t, o_k, eos, D, K, KP, ALIGN, True)
+    """[BK, R]: g, with its bias."""
+    b_x = load_span(p_g, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN)
     if HAS_DT_BIAS:
         b_x += tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
     return b_x
@@ -211,9 +196,9 @@ def load_gate_input(
 
 @triton.jit
 def load_decay(
-    p_g, p_dt_bias, a, lower_bound, o_t, s_t, o_k, eos, D, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
+    p_g, p_dt_bias, a, lower_bound, o_t, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The tokens' decays [BK, R], 1 past the end. D is the identity."""
-    b_x = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, D, K, KP, ALIGN, HAS_DT_BIAS)
+    """The tokens' decays [BK, R], 1 past the end."""
+    b_x = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN, HAS_DT_BIAS)
     return tl.where((o_t < eos)[None, :], decay(b_x, a, lower_bound, GATE, EXACT, PTX), 1.0)

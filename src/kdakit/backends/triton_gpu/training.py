@@ -71,10 +71,10 @@ def replay(problem: Problem, arrays: Arrays, x: launch.Views, lower, checkpoints
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
     constants = common(problem, config) | dict(
-        BK=config.replay_slice_k, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
+        BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
         HAS_DT_BIAS=problem.has_dt_bias, HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], PTX=config.ptx,
     )  # fmt: skip
-    launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.rebuild_warps, num_stages=1, **limit(config))
+    launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     args = (
         x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, out.decay, out.factors, out.states, out.r,
         problem.T, problem.N, NT, problem.HV, launch.CHECKPOINT, *x.strides["v"],
@@ -144,7 +144,7 @@ def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o
         )  # fmt: skip
         constants = common(problem, config) | dict(
             BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
-            HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small],
+            HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], STAGES=config.product_stages,
         )  # fmt: skip
         launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
     return out
@@ -168,7 +168,7 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
             BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
             HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
         )  # fmt: skip
-        launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.gradient_warps, num_stages=1, **limit(config))
+        launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     if problem.group > 1:
         d_q, d_k = (w.view(B, T, H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     if d_A_log is not None:
