@@ -1,6 +1,6 @@
 """On a GPU: the Triton backend against float64 on the shared cases, and its kernels' times, as JSON in $OUT (or here).
 
-PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations, a limit to compiling first in seconds
+PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations; a number: seconds to compile first
 PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
 PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
 PYTHONPATH=src python benchmarks/gpu_check.py train [shape ..]     forward + backward, its kernels, peak memory; FLA beside it

@@ -262,7 +262,8 @@ def gradient_kernel(
         o_k = i_k + tl.arange(0, BK)
         b_d_bias, b_d_A = slice_gradient(
             p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_parts, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
-            a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt, K, KP, C, S, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, PRECISION, PTX, HIP,
+            a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
+            K, KP, C, S, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, PRECISION, PTX, HIP,
         )  # fmt: skip
         if HAS_DT_BIAS:
             tl.store(p_d_dt_bias + i_p * KP + o_k, b_d_bias, mask=o_k < KP)
