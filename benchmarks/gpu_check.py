@@ -4,6 +4,7 @@ PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LA
 PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
 PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
 PYTHONPATH=src python benchmarks/gpu_check.py train [shape ..]     forward + backward, its kernels, peak memory; FLA beside it
+PYTHONPATH=src python benchmarks/gpu_check.py compare [shape ..]   beside FLA; a shape named twice: forward + backward too
 PYTHONPATH=src python benchmarks/gpu_check.py sweep_backward [shape ..]  the configurations in SWEEP_BACKWARD
 PYTHONPATH=src python benchmarks/gpu_check.py once shape [json]    two forward + backward with changes to Config, for a profiler
 """
@@ -391,17 +392,50 @@ def whole(chunk_kda, problem, arrays, d_o, d_final):
     return dict(extra_mib=(torch.cuda.max_memory_allocated() - before) / 2**20, fwdbwd=median(run, 15, 3))
 
 
-def fla_time(problem, arrays):
-    try:
-        from fla.ops.kda import chunk_kda
-    except ImportError:
-        return None
+def compare(chosen):
+    """Beside FLA in one run: forward of every shape named, forward + backward of those named twice. Written after every row."""
+    import fla
+    import triton
+    from fla.ops.kda import chunk_kda as fla_chunk_kda
+
+    from kdakit.torch import chunk_kda
+
+    versions = dict(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__, commit=os.environ.get("COMMIT", ""))
+    rows = []
+    for name in sorted(set(chosen), key=lambda n: (-chosen.count(n), chosen.index(n))):
+        problem, arrays = problem_of(name)
+        row = dict(shape=name)
+        if chosen.count(name) > 1:
+            d_o, d_final = torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+            row |= {f"training_{n}": x for n, x in whole(chunk_kda, problem, arrays, d_o, d_final).items()}
+            row |= {f"training_{n}_fla": x for n, x in whole(fla_chunk_kda, problem, arrays, d_o, d_final).items()}
+        row |= dict(forward=forward_time(chunk_kda, problem, arrays), forward_fla=forward_time(fla_chunk_kda, problem, arrays))
+        rows.append({n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()})
+        print(rows[-1], flush=True)
+        save("compare", rows, versions)
+    return rows
+
+
+def forward_time(chunk_kda, problem, arrays):
     bound = dict(safe_gate=True, lower_bound=problem.options.lower_bound) if problem.options.gate == "bounded" else {}
     options = dict(A_log=arrays.A_log, dt_bias=arrays.dt_bias, initial_state=arrays.initial_state, output_final_state=True,
                    use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
                    cu_seqlens=arrays.cu_seqlens)  # fmt: skip
     with torch.no_grad():
         return median(lambda: chunk_kda(*arrays[:5], **options, **bound))
+
+
+def save(mode, rows, more=None):
+    out = dict(gpu=torch.cuda.get_device_name(), **(more or {}), rows=rows)
+    Path(os.environ.get("OUT", "."), f"gpu_{mode}.json").write_text(json.dumps(out, indent=1))
+
+
+def fla_time(problem, arrays):
+    try:
+        from fla.ops.kda import chunk_kda
+    except ImportError:
+        return None
+    return forward_time(chunk_kda, problem, arrays)
 
 
 def decode():
@@ -436,9 +470,10 @@ def main():
         return
     rows = dict(check=lambda: check(rest), sweep=lambda: sweep(rest or ["h96", "h64", "h32"]),
                 time=lambda: times(rest or ["h96", "h64", "h32", "h16", "varlen96", "tiny"]), decode=decode,
-                train=lambda: train(rest),
+                train=lambda: train(rest), compare=lambda: compare(rest or ["h96", "h32"] * 2),
                 sweep_backward=lambda: sweep_backward(rest))[mode]()  # fmt: skip
-    Path(os.environ.get("OUT", "."), f"gpu_{mode}.json").write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), rows=rows), indent=1))
+    if mode != "compare":
+        save(mode, rows)
 
 
 if __name__ == "__main__":

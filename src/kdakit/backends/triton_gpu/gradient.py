@@ -27,15 +27,17 @@ def load_both(p_q, p_k, FIRST: tl.constexpr, s_qt, s_kt, o_k, length, b_I, K: tl
               HIP: tl.constexpr):  # fmt: skip
     """q and k of the span that begins at token FIRST, [BK, 32] float32 each."""
     if HIP:  # AMD's compiler cannot choose between two pointers
-        b_I, o_t = identity(32), span_tokens(32) + FIRST
-        b_q = load_span(p_q, o_t, s_qt, o_k, length, b_I, K, KP, ALIGN)
-        return b_q, load_span(p_k, o_t, s_kt, o_k, length, b_I, K, KP, ALIGN)
-    o_t, m_q = span_tokens(64) % 32 + FIRST, tl.arange(0, 64) < 32
-    p_x = tl.where(m_q, p_q + (o_t * s_qt) * ALIGN, p_k + (o_t * s_kt) * ALIGN)[:, None] + o_k[None, :]
-    m_x = (o_t < length)[:, None]
-    if K < KP:
-        m_x = m_x & (o_k < K)[None, :]
-    return sides(placed(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), b_I))
+        b_I1, o_t = identity(32), span_tokens(32) + FIRST
+        b_q = load_span(p_q, o_t, s_qt, o_k, length, b_I1, K, KP, ALIGN)
+        b_k = load_span(p_k, o_t, s_kt, o_k, length, b_I1, K, KP, ALIGN)
+    else:
+        o_t, m_q = span_tokens(64) % 32 + FIRST, tl.arange(0, 64) < 32
+        p_x = tl.where(m_q, p_q + (o_t * s_qt) * ALIGN, p_k + (o_t * s_kt) * ALIGN)[:, None] + o_k[None, :]
+        m_x = (o_t < length)[:, None]
+        if K < KP:
+            m_x = m_x & (o_k < K)[None, :]
+        b_q, b_k = sides(placed(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), b_I))
+    return b_q, b_k
 
 
 @triton.jit
