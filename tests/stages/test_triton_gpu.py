@@ -5,6 +5,7 @@ The interpreter must be chosen before Triton is imported, so without TRITON_INTE
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
 from kdakit.backends.triton_gpu import launch  # noqa: E402
-from kdakit.cases import CASES, SHAPES  # noqa: E402
+from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -100,6 +101,65 @@ def test_against_float64(name, dtype, op):
     for key, want in truth.items():
         got = accuracy.error(getattr(result, key).double().numpy(), want)
         assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+# Model-sized heads, for which the lanes of a warp lie otherwise; a gate that must not overflow, keys that must not cancel.
+NORMED = {"use_qk_l2norm_in_kernel": True, "chunk_size": 64}
+BOUND = {"safe_gate": True, "lower_bound": -5.0}
+SIZES = dict(T=70, H=1, HV=1, K=128, V=16)
+MODEL = (
+    Case("model_bounded", "", gate="bounded", options=NORMED | BOUND, **SIZES),
+    Case("model_identical", "", gate="slow", keys="identical", beta="up_to_two", options=NORMED | BOUND, **SIZES),
+    Case("model_huge", "", gate="huge", options=NORMED, **SIZES),
+    Case("model_raw", "", gate="raw_huge", beta="logits", A_log=True, dt_bias=True, options=FUSED, **SIZES),
+)
+
+
+@interpreter
+@pytest.mark.parametrize("case", MODEL, ids=lambda case: case.name)
+def test_normed_keys_against_float64(case):
+    config = triton_gpu.default_config(case.problem("bfloat16"), "cpu")
+    assert config.normed
+    problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
+    truth = accuracy.truths(problem, arrays)
+    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype="bfloat16")
+    result = triton_gpu.forward(problem, tensors(case, "bfloat16"), config)[0]
+    for key, want in truth.items():
+        got = accuracy.error(getattr(result, key).double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+@interpreter
+@pytest.mark.parametrize("name, number", [("varlen", 3), ("chunk64", 2), ("chunk64", 5)])
+def test_in_parts(name, number, monkeypatch):
+    """A split sequence gives what it gives in one piece; some parts, and some sequences, are empty."""
+    case = CASES[name]
+    problem, arrays = case.problem("bfloat16").replace(T=case.T), tensors(case, "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=True, block_v=16)
+    monkeypatch.setattr(launch, "parts", lambda problem, config: 1)
+    want = triton_gpu.forward(problem, arrays, config)[0]
+    monkeypatch.setattr(launch, "parts", lambda problem, config: number)
+    got = triton_gpu.forward(problem, arrays, config)[0]
+    truth = accuracy.truths(problem, case.arrays("bfloat16"))
+    plain = accuracy.plain_errors(problem, case.arrays("bfloat16"), truth, operand_dtype="bfloat16")
+    for key, value in truth.items():
+        error = accuracy.error(getattr(got, key).double().numpy(), value)
+        assert error <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+        assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
+
+
+def test_number_of_parts():
+    """Few heads and long sequences are split, others not."""
+    chip = configs.CHIPS["sm_90"]
+
+    def number(H, T):
+        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T)
+        config = configs.choose(problem, chip)
+        return configs.parts(problem, config) if config.split else 1
+
+    assert [number(H, 8192) for H in (96, 64, 32)] == [1, 1, 1]
+    assert 1 < number(16, 8192) <= number(8, 8192) and number(2, 32768) >= 8
+    assert all(number(H, 512) == 1 for H in (1, 2, 16))
 
 
 @interpreter

@@ -31,6 +31,9 @@ class Config:
     ptx: bool = False  # single PTX instructions may be used
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
+    split: bool = False  # so few heads that long sequences are scanned in parts
+    processors: int = 132  # of the chip; not a compile key
+    normed: bool = False  # the prepare kernel of `normed`
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two
@@ -117,6 +120,28 @@ def backward_sizes(problem: Problem, chip: Chip) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def parts(problem: Problem, config: Config) -> int:
+    """Into how many parts the scan of each sequence is split, by the times of a chunk in microseconds that an H200 takes; 1: not at all.
+
+    All parts but the last are scanned twice, first without outputs but with K more columns than V; each then waits for those before it.
+    """
+    again, outputs, step, launch = 1.3, 1.6, 2.5, 12.0
+    rows = problem.N * problem.HV
+    blocks, more = padded(problem.V) // config.block_v, padded(problem.K) // config.block_v
+    chunks = problem.T / config.chunk / (problem.N if problem.varlen else 1)
+
+    def waves(programs: int) -> int:
+        return -(-programs // config.processors)
+
+    def time(n: int) -> float:
+        if n == 1:
+            return chunks * outputs * waves(rows * blocks)
+        first = again * waves(rows * ((n - 2) * (blocks + more) + blocks))
+        return chunks / n * (first + outputs * waves(rows * n * blocks)) + (n - 2) * step + launch
+
+    return min(range(1, 17), key=time)
+
+
 def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"
@@ -142,8 +167,14 @@ def choose(problem: Problem, chip: Chip) -> Config:
     o = problem.options
     # Normalised keys keep the inverse within a few units, so that float16, as accurate as tf32 and twice as fast, holds it.
     solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
+    normed = solve == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
+    split = sequences * 6 <= chip.processors and not chip.hip and KP <= 128 and not wide and chip.shared_memory > 150_000
+    if split:
+        block_v, scan_warps = min(64, VP, KP), 4
     return Config(
-        chunk=chunk, half=half, group=group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4, block_v=block_v,
+        split=split, processors=chip.processors, normed=normed,
+        chunk=chunk, half=half, group=1 if normed else group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4,
+        prepare_registers=168 if normed and bounded(problem) else 0, block_v=block_v,
         scan_warps=scan_warps, scan_stages=stages, precision=precision, solve=solve, step_block_v=min(VP, 32),
         # Where a kernel needs many registers, ptxas sometimes gives it 32: on sm_80, and for float32.
         registers=255 if not chip.hip and (wide or chip.name == "sm_80") else 0, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),

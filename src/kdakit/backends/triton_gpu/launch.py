@@ -10,8 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.config import INTERPRETED, Config, padded
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padded, parts
 from kdakit.backends.triton_gpu.intra import prepare_kernel
+from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
+from kdakit.backends.triton_gpu.parts import parts_kernel
 from kdakit.backends.triton_gpu.recurrent import step_kernel
 from kdakit.backends.triton_gpu.state import scan_kernel
 from kdakit.problem import Arrays, Problem
@@ -31,13 +33,14 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     """
     constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
     if INTERPRETED:
-        kernel[(grid,)](*args, **constants)
+        if grid:
+            kernel[(grid,)](*args, **constants)
         return
     key = (kernel, tuple(map(_specialised, args)), tuple(constants.values()), tuple(options.values()), torch.cuda.current_device())
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(grid,)](*args, **constants, **options)
-    else:
+        _compiled[key] = kernel[(grid,)](*args, **constants, **options) if grid else kernel.warmup(*args, grid=(1,), **constants, **options)
+    elif grid:
         compiled[(grid, 1, 1)](*args, *constants.values())
 
 
@@ -81,6 +84,7 @@ class Workspace(NamedTuple):
     tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
     squares: torch.Tensor  # [slots, HV, C, C]  A_solved
     decay: torch.Tensor  # [slots, HV, KP]
+    beta: torch.Tensor  # [slots, HV, C]  the prepare kernel's own
     lower: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward
     solved: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward: A_qk inverse
     checkpoints: torch.Tensor | None = None  # [slots / CHECKPOINT, HV, VP, KP]  for a backward
@@ -94,7 +98,7 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
         return torch.empty((slots, HV, *shape), dtype=dtype, device=device)
 
     dtype = getattr(torch, problem.dtype)
-    space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP))
+    space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), empty(C))
     if not problem.needs_grad:
         return space
     points = torch.empty((-(-slots // CHECKPOINT), HV, padded(problem.V), KP), dtype=dtype, device=device)
@@ -110,7 +114,8 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
         return space
     args = (
         x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, space.tiles, space.squares, space.decay,
-        space.lower, space.solved, problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
+        space.beta, space.lower, space.solved, problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale,
+        o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
     constants = dict(
@@ -121,6 +126,10 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
         HAS_LOWER=space.lower is not None,
     )  # fmt: skip
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
+    if config.normed:
+        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
+        launch(prepare_normed_kernel, space.slots * problem.HV, args, kept, num_warps=config.prepare_warps, num_stages=1, **registers)
+        return space
     launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
 
@@ -133,20 +142,41 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
     grid = problem.N * problem.HV * -(-problem.V // config.block_v)
     if grid:
+        shared = dict(
+            K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=C, S=config.half, GROUP=config.group, ALIGN=x.align,
+            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, PRECISION=config.precision,
+            STAGES=config.scan_stages,
+        )  # fmt: skip
+        number, parts = split(problem, arrays, x, space, config, shared) if config.split else (1, None)
         args = (
             x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
-            offsets, space.checkpoints, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"], max(1, o.chunk_size // C),
-            CHECKPOINT,
+            offsets, space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
+            max(1, o.chunk_size // C), CHECKPOINT, number,
         )  # fmt: skip
-        constants = dict(
-            K=problem.K, V=problem.V, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, BV=config.block_v, ALIGN=x.align,
-            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, HAS_FINAL=final is not None,
-            HAS_STATES=states is not None, HAS_CHECKPOINTS=space.checkpoints is not None, VP=padded(problem.V),
-            PRECISION=config.precision, STAGES=config.scan_stages,
+        constants = shared | dict(
+            BV=config.block_v, HAS_FINAL=final is not None, HAS_STATES=states is not None, HAS_CHECKPOINTS=space.checkpoints is not None,
+            SPLIT=config.split,
         )  # fmt: skip
         registers = {"maxnreg": config.registers} if config.registers else {}
-        launch(scan_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
+        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
     return Result(out, final, states)
+
+
+def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, shared: dict) -> tuple[int, torch.Tensor]:
+    """Into how many parts sequences are split, and what leads from part to part: see `parts`. Compiled even where there is but one, so that
+    a longer sequence later finds it."""
+    number = parts(problem, config)
+    KP, VP = shared["KP"], shared["VP"]
+    made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=arrays.q.device)
+    args = (
+        x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made,
+        problem.T, -(-problem.T // config.chunk), problem.HV, number, *x.strides["v"],
+    )  # fmt: skip
+    constants = shared | dict(BV=config.block_v)
+    grid = problem.N * problem.HV * (number - 1) * (VP + KP) // config.block_v
+    registers = {"maxnreg": config.registers} if config.registers else {}
+    launch(parts_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
+    return number, made
 
 
 def intermediate_states(problem: Problem, arrays: Arrays):
