@@ -1,6 +1,6 @@
 """On a GPU: the Triton backend against float64 on the shared cases, and its kernels' times, as JSON in $OUT (or here).
 
-PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations; a number: seconds to compile first
+PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations; in that order
 PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
 PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
 PYTHONPATH=src python benchmarks/gpu_check.py train [shape ..]     forward + backward, its kernels, peak memory; FLA beside it
@@ -141,46 +141,45 @@ def compile_one(task):
     return None
 
 
-def compile_all(pool, jobs, seconds):
-    """Every kernel of `jobs` once, in parallel, the slowest first; what is not begun after so many seconds is left to the cases."""
-    tasks = {}
-    for job, keys in zip(jobs, pool.map(launches, jobs, chunksize=2), strict=True):
-        for index, key in enumerate(keys):
-            tasks.setdefault(key, (job, index))
-    slow = ("gradient", "prepare", "rebuild", "products")
-    order = sorted(tasks, key=lambda key: next((i for i, name in enumerate(slow) if key.startswith(f"('{name}")), len(slow)))
-    start = time.time()
-    done = 0
-    for error in pool.imap_unordered(compile_one, [tasks[key] for key in order]):
-        done += 1
-        if error:
-            print("BAD", error, flush=True)
-        if time.time() - start > seconds:
-            break
-    print("compiled", done, "of", len(order), "in", round(time.time() - start), "s", flush=True)
-
-
 def check(chosen):
-    """Rows of the cases, dtypes and operations named, or of all. Prints what fails as it comes, so that a time limit leaves no doubt about
-    what was seen to pass."""
+    """Rows of the cases, dtypes and operations named, in that order, or of all. Every kernel is compiled once, a case is run as soon as its
+    kernels are there, and its verdict printed at once: a time limit leaves no doubt about what was seen to pass."""
 
     def some(names):
-        return [n for n in names if n in chosen] or list(names)
+        return sorted((n for n in names if n in chosen), key=chosen.index) or list(names)
 
     names, dtypes = some(LARGE | CASES), some(("bfloat16", "float32", "float16"))
-    jobs = [(name, dtype, op) for op in some(("chunk", "recurrent")) for name in names for dtype in dtypes]
-    rows = []
-    with multiprocessing.get_context("spawn").Pool(16) as pool:
-        compile_all(pool, jobs, min([float(n) for n in chosen if n.isdigit()], default=1e9))
-    with multiprocessing.get_context("spawn").Pool(14, maxtasksperchild=8) as pool:  # an illegal access takes its process along
-        for row in pool.imap_unordered(check_case, jobs, chunksize=1):
-            rows.append(row)
-            if "failed" in row or any(not v[1] <= 1 for v in row.values() if isinstance(v, list)):
-                print("BAD", row, flush=True)
-            if len(rows) % 12 == 0 or len(rows) == len(jobs):
-                worst = sorted((v[1], r["case"], r["dtype"], r["op"], k) for r in rows for k, v in r.items() if isinstance(v, list))[-4:]
-                print("cases", len(rows), "of", len(jobs), "worst", worst, flush=True)
+    jobs = [(name, dtype, op) for dtype in dtypes for op in some(("chunk", "recurrent")) for name in names]
+    context, rows = multiprocessing.get_context("spawn"), []
+    with context.Pool(12) as compilers, context.Pool(5, maxtasksperchild=4) as pool:  # an illegal access takes its process along
+        needs, tasks = dict(zip(jobs, compilers.map(launches, jobs), strict=True)), {}
+        for job in jobs:
+            for i in sorted(range(len(needs[job])), key=lambda i: -len(needs[job][i])):
+                tasks.setdefault(needs[job][i], (job, i))
+        made = {key: compilers.apply_async(compile_one, (task,)) for key, task in tasks.items()}
+        running = []
+        while jobs or running:
+            able = [job for job in jobs if all(made[key].ready() for key in needs[job])]
+            for job in able[: 5 - len(running)]:
+                jobs.remove(job)
+                running.append(pool.apply_async(check_case, (job,)))
+            for done in [r for r in running if r.ready()]:
+                running.remove(done)
+                rows.append(done.get())
+                print(verdict(rows[-1]), flush=True)
+            time.sleep(0.05)
+        errors = [r.get() for r in made.values() if r.get()]
+    print("cases", len(rows), "bad", sum(verdict(r).startswith("BAD") for r in rows), errors)
     return rows
+
+
+def verdict(row):
+    ratios = {n: v for n, v in row.items() if isinstance(v, list)}
+    worst = max(ratios, key=lambda n: ratios[n][1] if ratios[n][1] == ratios[n][1] else np.inf, default=None)
+    what = f"{row['case']} {row['dtype']} {row['op']}"
+    if worst and ratios[worst][1] <= 1:
+        return f"ok {what}: {ratios[worst][1]:.2f} of the tolerance ({worst})"
+    return f"BAD {what} {row.get('failed') or ratios}"
 
 
 def median(call, repeat=30, warmup=5):
@@ -393,7 +392,7 @@ def whole(chunk_kda, problem, arrays, d_o, d_final):
 
 
 def compare(chosen):
-    """Beside FLA in one run: forward of every shape named, forward + backward of those named twice. Written after every row."""
+    """Beside FLA in one run: forward of every shape named, forward + backward of those named twice. Written as it goes."""
     import fla
     import triton
     from fla.ops.kda import chunk_kda as fla_chunk_kda
@@ -404,15 +403,14 @@ def compare(chosen):
     rows = []
     for name in sorted(set(chosen), key=lambda n: (-chosen.count(n), chosen.index(n))):
         problem, arrays = problem_of(name)
-        row = dict(shape=name)
-        if chosen.count(name) > 1:
-            d_o, d_final = torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
-            row |= {f"training_{n}": x for n, x in whole(chunk_kda, problem, arrays, d_o, d_final).items()}
-            row |= {f"training_{n}_fla": x for n, x in whole(fla_chunk_kda, problem, arrays, d_o, d_final).items()}
-        row |= dict(forward=forward_time(chunk_kda, problem, arrays), forward_fla=forward_time(fla_chunk_kda, problem, arrays))
-        rows.append({n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()})
-        print(rows[-1], flush=True)
-        save("compare", rows, versions)
+        d_o, d_final = torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+        rows.append(dict(shape=name))
+        for suffix, call in (("", chunk_kda), ("_fla", fla_chunk_kda)):
+            if chosen.count(name) > 1:
+                rows[-1] |= {f"training_{n}{suffix}": round(x, 4) for n, x in whole(call, problem, arrays, d_o, d_final).items()}
+            rows[-1][f"forward{suffix}"] = round(forward_time(call, problem, arrays), 4)
+            print(rows[-1], flush=True)
+            save("compare", rows, versions)
     return rows
 
 
