@@ -15,11 +15,13 @@ import tempfile
 import pytest
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
-# (dtype, K, V, bounded gate): what is timed, its unbounded twin, the largest heads, float32
-PROBLEMS = (("bfloat16", 128, 128, True), ("bfloat16", 128, 128, False), ("bfloat16", 256, 256, True), ("float32", 128, 128, True))
+# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads
+PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
+            ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
 # Where the backward is compiled too, for the first problem: it takes a while, so only where it is timed and where the compiler is another.
 BACKWARD = ("sm_90", "gfx942")
 FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
+NVIDIA_KERNELS = {"prepare_normed_kernel"}
 BACKWARD_KERNELS = {"rebuild_kernel", "replay_kernel", "reverse_kernel", "products_kernel", "gradient_kernel", "restore_kernel"}
 # Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
 STACK = 2048
@@ -33,7 +35,10 @@ def test_kernels_compile(target):
         done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {r["kernel"] for r in rows} == FORWARD_KERNELS | (BACKWARD_KERNELS if target in BACKWARD else set())
+    needed = FORWARD_KERNELS | (BACKWARD_KERNELS if target in BACKWARD else set())
+    needed |= {"parts_kernel"} if target == "sm_90" else set()
+    needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
+    assert {r["kernel"] for r in rows} == needed
     for row in rows:
         assert row["shared"] <= row["limit"], row
         assert row["stack"] <= STACK, row
@@ -93,9 +98,9 @@ def compile_all(target: str) -> None:
         kernel[(grid,)](*args, **{n: constants[n] for n in kernel.arg_names[len(args) :]}, **options)
 
     launch.launch = launch_any
-    for index, (dtype, K, V, bounded) in enumerate(PROBLEMS):
+    for index, (dtype, K, V, bounded, H) in enumerate(PROBLEMS):
         options = FUSED | {"chunk_size": 64} | ({"lower_bound": -5.0} if bounded else {})
-        case = Case("offline", "", T=1, H=96, HV=96, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
+        case = Case("offline", "", T=1, H=H, HV=H, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
         for longer in (False, True):
             T = 1000 if longer else 128
             problem = case.problem(dtype).replace(T=T)

@@ -168,7 +168,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     # Normalised keys keep the inverse within a few units, so that float16, as accurate as tf32 and twice as fast, holds it.
     solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
     normed = solve == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
-    split = sequences * 6 <= chip.processors and not chip.hip and KP <= 128 and not wide and chip.shared_memory > 150_000
+    split = sequences * 6 <= chip.processors and chip.wgmma and KP <= 128 and not wide  # elsewhere it would want more shared memory
     if split:
         block_v, scan_warps = min(64, VP, KP), 4
     return Config(
