@@ -8,7 +8,7 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint docs tables cuda test-cuda clean
+.PHONY: help venv demo test test-gpu lint docs tables cuda test-cuda clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,11 @@ demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remem
 
 test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-gpu:  ## on a machine with a GPU, with PYTHON's own torch and triton: the contract, then every case and the times of training
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/test_contract.py -k triton_gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py check
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py train
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples

@@ -1,9 +1,12 @@
 """On a GPU: the Triton backend against float64 on the shared cases, and its kernels' times, as JSON in $OUT (or here).
 
-    PYTHONPATH=src python benchmarks/gpu_check.py check [dtype ..]     every case, compiled in parallel
-    PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
-    PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
-    PYTHONPATH=src python benchmarks/gpu_check.py once shape [json]    one forward with changes to its Config, for a profiler
+PYTHONPATH=src python benchmarks/gpu_check.py check [name ..]      cases (and LARGE), dtypes, operations; in that order
+PYTHONPATH=src python benchmarks/gpu_check.py time [shape ..]      forward, its two kernels, decode; beside FLA where it can be imported
+PYTHONPATH=src python benchmarks/gpu_check.py sweep [shape ..]     the configurations in SWEEP
+PYTHONPATH=src python benchmarks/gpu_check.py train [shape ..]     forward + backward, its kernels, peak memory; FLA beside it
+PYTHONPATH=src python benchmarks/gpu_check.py compare [shape ..]   beside FLA; a shape named twice: forward + backward too
+PYTHONPATH=src python benchmarks/gpu_check.py sweep_backward [shape ..]  the configurations in SWEEP_BACKWARD
+PYTHONPATH=src python benchmarks/gpu_check.py once shape [json]    two forward + backward with changes to Config, for a profiler
 """
 
 from __future__ import annotations
@@ -22,10 +25,23 @@ import torch
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
-from kdakit.backends.triton_gpu import launch
-from kdakit.cases import CASES, SHAPES
+from kdakit.backends.triton_gpu import launch, training
+from kdakit.cases import CASES, FUSED, SHAPES, Case
+from kdakit.cli import checking
 from kdakit.problem import Arrays
 
+# Head sizes as models have them, too large for an interpreter: past a checkpoint, grouped, and with heads enough to fill the chip.
+FUSED_BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True, "chunk_size": 64}
+MODEL = dict(K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True)
+LARGE = {
+    case.name: case
+    for case in (
+        Case("model", "K = V = 128, bounded", T=600, options=FUSED_BOUNDED, **MODEL),
+        Case("model_softplus", "K = V = 128, softplus", T=600, options=FUSED, **MODEL),
+        Case("model_grouped", "K = V = 128, packed, grouped", T=300, HV=4, lengths=(0, 130, 5, 165), options=FUSED_BOUNDED, **MODEL),
+        Case("model_many", "K = V = 128, many heads", T=130, H=70, HV=70, options=FUSED_BOUNDED, **MODEL),
+    )
+}
 SWEEP = {
     "prepare": [dict(), dict(vector=8), dict(prepare_registers=168), dict(prepare_warps=8), dict(prepare_warps=8, prepare_registers=128)],
     "scan": [
@@ -34,6 +50,16 @@ SWEEP = {
         dict(block_v=32, scan_warps=4, scan_stages=3), dict(block_v=32, scan_warps=4, scan_stages=4),
     ],
     "step": [dict(), dict(step_block_v=64), dict(step_block_v=16), dict(step_warps=4)],
+}  # fmt: skip
+SWEEP_BACKWARD = {
+    "gradient": [dict()],
+    "products": [
+        dict(), dict(slice_v=32, product_stages=3), dict(slice_v=64, product_stages=2), dict(slice_v=32, product_stages=3, registers=168),
+        dict(slice_v=32, product_stages=3, product_slice_k=128, product_warps=8),
+        dict(slice_v=32, product_stages=3, product_slice_k=128, product_warps=8, registers=128),
+    ],
+    "rebuild": [dict(), dict(registers=168)],
+    "scan": [dict()],
 }  # fmt: skip
 
 
@@ -58,35 +84,102 @@ def shape_tensors(shape, device="cuda"):
 
 def check_case(job):
     name, dtype, op = job
-    case = CASES[name]
+    case = (CASES | LARGE)[name]
     problem, arrays = case.problem(dtype, op=op), case.arrays(dtype)
-    truth = accuracy.truths(problem, arrays)
-    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype=triton_gpu.operand_dtype(problem))
-    x, config = tensors(case, dtype), triton_gpu.default_config(problem, "cuda")
+    cotangents = case.cotangents(dtype) if op == "chunk" else ()
+    if cotangents and not problem.options.output_final_state:
+        cotangents = cotangents[:1]
+    truth = accuracy.truths(problem, arrays, *cotangents)
+    plain = accuracy.plain_errors(problem, arrays, truth, *cotangents, operand_dtype=triton_gpu.operand_dtype(problem))
     start = time.time()
     try:
-        result = triton_gpu.step(problem, x, config) if op == "recurrent" else triton_gpu.forward(problem, x, config)[0]
-        torch.cuda.synchronize()
+        results = checking.run_case("triton_gpu", case, dtype, grad=op == "chunk", op=op)
     except Exception as error:
         return dict(case=name, dtype=dtype, op=op, failed=repr(error)[:300])
     dtypes = accuracy.output_dtypes(problem)
     ratios = {}
     for key in truth:
-        error = accuracy.error(getattr(result, key).double().cpu().numpy(), truth[key])
+        error = accuracy.error(results[key], truth[key])
         ratios[key] = [error, error / accuracy.tolerance(plain[key], dtypes[key])]
     return dict(case=name, dtype=dtype, op=op, seconds=round(time.time() - start, 2), **ratios)
 
 
-def check(dtypes):
-    jobs = [(name, dtype, op) for op in ("chunk", "recurrent") for dtype in dtypes for name in CASES]
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
-        rows = pool.map(check_case, jobs, chunksize=2)
-    bad = [r for r in rows if "failed" in r or any(not v[1] <= 1 for v in r.values() if isinstance(v, list))]
-    worst = sorted((v[1], r["case"], r["dtype"], r["op"], k) for r in rows for k, v in r.items() if isinstance(v, list))[-8:]
-    print("cases", len(rows), "bad", len(bad), "worst", worst)
-    for row in bad:
-        print("BAD", row)
+def launches(job, chosen=None, device="cpu"):
+    """What the kernels that a case launches are compiled for, in order; nothing runs. Compiles those whose index is `chosen`."""
+    name, dtype, op = job
+    case, keys, kept = (CASES | LARGE)[name], [], launch.launch
+    problem = case.problem(dtype, op=op, needs_grad=op == "chunk")
+    shapes = zip(case.arrays(dtype), case.dtypes(dtype), strict=True)
+    arrays = Arrays(*(None if x is None else torch.empty(x.shape, dtype=getattr(torch, d), device=device) for x, d in shapes))
+    config = triton_gpu.default_config(problem, "cuda")
+
+    def record(kernel, grid, args, constants, **options):
+        constants = {n: constants[n] for n in kernel.arg_names[len(args) :]}
+        keys.append(str((kernel.__name__, *map(launch._specialised, args), *constants.values(), *options.items())))
+        if len(keys) - 1 == chosen:
+            kernel.warmup(*args, **constants, **options, grid=(grid,))
+
+    launch.launch = record
+    try:
+        if op == "recurrent":
+            launch.step(problem, arrays, config)
+        else:
+            saved = launch.forward(problem, arrays, config)[1]
+            d_final = torch.empty(problem.state_shape) if problem.options.output_final_state else None
+            training.backward(problem, arrays, saved, torch.empty_like(arrays.v), d_final, config)
+    finally:
+        launch.launch = kept
+    return keys
+
+
+def compile_one(task):
+    job, index = task
+    try:
+        launches(job, index)
+    except Exception as error:
+        return f"{task}: {error!r}"[:200]
+    return None
+
+
+def check(chosen):
+    """Rows of the cases, dtypes and operations named, in that order, or of all. Every kernel is compiled once, a case is run as soon as its
+    kernels are there, and its verdict printed at once: a time limit leaves no doubt about what was seen to pass."""
+
+    def some(names):
+        return sorted((n for n in names if n in chosen), key=chosen.index) or list(names)
+
+    names, dtypes = some(LARGE | CASES), some(("bfloat16", "float32", "float16"))
+    jobs = [(name, dtype, op) for dtype in dtypes for op in some(("chunk", "recurrent")) for name in names]
+    context, rows = multiprocessing.get_context("spawn"), []
+    with context.Pool(12) as compilers, context.Pool(5, maxtasksperchild=4) as pool:  # an illegal access takes its process along
+        needs, tasks = dict(zip(jobs, compilers.map(launches, jobs), strict=True)), {}
+        for job in jobs:
+            for i in sorted(range(len(needs[job])), key=lambda i: -len(needs[job][i])):
+                tasks.setdefault(needs[job][i], (job, i))
+        made = {key: compilers.apply_async(compile_one, (task,)) for key, task in tasks.items()}
+        running = []
+        while jobs or running:
+            able = [job for job in jobs if all(made[key].ready() for key in needs[job])]
+            for job in able[: 5 - len(running)]:
+                jobs.remove(job)
+                running.append(pool.apply_async(check_case, (job,)))
+            for done in [r for r in running if r.ready()]:
+                running.remove(done)
+                rows.append(done.get())
+                print(verdict(rows[-1]), flush=True)
+            time.sleep(0.05)
+        errors = [r.get() for r in made.values() if r.get()]
+    print("cases", len(rows), "bad", sum(verdict(r).startswith("BAD") for r in rows), errors)
     return rows
+
+
+def verdict(row):
+    ratios = {n: v for n, v in row.items() if isinstance(v, list)}
+    worst = max(ratios, key=lambda n: ratios[n][1] if ratios[n][1] == ratios[n][1] else np.inf, default=None)
+    what = f"{row['case']} {row['dtype']} {row['op']}"
+    if worst and ratios[worst][1] <= 1:
+        return f"ok {what}: {ratios[worst][1]:.2f} of the tolerance ({worst})"
+    return f"BAD {what} {row.get('failed') or ratios}"
 
 
 def median(call, repeat=30, warmup=5):
@@ -165,17 +258,182 @@ def times(names):
     return rows
 
 
-def fla_time(problem, arrays):
+def train(chosen):
+    """Forward + backward through the public calls, and our launches one by one."""
+    from kdakit.torch import chunk_kda
+
+    gates = [True] if "bounded" in chosen else [True, False]
+    names = [n for n in chosen if n in SHAPES] or ["h96", "h32"]
+
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        jobs = [(name, bounded, part, {}) for name in names for bounded in gates for part in LAUNCHES]
+        print("compile", [r for r in pool.map(warm_training, jobs, chunksize=1) if r], flush=True)
+    rows = []
+    for name in names:
+        for bounded in gates:
+            problem, arrays = problem_of(name, bounded)
+            problem = problem.replace(needs_grad=True)
+            config, x = triton_gpu.default_config(problem, "cuda"), launch.views(arrays)
+            d_o, d_final = torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+            row = dict(shape=name, bounded=bounded, **train_stages(problem, arrays, x, config, d_o, d_final))
+            row |= whole(chunk_kda, problem, arrays, d_o, d_final)
+            if name in os.environ.get("FLA_SHAPES", "").split(",") and bounded:
+                from fla.ops.kda import chunk_kda as fla_chunk_kda
+
+                row["fla"] = whole(fla_chunk_kda, problem, arrays, d_o, d_final)
+                row["ratio"] = row["fla"]["fwdbwd"] / row["fwdbwd"]
+                row["memory"] = row["extra_mib"] / row["fla"]["extra_mib"]
+            rows.append({n: round(v, 4) if isinstance(v, float) else v for n, v in row.items()})
+            print(rows[-1], flush=True)
+    return rows
+
+
+LAUNCHES = ("forward", "replay", "reverse", "products", "gradient")
+
+
+def sweep_backward(chosen):
+    gates = [True] if "bounded" in chosen else [True, False]
+    names = [n for n in chosen if n in SHAPES] or ["h96", "h32"]
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        jobs = [(names[0], b, part, c) for part in SWEEP_BACKWARD for c in SWEEP_BACKWARD[part] for b in gates]
+        print("compile", [r for r in pool.map(warm_training, jobs, chunksize=1) if r], flush=True)
+    rows = []
+    for name in names if "compile" not in chosen else ():
+        for bounded in gates:
+            problem, arrays = problem_of(name, bounded)
+            problem = problem.replace(needs_grad=True)
+            x, d_o, d_final = launch.views(arrays), torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+            for part, all_changes in SWEEP_BACKWARD.items():
+                for changes in all_changes:
+                    config = dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
+                    try:
+                        row = train_stages(problem, arrays, x, config, d_o, d_final, part)
+                    except Exception as error:
+                        row = dict(failed=repr(error)[:120])
+                    rows.append(dict(shape=name, bounded=bounded, part=part, **changes, **row))
+                    print(rows[-1], flush=True)
+    return rows
+
+
+def warm_training(job):
+    """Compile one of the launches in a process of its own, on inputs that mean nothing: nothing depends on the length."""
+    name, bounded, part, changes = job
+    shape = dataclasses.replace(SHAPES[name], T=64, lengths=())
+    problem = problem_of(name, bounded)[0].replace(T=64, needs_grad=True)
+    arrays, config = shape_tensors(shape), dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
+    x, d_o, d_final = launch.views(arrays), torch.zeros_like(arrays.v), torch.zeros_like(arrays.initial_state)
+    kept = [torch.zeros(s, dtype=getattr(torch, d), device="cuda") for s, d in triton_gpu.saved_specs(problem, "cuda")]
+    y = training.Replayed(*(torch.zeros(s, dtype=getattr(torch, d), device="cuda") for s, d in training.replayed_specs(problem, config)))
     try:
-        from fla.ops.kda import chunk_kda
-    except ImportError:
-        return None
+        if part == "forward":
+            launch.forward(problem, arrays, config)
+        elif part in ("rebuild", "replay"):
+            training.replay(problem, arrays, x, kept[0], kept[2], config)
+        elif part == "reverse":
+            training.reverse(problem, arrays, y, kept[1], d_o, d_final, config)
+        else:
+            z = training.products(problem, arrays, y, kept[0], torch.zeros_like(y.states), d_o, torch.zeros_like(d_o), d_final, config)
+            training.gradients(problem, arrays, x, y, z, d_o.dtype, config)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {error!r}"[:400]
+    return None
+
+
+def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
+    """Milliseconds of every launch, or of one."""
+    space = launch.prepare(problem, arrays, x, config)
+    ahead = lambda: launch.scan(problem, arrays, x, space, config)
+    ahead()
+    again = lambda: training.replay(problem, arrays, x, space.lower, space.checkpoints, config)
+    replayed = again()
+    back = lambda: training.reverse(problem, arrays, replayed, space.solved, d_o, d_final, config)
+    d_states, d_v, _ = back()
+    over_v = lambda: training.products(problem, arrays, replayed, space.lower, d_states, d_o, d_v, d_final, config)
+    z = over_v()
+    last = lambda: training.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
+    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, replay=again, reverse=back, products=over_v,
+                 gradient=last)  # fmt: skip
+    times = {name: median(call, 15, 3) for name, call in calls.items() if name == only or (only is None and name != "replay")}
+    if only in (None, "rebuild", "replay"):
+        times |= dict(zip(("rebuild", "replay"), split_replay(again), strict=True))
+    return times
+
+
+def split_replay(call):
+    """Milliseconds of the two launches of `training.replay`."""
+    kept, launched = training.launch.launch, []
+    training.launch.launch = lambda *a, **o: (launched.append((a, o)), kept(*a, **o))
+    try:
+        call()
+    finally:
+        training.launch.launch = kept
+    return [median(lambda a=a, o=o: kept(*a, **o), 15, 3) for a, o in launched]
+
+
+def whole(chunk_kda, problem, arrays, d_o, d_final):
+    """Milliseconds and peak extra memory of one forward + backward with gradients of everything."""
+    leaves = [None if a is None else a.detach().clone().requires_grad_(a.is_floating_point()) for a in arrays[:8]]
+    bound = dict(safe_gate=True, lower_bound=problem.options.lower_bound) if problem.options.gate == "bounded" else {}
+    options = dict(A_log=leaves[5], dt_bias=leaves[6], initial_state=leaves[7], output_final_state=True, use_qk_l2norm_in_kernel=True,
+                   use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, cu_seqlens=arrays.cu_seqlens, **bound)  # fmt: skip
+
+    def run():
+        outputs = chunk_kda(*leaves[:5], **options)
+        return torch.autograd.grad(outputs, leaves, (d_o, d_final))
+
+    run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return dict(extra_mib=(torch.cuda.max_memory_allocated() - before) / 2**20, fwdbwd=median(run, 15, 3))
+
+
+def compare(chosen):
+    """Beside FLA in one run: forward of every shape named, forward + backward of those named twice. Written as it goes."""
+    import fla
+    import triton
+    from fla.ops.kda import chunk_kda as fla_chunk_kda
+
+    from kdakit.torch import chunk_kda
+
+    versions = dict(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__, commit=os.environ.get("COMMIT", ""))
+    rows = []
+    for name in sorted(set(chosen), key=lambda n: (-chosen.count(n), chosen.index(n))):
+        problem, arrays = problem_of(name)
+        d_o, d_final = torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+        rows.append(dict(shape=name))
+        for suffix, call in (("", chunk_kda), ("_fla", fla_chunk_kda)):
+            if chosen.count(name) > 1:
+                rows[-1] |= {f"training_{n}{suffix}": round(x, 4) for n, x in whole(call, problem, arrays, d_o, d_final).items()}
+            rows[-1][f"forward{suffix}"] = round(forward_time(call, problem, arrays), 4)
+            print(rows[-1], flush=True)
+            save("compare", rows, versions)
+    return rows
+
+
+def forward_time(chunk_kda, problem, arrays):
     bound = dict(safe_gate=True, lower_bound=problem.options.lower_bound) if problem.options.gate == "bounded" else {}
     options = dict(A_log=arrays.A_log, dt_bias=arrays.dt_bias, initial_state=arrays.initial_state, output_final_state=True,
                    use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
                    cu_seqlens=arrays.cu_seqlens)  # fmt: skip
     with torch.no_grad():
         return median(lambda: chunk_kda(*arrays[:5], **options, **bound))
+
+
+def save(mode, rows, more=None):
+    out = dict(gpu=torch.cuda.get_device_name(), **(more or {}), rows=rows)
+    Path(os.environ.get("OUT", "."), f"gpu_{mode}.json").write_text(json.dumps(out, indent=1))
+
+
+def fla_time(problem, arrays):
+    try:
+        from fla.ops.kda import chunk_kda
+    except ImportError:
+        return None
+    return forward_time(chunk_kda, problem, arrays)
 
 
 def decode():
@@ -202,13 +460,18 @@ def main():
     if mode == "once":
         problem, arrays = problem_of(rest[0])
         config = dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **json.loads("".join(rest[1:2]) or "{}"))
+        problem = problem.replace(needs_grad=True)
         for _ in range(2):
-            triton_gpu.forward(problem, arrays, config)
+            _, kept = triton_gpu.forward(problem, arrays, config)
+            triton_gpu.backward(problem, arrays, kept, torch.ones_like(arrays.v), torch.ones_like(arrays.initial_state), config)
         torch.cuda.synchronize()
         return
-    rows = dict(check=lambda: check(rest or ["bfloat16", "float32", "float16"]), sweep=lambda: sweep(rest or ["h96", "h64", "h32"]),
-                time=lambda: times(rest or ["h96", "h64", "h32", "h16", "varlen96", "tiny"]), decode=decode)[mode]()  # fmt: skip
-    Path(os.environ.get("OUT", "."), f"gpu_{mode}.json").write_text(json.dumps(dict(gpu=torch.cuda.get_device_name(), rows=rows), indent=1))
+    rows = dict(check=lambda: check(rest), sweep=lambda: sweep(rest or ["h96", "h64", "h32"]),
+                time=lambda: times(rest or ["h96", "h64", "h32", "h16", "varlen96", "tiny"]), decode=decode,
+                train=lambda: train(rest), compare=lambda: compare(rest or ["h96", "h32"] * 2),
+                sweep_backward=lambda: sweep_backward(rest))[mode]()  # fmt: skip
+    if mode != "compare":
+        save(mode, rows)
 
 
 if __name__ == "__main__":

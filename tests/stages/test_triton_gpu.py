@@ -5,6 +5,7 @@ The interpreter must be chosen before Triton is imported, so without TRITON_INTE
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ torch = pytest.importorskip("torch")
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
-from kdakit.cases import CASES, SHAPES  # noqa: E402
+from kdakit.backends.triton_gpu import launch  # noqa: E402
+from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -26,6 +28,48 @@ interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with
 # Each in one way hard for these kernels; the contract test runs every case.
 HARD = ("whole_chunks", "odd_sizes", "grouped", "v_first", "chunk16", "gate_huge", "gate_resets", "keys_identical", "identical_two",
         "softplus_huge", "lower_bound", "varlen", "varlen_no_state", "no_tokens")  # fmt: skip
+
+
+# The backward, in ways that meet its corners: (case, dtype)
+TRAINED = (("lower_bound", "bfloat16"), ("softplus_huge", "bfloat16"), ("odd_sizes", "float32"), ("identical_two", "float32"),
+           ("gate_strong", "float16"), ("chunk16", "bfloat16"), ("varlen_no_state", "float32"))  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_stray_access(monkeypatch):
+    """Every address that a kernel reads or writes in the interpreter, which does not look, lies in one of its tensors."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    owned: list[tuple[int, int]] = []
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, to_host = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
+
+    def remember(self, args, kwargs):
+        host = to_host(self, args, kwargs)
+        storages = [x.untyped_storage() for x in host[0] if isinstance(x, torch.Tensor)]
+        owned[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
+        return host
+
+    def look(pointers, mask, size):
+        used = pointers[mask.astype(bool)].astype(np.int64)
+        inside = np.zeros(used.shape, bool)
+        for first, end in owned:
+            inside |= (used >= first) & (used + size <= end)
+        assert inside.all(), f"{(~inside).sum()} of {used.size} accesses lie outside of every tensor"
+
+    def checked_load(self, pointers, mask, *rest):
+        look(pointers.data, mask.data, pointers.get_element_ty().primitive_bitwidth // 8)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        look(pointers.data, mask.data, value.data.dtype.itemsize)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
+    monkeypatch.setattr(executor, "_init_args_hst", remember)
 
 
 def tensors(case, dtype):
@@ -57,6 +101,65 @@ def test_against_float64(name, dtype, op):
     for key, want in truth.items():
         got = accuracy.error(getattr(result, key).double().numpy(), want)
         assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+# Model-sized heads, for which the lanes of a warp lie otherwise; a gate that must not overflow, keys that must not cancel.
+NORMED = {"use_qk_l2norm_in_kernel": True, "chunk_size": 64}
+BOUND = {"safe_gate": True, "lower_bound": -5.0}
+SIZES = dict(T=70, H=1, HV=1, K=128, V=16)
+MODEL = (
+    Case("model_bounded", "", gate="bounded", options=NORMED | BOUND, **SIZES),
+    Case("model_identical", "", gate="slow", keys="identical", beta="up_to_two", options=NORMED | BOUND, **SIZES),
+    Case("model_huge", "", gate="huge", options=NORMED, **SIZES),
+    Case("model_raw", "", gate="raw_huge", beta="logits", A_log=True, dt_bias=True, options=FUSED, **SIZES),
+)
+
+
+@interpreter
+@pytest.mark.parametrize("case", MODEL, ids=lambda case: case.name)
+def test_normed_keys_against_float64(case):
+    config = triton_gpu.default_config(case.problem("bfloat16"), "cpu")
+    assert config.normed
+    problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
+    truth = accuracy.truths(problem, arrays)
+    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype="bfloat16")
+    result = triton_gpu.forward(problem, tensors(case, "bfloat16"), config)[0]
+    for key, want in truth.items():
+        got = accuracy.error(getattr(result, key).double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+@interpreter
+@pytest.mark.parametrize("name, number", [("varlen", 3), ("chunk64", 2), ("chunk64", 5)])
+def test_in_parts(name, number, monkeypatch):
+    """A split sequence gives what it gives in one piece; some parts, and some sequences, are empty."""
+    case = CASES[name]
+    problem, arrays = case.problem("bfloat16").replace(T=case.T), tensors(case, "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=True, block_v=16)
+    monkeypatch.setattr(launch, "parts", lambda problem, config: 1)
+    want = triton_gpu.forward(problem, arrays, config)[0]
+    monkeypatch.setattr(launch, "parts", lambda problem, config: number)
+    got = triton_gpu.forward(problem, arrays, config)[0]
+    truth = accuracy.truths(problem, case.arrays("bfloat16"))
+    plain = accuracy.plain_errors(problem, case.arrays("bfloat16"), truth, operand_dtype="bfloat16")
+    for key, value in truth.items():
+        error = accuracy.error(getattr(got, key).double().numpy(), value)
+        assert error <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+        assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
+
+
+def test_number_of_parts():
+    """Few heads and long sequences are split, others not."""
+    chip = configs.CHIPS["sm_90"]
+
+    def number(H, T):
+        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T)
+        config = configs.choose(problem, chip)
+        return configs.parts(problem, config) if config.split else 1
+
+    assert [number(H, 8192) for H in (96, 64, 32)] == [1, 1, 1]
+    assert 1 < number(16, 8192) <= number(8, 8192) and number(2, 32768) >= 8
+    assert all(number(H, 512) == 1 for H in (1, 2, 16))
 
 
 @interpreter
@@ -93,6 +196,62 @@ def test_intermediate_states(name):
     truth = accuracy.reference.forward(problem, case.arrays("float32")).states
     got = run(problem, tensors(case, "float32")).states
     assert accuracy.error(got.double().numpy(), truth) < 1e-6
+
+
+def gradients(case, dtype, arrays, changes=()):
+    """{name: gradient} of a case's cotangents, the forward's results with them."""
+    problem = case.problem(dtype, needs_grad=True).replace(**dict(changes))
+    config = triton_gpu.default_config(problem, "cpu")
+    result, kept = triton_gpu.forward(problem, arrays, config)
+    specs = triton_gpu.saved_specs(problem, "cpu")
+    assert [(tuple(x.shape), str(x.dtype)) for x in kept] == [(shape, f"torch.{d}") for shape, d in specs]
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents(dtype))
+    d_final = d_final.float() if problem.options.output_final_state else None
+    grads = triton_gpu.backward(problem, arrays, kept, d_o.to(arrays.v.dtype), d_final, config)
+    found = {n: x for n, x in zip(Arrays._fields, grads, strict=True) if x is not None}
+    return found | {n: x for n, x in result._asdict().items() if x is not None}
+
+
+def assert_right(case, dtype, values, results):
+    problem, cotangents = case.problem(dtype), case.cotangents(dtype)
+    truth = accuracy.truths(problem, values, *cotangents)
+    plain = accuracy.plain_errors(problem, values, truth, *cotangents, operand_dtype=triton_gpu.operand_dtype(problem))
+    for key, want in truth.items():
+        got = accuracy.error(results[key].double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+@interpreter
+@pytest.mark.parametrize("name, dtype", TRAINED)
+def test_gradients_against_float64(name, dtype):
+    case = CASES[name]
+    assert_right(case, dtype, case.arrays(dtype), gradients(case, dtype, tensors(case, dtype)))
+
+
+@interpreter
+def test_gradients_across_checkpoints(monkeypatch):
+    """States are replayed from checkpoints, here one for every second slot, wherever in a sequence that lies."""
+    monkeypatch.setattr(launch, "CHECKPOINT", 2)
+    case = CASES["chunk128"]
+    assert_right(case, "float32", case.arrays("float32"), gradients(case, "float32", tensors(case, "float32")))
+
+
+@interpreter
+def test_gradients_where_nothing_is_written():
+    """beta = 0: the gradient of beta is not 0, though beta divides it out of everything else."""
+    case = CASES["whole_chunks"]
+    values = case.arrays("float32")
+    values.beta[:, ::3] = 0
+    arrays = tensors(case, "float32")._replace(beta=torch.as_tensor(values.beta).float())
+    assert_right(case, "float32", values, gradients(case, "float32", arrays))
+
+
+@interpreter
+def test_kept_intermediates_give_the_same_bits():
+    case = CASES["varlen_fused"]
+    arrays = tensors(case, "bfloat16")
+    first, second = (gradients(case, "bfloat16", arrays, dict(disable_recompute=keep).items()) for keep in (False, True))
+    assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 def test_no_length_in_any_choice():

@@ -15,8 +15,14 @@ import tempfile
 import pytest
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
-# (dtype, K, V, bounded gate): what is timed, its unbounded twin, the largest heads, float32
-PROBLEMS = (("bfloat16", 128, 128, True), ("bfloat16", 128, 128, False), ("bfloat16", 256, 256, True), ("float32", 128, 128, True))
+# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads
+PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
+            ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
+# Where the backward is compiled too, for the first problem: it takes a while, so only where it is timed and where the compiler is another.
+BACKWARD = ("sm_90", "gfx942")
+FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
+NVIDIA_KERNELS = {"prepare_normed_kernel"}
+BACKWARD_KERNELS = {"rebuild_kernel", "replay_kernel", "reverse_kernel", "products_kernel", "gradient_kernel", "restore_kernel"}
 # Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
 STACK = 2048
 
@@ -29,10 +35,15 @@ def test_kernels_compile(target):
         done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {r["kernel"] for r in rows} == {"prepare_kernel", "scan_kernel", "step_kernel"}
+    needed = FORWARD_KERNELS | (BACKWARD_KERNELS if target in BACKWARD else set())
+    needed |= {"parts_kernel"} if target == "sm_90" else set()
+    needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
+    assert {r["kernel"] for r in rows} == needed
     for row in rows:
         assert row["shared"] <= row["limit"], row
         assert row["stack"] <= STACK, row
+        assert row["registers"] > 16, f"the compiler left nothing of {row}"
+        assert row["new"], f"compiled again for another length: {row}"
 
 
 def compile_all(target: str) -> None:
@@ -42,7 +53,7 @@ def compile_all(target: str) -> None:
     from triton.runtime.jit import JITFunction
 
     from kdakit.backends.triton_gpu import config as configs
-    from kdakit.backends.triton_gpu import launch
+    from kdakit.backends.triton_gpu import launch, training
     from kdakit.cases import FUSED, Case
     from kdakit.problem import Arrays
 
@@ -70,25 +81,41 @@ def compile_all(target: str) -> None:
         def map_python_to_cpp_type(self, name):
             return name
 
-    run, name = JITFunction.run, ""
+    run, name, seen, longer = JITFunction.run, "", set(), False
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        row = dict(kernel=self.__name__, problem=name, shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
-        print(json.dumps(row), flush=True)
+        if longer and id(kernel) in seen:
+            return
+        seen.add(id(kernel))
+        sizes = dict(shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
+        print(json.dumps(dict(kernel=self.__name__, problem=name, new=not longer, **sizes)), flush=True)
 
     driver.set_active(Driver())
     JITFunction.run = compile_only
-    launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)
-    for dtype, K, V, bounded in PROBLEMS:
+
+    def launch_any(kernel, grid, args, constants, **options):
+        kernel[(grid,)](*args, **{n: constants[n] for n in kernel.arg_names[len(args) :]}, **options)
+
+    launch.launch = launch_any
+    for index, (dtype, K, V, bounded, H) in enumerate(PROBLEMS):
         options = FUSED | {"chunk_size": 64} | ({"lower_bound": -5.0} if bounded else {})
-        case = Case("offline", "", T=128, H=96, HV=96, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
-        problem = case.problem(dtype)
-        arrays = Arrays(*(None if x is None else torch.zeros(x.shape, dtype=getattr(torch, d))
-                          for x, d in zip(case.arrays(dtype), case.dtypes(dtype), strict=True)))  # fmt: skip
-        config, name = configs.choose(problem, chip), str(problem)
-        launch.forward(problem, arrays, config)
-        launch.step(problem.replace(op="recurrent"), arrays, config)
+        case = Case("offline", "", T=1, H=H, HV=H, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
+        for longer in (False, True):
+            T = 1000 if longer else 128
+            problem = case.problem(dtype).replace(T=T)
+            shapes = [None if x is None else (1, T, *x.shape[2:]) if x.shape[:2] == (1, 1) else x.shape for x in case.arrays(dtype)[:5]]
+            rest = [None if x is None else x.shape for x in case.arrays(dtype)[5:]]
+            arrays = Arrays(*(None if s is None else torch.zeros(s, dtype=getattr(torch, d))
+                              for s, d in zip(shapes + rest, case.dtypes(dtype), strict=True)))  # fmt: skip
+            config, name = configs.choose(problem, chip), str(problem)
+            launch.forward(problem, arrays, config)
+            launch.step(problem.replace(op="recurrent"), arrays, config)
+            if index == 0 and target in BACKWARD:
+                training_problem = problem.replace(needs_grad=True)
+                config = configs.choose(training_problem, chip)
+                kept = launch.forward(training_problem, arrays, config)[1]
+                training.backward(training_problem, arrays, kept, torch.zeros_like(arrays.v), torch.zeros(problem.state_shape), config)
 
 
 def resources(kernel) -> dict[str, int]:

@@ -1,6 +1,8 @@
-"""Triton kernels for NVIDIA and AMD GPUs. Two launches forward: `intra.prepare_kernel` over chunks, `state.scan_kernel` over sequences.
+"""Triton kernels for NVIDIA and AMD GPUs.
 
-On a machine without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set.
+Two launches forward: `intra.prepare_kernel` over chunks, `state.scan_kernel` over sequences. Five backward: `replay.rebuild_kernel` over
+chunks, `replay.replay_kernel` over segments, `reverse.reverse_kernel` over sequences, `products.products_kernel` and
+`gradient.gradient_kernel` over chunks. On a machine without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations
@@ -12,8 +14,6 @@ from typing import Any
 from kdakit.backends.triton_gpu.config import Config, chip_of, choose
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
-
-backward = None
 
 
 def supports(problem: Problem, device: Any) -> str | None:
@@ -45,14 +45,22 @@ def default_config(problem: Problem, device: Any) -> Config:
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
-    """What `forward` keeps for `backward` beside the inputs: nothing yet."""
-    return []
+    """What `forward` keeps for `backward` beside the inputs."""
+    from kdakit.backends.triton_gpu import training
+
+    return training.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
     from kdakit.backends.triton_gpu import launch
 
     return launch.forward(problem, arrays, config)
+
+
+def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
+    from kdakit.backends.triton_gpu import training
+
+    return training.backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:

@@ -26,11 +26,27 @@ class Config:
     scan_stages: int
     precision: str  # of float32 products
     solve: str  # operand dtype of the triangular inverse and what follows it
-    scan_registers: int = 0
+    registers: int = 0  # per thread at most, in all kernels but the prepare kernel; 0: the compiler's choice
     hip: bool = False
     ptx: bool = False  # single PTX instructions may be used
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
+    split: bool = False  # so few heads that long sequences are scanned in parts
+    processors: int = 132  # of the chip; not a compile key
+    normed: bool = False  # the prepare kernel of `normed`
+    small: str = "float32"  # operand dtype of the backward's gradients within a chunk
+    slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
+    slice_warps: int = 4  # of these two
+    slice_v: int = 64  # value channels at a time in the products kernel
+    product_slice_k: int = 64
+    product_warps: int = 4
+    product_stages: int = 2
+    replay_block_v: int = 64
+    replay_warps: int = 4
+    replay_stages: int = 2
+    reverse_block_v: int = 64
+    reverse_warps: int = 4
+    reverse_stages: int = 2
     step_block_v: int = 32
     step_warps: int = 2
 
@@ -84,6 +100,48 @@ def bounded(problem: Problem) -> bool:
     return o.lower_bound is not None and (o.gate == "bounded" or o.safe_gate)
 
 
+def backward_sizes(problem: Problem, chip: Chip) -> dict[str, Any]:
+    """The Config fields of the backward. Gradients have no scale of their own, so float16 does not hold those within a chunk."""
+    KP, VP, half = padded(problem.K), padded(problem.V), problem.dtype == "bfloat16"
+    roomy = chip.shared_memory > 150_000
+    # For sm_100 Triton 3.6 makes nothing at all of slices as wide as Blackwell's matrix unit.
+    slice_k = 64 if half and not chip.hip and chip.name != "sm_100" else 32
+    # All channels in one slice save a pass over q and k. On Hopper Triton 3.6 makes something wrong of several slices of 64 channels.
+    slice_k = min(KP, slice_k if not chip.wgmma else 128 if half and KP <= 128 else 32)
+    # Narrow tiles stay below the 64 rows of Hopper's matrix unit: Triton 3.6 misplaces their shared memory there.
+    block_v = min(VP, 64 if problem.dtype != "float32" and KP >= 64 and (KP <= 128 or roomy) else 32)
+    crowded = problem.N * problem.HV * max(1, VP // 128) * 2 > chip.processors
+    reverse_v, reverse_warps = (128, 8) if chip.wgmma and block_v == 64 and VP >= 128 and KP <= 128 and crowded else (block_v, 4)
+    return dict(
+        small="bfloat16" if half else "float32", slice_k=slice_k, slice_warps=max(1, slice_k // 16) if half and not chip.hip else 4,
+        slice_v=min(VP, 64 if half else 32), product_stages=2 if half and roomy else 1, replay_block_v=block_v, reverse_block_v=reverse_v,
+        reverse_warps=reverse_warps, reverse_stages=2 if roomy and problem.dtype != "float32" else 1,
+        replay_stages=2 if roomy and problem.dtype != "float32" else 1,
+    )  # fmt: skip
+
+
+def parts(problem: Problem, config: Config) -> int:
+    """Into how many parts the scan of each sequence is split, by the times of a chunk in microseconds that an H200 takes; 1: not at all.
+
+    All parts but the last are scanned twice, first without outputs but with K more columns than V; each then waits for those before it.
+    """
+    again, outputs, step, launch = 1.3, 1.6, 2.5, 12.0
+    rows = problem.N * problem.HV
+    blocks, more = padded(problem.V) // config.block_v, padded(problem.K) // config.block_v
+    chunks = problem.T / config.chunk / (problem.N if problem.varlen else 1)
+
+    def waves(programs: int) -> int:
+        return -(-programs // config.processors)
+
+    def time(n: int) -> float:
+        if n == 1:
+            return chunks * outputs * waves(rows * blocks)
+        first = again * waves(rows * ((n - 2) * (blocks + more) + blocks))
+        return chunks / n * (first + outputs * waves(rows * n * blocks)) + (n - 2) * step + launch
+
+    return min(range(1, 17), key=time)
+
+
 def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"
@@ -109,9 +167,16 @@ def choose(problem: Problem, chip: Chip) -> Config:
     o = problem.options
     # Normalised keys keep the inverse within a few units, so that float16, as accurate as tf32 and twice as fast, holds it.
     solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
+    normed = solve == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
+    split = sequences * 6 <= chip.processors and chip.wgmma and KP <= 128 and not wide  # elsewhere it would want more shared memory
+    if split:
+        block_v, scan_warps = min(64, VP, KP), 4
     return Config(
-        chunk=chunk, half=half, group=group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4, block_v=block_v,
+        split=split, processors=chip.processors, normed=normed,
+        chunk=chunk, half=half, group=1 if normed else group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4,
+        prepare_registers=168 if normed and bounded(problem) else 0, block_v=block_v,
         scan_warps=scan_warps, scan_stages=stages, precision=precision, solve=solve, step_block_v=min(VP, 32),
-        # Where the scan needs many registers, ptxas sometimes gives it 32: on sm_80, and for float32.
-        scan_registers=255 if not chip.hip and (wide or chip.name == "sm_80") else 0, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
+        # Where a kernel needs many registers, ptxas sometimes gives it 32: on sm_80, and for float32.
+        registers=255 if not chip.hip and (wide or chip.name == "sm_80") else 0, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
+        **backward_sizes(problem, chip),
     )  # fmt: skip

@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
+from kdakit.backends.triton_gpu.gate import decay, gate_slope, inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.tile import find_sequence, first_slot, narrow, product, product_add, row_tokens, widen
+
+DIVISIBLE = tl.constexpr(0.015625)  # a smaller write strength leaves too few digits of what it multiplied
 
 
 @triton.jit
@@ -52,14 +54,14 @@ def running_sums(b_g, START: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def block_factors(b_g, C: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr):
-    """Decays inside the blocks of DIAGONAL tokens. b_g [GROUP, GROUPS, BK], log2.
+    """Decays inside the blocks of DIAGONAL tokens. b_g [GROUP, GROUPS, BK], log2; for blocks of two tokens the decays themselves.
 
     For a reference point of the block: row = d(reference, i), column = 1 / d(reference, j) and tail = d(j, end) / column, all
     [GROUP, GROUPS, BK]; first = d(start, reference) and total = d(start, end), both [GROUPS, BK].
     """
     GROUPS: tl.constexpr = C // GROUP
     if DIAGONAL == 2:  # two tokens, the reference between them: no factor above 1, nothing rounded away
-        b_e0, b_e1 = tl.exp2(pick(b_g, 0, GROUP)), tl.exp2(pick(b_g, 1, GROUP))
+        b_e0, b_e1 = pick(b_g, 0, GROUP), pick(b_g, 1, GROUP)
         m_first = (tl.arange(0, GROUP) == 0)[:, None, None]
         b_one = tl.full([GROUP, GROUPS, b_g.shape[2]], 1.0, tl.float32)
         return tl.where(m_first, b_one, b_e1[None]), b_one, tl.where(m_first, b_e1[None], b_one), b_e0, b_e0 * b_e1
@@ -122,6 +124,15 @@ def unit_lower_inverse(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION
 
 
 @triton.jit
+def lower_of(b_T, b_A_kk, b_beta, o_t, PRECISION: tl.constexpr):
+    """A_kk / beta inverse [S, S], strictly lower: (I - inverse) / beta, which gives the inverse back to the last bit, but for rows that
+    beta cannot divide."""
+    b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
+    b_lower = product(narrow(b_A_kk, b_T.dtype), b_T, PRECISION)
+    return tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T.to(tl.float32)) / b_beta[:, None], b_lower)
+
+
+@triton.jit
 def load_half(
     p_q, p_k, p_g, p_beta, start, eos, s_qt, s_kt, s_gt, s_bt,
     K: tl.constexpr, KP: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, VECTOR: tl.constexpr, BETA: tl.constexpr,
@@ -175,10 +186,13 @@ def half_chunk(
     o_i = row_tokens(2 * S, S, GROUP) % S  # [2 S]
     m_t = start + o_t < eos
     m_q = (tl.arange(0, 2 * S) < S)[:, None]
-    b_g = log2_decay(b_g.to(tl.float32), b_bias[None, :], a, lower_bound, GATE, DTYPE.is_fp32(), PTX)
-    b_g = tl.where(m_t[:, None], b_g, 0.0)
-    if FLOOR < 0:
-        b_g = tl.maximum(b_g, FLOOR)
+    if DIAGONAL == 2:
+        b_g = decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE, DTYPE.is_fp32(), PTX)
+        b_g = tl.where(m_t[:, None], b_g, 1.0)
+    else:
+        b_g = tl.where(m_t[:, None], log2_decay(b_g.to(tl.float32), b_bias[None, :], a, lower_bound, GATE, False, PTX), 0.0)
+        if FLOOR < 0:
+            b_g = tl.maximum(b_g, FLOOR)
     b_row, b_col, b_tail, b_first, b_total = block_factors(tl.reshape(b_g, [GROUP, GROUPS, KP]), S, GROUP, DIAGONAL)
     ONE_LEVEL: tl.constexpr = 2 * DIAGONAL == S and DIAGONAL > GROUP  # above the blocks, with their own rows: no tile waits for a product
     b_x, b_y = b_first, tl.full([GROUPS, KP], 1.0, tl.float32)  # [GROUPS, KP]
@@ -221,22 +235,23 @@ def half_chunk(
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def prepare_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay, p_betas, p_lower, p_solved,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr, FLOOR: tl.constexpr,
     ALIGN: tl.constexpr, VECTOR: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr,
     HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
-    HIP: tl.constexpr,
+    HIP: tl.constexpr, HAS_LOWER: tl.constexpr,
 ):  # fmt: skip
     """Decayed tiles and pair matrices of one chunk. With d(j, i) the product of the decays of tokens j+1 .. i:
 
         k_in = k d(start, i)        q_decayed = scale q d(start, i)        k_decayed = k d(i, end)        decay = d(start, end)
         A_qk[i,j] = scale q_i . (k_j d(j, i)),  j <= i        A_kk[i,j] = beta_i k_i . (k_j d(j, i)),  j < i
-        inverse = (I + A_kk)^-1 Diag(beta)        k_solved = inverse^T k_decayed        A_solved = A_qk inverse
+        inverse = (I + A_kk)^-1        k_solved = Diag(beta) inverse^T k_decayed        A_solved = A_qk inverse Diag(beta)
 
     Grid: (slots * HV,), heads fastest. Writes tiles [slot, HV, 3, C, KP] = k_in, q_decayed, k_solved; squares [slot, HV, C, C] = A_solved;
-    decay [slot, HV, KP]. Rows are in the order of `row_tokens`. SOLVE is the operand dtype of everything after A_qk and A_kk.
+    decay [slot, HV, KP]; for a backward A_qk inverse and lower = A_kk / beta inverse [slot, HV, C, C], the latter so that
+    inverse = I - Diag(beta) lower. Rows are in the order of `row_tokens`. SOLVE is the operand dtype of what follows A_qk and A_kk.
 
     d(j, i) is never a quotient or difference of cumulative quantities that could cancel. Tokens are paired by levels: at level b each odd
     block of b tokens meets the even block before it, both referred to the boundary between them, so both factors are products of decays
@@ -269,7 +284,7 @@ def prepare_kernel(
     o_qk = tl.arange(0, 2 * S)
     p_rows = p_tiles + i_p * 3 * C * KP + tl.where(o_qk < S, C + o_qk, o_qk - S)[:, None] * KP + o_k[None, :]  # [2 S, KP]: q_decayed, k_in
     p_square = p_squares + i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [S, S]
-    a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
+    a = gate_slope(p_A_log, i_h, DTYPE.is_fp32(), HAS_A_LOG)
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
@@ -286,8 +301,14 @@ def prepare_kernel(
         )
     b_A_qk, b_A_kk = unstacked(b_A)
     b_T = unit_lower_inverse(b_A_kk * b_beta[:, None], o_t, S, SOLVE, PRECISION)
-    b_T = narrow(b_T * b_beta[None, :], SOLVE)  # [S, S]
-    tl.store(p_square, narrow(product(narrow(b_A_qk, SOLVE), b_T, PRECISION), DTYPE))
+    b_T = narrow(b_T, SOLVE)  # [S, S]
+    b_square = product(narrow(b_A_qk, SOLVE), b_T, PRECISION)
+    tl.store(p_square, narrow(b_square * b_beta[None, :], DTYPE))
+    if HAS_LOWER:
+        p_lower += i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [S, S]
+        p_solved += i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [S, S]
+        tl.store(p_solved, narrow(b_square, DTYPE))
+        tl.store(p_lower, narrow(lower_of(b_T, b_A_kk, b_beta, o_t, PRECISION), SOLVE))
     if C > S:
         b_A, b_rows, b_cols1, b_decay1 = half_chunk(
             b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start + S, eos, b_decay,
@@ -296,20 +317,32 @@ def prepare_kernel(
         b_A_qk, b_A_kk = unstacked(b_A)
         b_A_qk10, b_A_kk10 = unstacked(product(b_rows, tl.trans(b_cols), PRECISION))  # rows of the second half, columns of the first
         b_T1 = unit_lower_inverse(b_A_kk * b_beta1[:, None], o_t, S, SOLVE, PRECISION)
-        b_T1 = narrow(b_T1 * b_beta1[None, :], SOLVE)
-        b_T10 = product(narrow(b_A_kk10, SOLVE), b_T, PRECISION)
+        b_T1 = narrow(b_T1, SOLVE)
+        b_T10 = product(narrow(b_A_kk10 * b_beta1[:, None], SOLVE), b_T, PRECISION)
         b_T10 = narrow(-product(b_T1, narrow(b_T10, SOLVE), PRECISION), SOLVE)
+        if HAS_LOWER:
+            b_lower = product_add(narrow(b_A_kk, SOLVE), b_T10, product(narrow(b_A_kk10, SOLVE), b_T, PRECISION), PRECISION)
+            b_lower = tl.where((tl.abs(b_beta1) > DIVISIBLE)[:, None], -b_T10.to(tl.float32) / b_beta1[:, None], b_lower)
+            tl.store(p_lower + S, tl.zeros([S, S], SOLVE))
+            tl.store(p_lower + S * C, narrow(b_lower, SOLVE))
+            tl.store(p_lower + S * C + S, narrow(lower_of(b_T1, b_A_kk, b_beta1, o_t, PRECISION), SOLVE))
         b_A_qk = narrow(b_A_qk, SOLVE)
         b_square10 = product_add(b_A_qk, b_T10, product(narrow(b_A_qk10, SOLVE), b_T, PRECISION), PRECISION)
         tl.store(p_square + S, tl.zeros([S, S], DTYPE))
-        tl.store(p_square + S * C, narrow(b_square10, DTYPE))
-        tl.store(p_square + S * C + S, narrow(product(b_A_qk, b_T1, PRECISION), DTYPE))
+        tl.store(p_square + S * C, narrow(b_square10 * b_beta[None, :], DTYPE))
+        b_square = product(b_A_qk, b_T1, PRECISION)
+        tl.store(p_square + S * C + S, narrow(b_square * b_beta1[None, :], DTYPE))
+        if HAS_LOWER:
+            tl.store(p_solved + S, tl.zeros([S, S], DTYPE))
+            tl.store(p_solved + S * C, narrow(b_square10, DTYPE))
+            tl.store(p_solved + S * C + S, narrow(b_square, DTYPE))
         b_cols1 = widen(b_cols1, SOLVE)
-        tl.store(p_tile + (2 * C + S) * KP, narrow(product(tl.trans(b_T1), b_cols1, PRECISION), DTYPE))
+        b_solved = product(tl.trans(b_T1), b_cols1, PRECISION) * b_beta1[:, None]
+        tl.store(p_tile + (2 * C + S) * KP, narrow(b_solved, DTYPE))
         b_solved = product(tl.trans(b_T), widen(b_cols, SOLVE), PRECISION) * b_decay1[None, :]  # [S, KP]
         b_solved = product_add(tl.trans(b_T10), b_cols1, b_solved, PRECISION)
         b_decay = b_decay * b_decay1
     else:
         b_solved = product(tl.trans(b_T), widen(b_cols, SOLVE), PRECISION)
-    tl.store(p_tile + 2 * C * KP, narrow(b_solved, DTYPE))
+    tl.store(p_tile + 2 * C * KP, narrow(b_solved * b_beta[:, None], DTYPE))
     tl.store(p_decay + i_p * KP + o_k, b_decay)

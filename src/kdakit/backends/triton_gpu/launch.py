@@ -10,14 +10,18 @@ import torch
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.config import INTERPRETED, Config, padded
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padded, parts
 from kdakit.backends.triton_gpu.intra import prepare_kernel
+from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
+from kdakit.backends.triton_gpu.parts import parts_kernel
 from kdakit.backends.triton_gpu.recurrent import step_kernel
 from kdakit.backends.triton_gpu.state import scan_kernel
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+FAR = 2**24  # elements: within a chunk offsets are 32-bit
+CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
 
 
@@ -27,15 +31,16 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
     """
-    if INTERPRETED:
-        kernel[(grid,)](*args, **constants)
-        return
     constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
+    if INTERPRETED:
+        if grid:
+            kernel[(grid,)](*args, **constants)
+        return
     key = (kernel, tuple(map(_specialised, args)), tuple(constants.values()), tuple(options.values()), torch.cuda.current_device())
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(grid,)](*args, **constants, **options)
-    else:
+        _compiled[key] = kernel[(grid,)](*args, **constants, **options) if grid else kernel.warmup(*args, grid=(1,), **constants, **options)
+    elif grid:
         compiled[(grid, 1, 1)](*args, *constants.values())
 
 
@@ -58,12 +63,18 @@ class Views(NamedTuple):
 
 
 def views(arrays: Arrays) -> Views:
-    """Strides are honoured; only a tensor whose channels are not adjacent in memory is copied."""
-    tensors = [x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in arrays[:4]]
+    """Strides are honoured; only a tensor whose channels are not adjacent in memory, or whose tokens lie absurdly far apart, is copied."""
+    near = [(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(1) < FAR for x in arrays[:4]]
+    tensors = [x if keep else x.contiguous() for x, keep in zip(arrays[:4], near, strict=True)]
     own = [[s if n > 1 else 0 for s, n in zip(x.stride(), x.shape[:3], strict=False)] for x in tensors]
     align = math.gcd(16, *(s for strides in own for s in strides))
     strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=True)}
     return Views(*tensors, align, strides | {"b": arrays.beta.stride()})
+
+
+def chunk_slots(problem: Problem, C: int) -> int:
+    """Places for chunks: with cu_seqlens a bound that needs no look at them, see tile.first_slot."""
+    return problem.T // C + problem.N if problem.varlen else problem.B * -(-problem.T // C)
 
 
 class Workspace(NamedTuple):
@@ -73,18 +84,26 @@ class Workspace(NamedTuple):
     tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
     squares: torch.Tensor  # [slots, HV, C, C]  A_solved
     decay: torch.Tensor  # [slots, HV, KP]
+    beta: torch.Tensor  # [slots, HV, C]  the prepare kernel's own
+    lower: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward
+    solved: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward: A_qk inverse
+    checkpoints: torch.Tensor | None = None  # [slots / CHECKPOINT, HV, VP, KP]  for a backward
 
 
 def workspace(problem: Problem, config: Config, device) -> Workspace:
-    C, KP = config.chunk, padded(problem.K)
-    slots = problem.T // C + problem.N if problem.varlen else problem.B * -(-problem.T // C)
+    C, KP, HV = config.chunk, padded(problem.K), problem.HV
+    slots = chunk_slots(problem, C)
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty((slots, HV, *shape), dtype=dtype, device=device)
+
     dtype = getattr(torch, problem.dtype)
-    return Workspace(
-        slots,
-        torch.empty((slots, problem.HV, 3, C, KP), dtype=dtype, device=device),
-        torch.empty((slots, problem.HV, C, C), dtype=dtype, device=device),
-        torch.empty((slots, problem.HV, KP), dtype=torch.float32, device=device),
-    )
+    space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), empty(C))
+    if not problem.needs_grad:
+        return space
+    points = torch.empty((-(-slots // CHECKPOINT), HV, padded(problem.V), KP), dtype=dtype, device=device)
+    lower = empty(C, C, dtype=getattr(torch, config.solve))
+    return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
 
 
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
@@ -95,7 +114,8 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
         return space
     args = (
         x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, space.tiles, space.squares, space.decay,
-        problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
+        space.beta, space.lower, space.solved, problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale,
+        o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
     constants = dict(
@@ -103,8 +123,13 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
         ALIGN=x.align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
         HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
         PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
+        HAS_LOWER=space.lower is not None,
     )  # fmt: skip
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
+    if config.normed:
+        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
+        launch(prepare_normed_kernel, space.slots * problem.HV, args, kept, num_warps=config.prepare_warps, num_stages=1, **registers)
+        return space
     launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
 
@@ -117,18 +142,41 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
     grid = problem.N * problem.HV * -(-problem.V // config.block_v)
     if grid:
+        shared = dict(
+            K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=C, S=config.half, GROUP=config.group, ALIGN=x.align,
+            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, PRECISION=config.precision,
+            STAGES=config.scan_stages,
+        )  # fmt: skip
+        number, parts = split(problem, arrays, x, space, config, shared) if config.split else (1, None)
         args = (
-            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states, offsets,
-            problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"], max(1, o.chunk_size // C),
+            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
+            offsets, space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
+            max(1, o.chunk_size // C), CHECKPOINT, number,
         )  # fmt: skip
-        constants = dict(
-            K=problem.K, V=problem.V, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, BV=config.block_v, ALIGN=x.align,
-            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, HAS_FINAL=final is not None,
-            HAS_STATES=states is not None, PRECISION=config.precision, STAGES=config.scan_stages,
+        constants = shared | dict(
+            BV=config.block_v, HAS_FINAL=final is not None, HAS_STATES=states is not None, HAS_CHECKPOINTS=space.checkpoints is not None,
+            SPLIT=config.split,
         )  # fmt: skip
-        registers = {"maxnreg": config.scan_registers} if config.scan_registers else {}
-        launch(scan_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
+        registers = {"maxnreg": config.registers} if config.registers else {}
+        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
     return Result(out, final, states)
+
+
+def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, shared: dict) -> tuple[int, torch.Tensor]:
+    """Into how many parts sequences are split, and what leads from part to part: see `parts`. Compiled even where there is but one, so that
+    a longer sequence later finds it."""
+    number = parts(problem, config)
+    KP, VP = shared["KP"], shared["VP"]
+    made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=arrays.q.device)
+    args = (
+        x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made,
+        problem.T, -(-problem.T // config.chunk), problem.HV, number, *x.strides["v"],
+    )  # fmt: skip
+    constants = shared | dict(BV=config.block_v)
+    grid = problem.N * problem.HV * (number - 1) * (VP + KP) // config.block_v
+    registers = {"maxnreg": config.registers} if config.registers else {}
+    launch(parts_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
+    return number, made
 
 
 def intermediate_states(problem: Problem, arrays: Arrays):
@@ -155,7 +203,12 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
     x = views(arrays)
     with on_device(arrays.q):
         space = prepare(problem, arrays, x, config)
-        return scan(problem, arrays, x, space, config), []
+        result = scan(problem, arrays, x, space, config)
+        if not problem.needs_grad:
+            return result, []
+        from kdakit.backends.triton_gpu import training
+
+        return result, training.saved(problem, arrays, x, space, config)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:

@@ -5,29 +5,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.parts import part_of, state_before
 from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
 def scan_kernel(
-    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets,
-    T, N, NT, HV, s_vb, s_vt, s_vh, EVERY,
+    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
+    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    HAS_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
         r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
 
-    This is v_new = inverse r carried to both places where it is used, so that the chain from state to state is two products.
-    Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. S^T [BV, KP] stays in float32 registers; every product takes S^T or a
-    value derived from it as its left factor, which needs no trip through shared memory.
+    This is v_new = inverse beta r carried to both places where it is used, so that the chain from state to state is two products.
+    Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads; with SPLIT a program per part of a sequence (see `parts`): (N * HV *
+    PARTS * cdiv(V, BV),), parts between the two. S^T [BV, KP] stays in float32 registers; every product takes S^T or a
+    value derived from it as its left factor, which needs no trip through shared memory. For a backward, S goes to checkpoints [.., VP, KP]
+    before every chunk whose slot is a multiple of CHECKPOINT.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = i_p % NV, i_p // NV
+    if SPLIT:
+        i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
     i_n, i_h = i_nh // HV, i_nh % HV
     if VARLEN:
         bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
@@ -39,6 +45,10 @@ def scan_kernel(
         length = bos + T
         i_slot = i_n * NT
         i_b = i_n
+    if SPLIT:
+        i_first, i_end, last = part_of(length, i_part, PARTS, C)
+        if (i_first >= i_end) & (i_part > 0):
+            return
     o_c = tl.arange(0, C)
     o_t = row_tokens(C, S, GROUP)
     o_k = tl.arange(0, KP)
@@ -48,22 +58,36 @@ def scan_kernel(
     b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
+    if SPLIT:
+        b_S = state_before(p_parts + i_nh * PARTS * (VP + KP) * KP, b_S, i_part, o_v, VP, KP)
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V + o_v[None, :]  # [C, BV]
+    i_chunks = i_slot
+    if SPLIT:
+        p_v += tl.cast(i_first, tl.int64) * C * s_vt * ALIGN
+        p_o += tl.cast(i_first, tl.int64) * C * HV * V
+        i_slot += i_first
     i_slot = i_slot * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
-    b_v = tl.load(p_v, mask=(o_t < length)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
-    for i_c in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
+    if not SPLIT:
+        i_first, i_end, last = 0, tl.cdiv(length, C).to(tl.int32), True
+    b_v = tl.load(p_v, mask=(o_t < length - i_first * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
+    for i_c in tl.range(i_first, i_end, num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         b_v_next = tl.load(p_v, mask=(o_t < length - (i_c + 1) * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
+        if HAS_CHECKPOINTS:
+            i_at = i_chunks + i_c
+            if (i_at % CHECKPOINT == 0) & (i_c > 0):
+                p_point = p_checkpoints + ((i_at // CHECKPOINT * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
+                tl.store(p_point, narrow(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
@@ -83,4 +107,4 @@ def scan_kernel(
         p_decay += tl.cast(KP, tl.int64) * HV
     if HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
-        tl.store(p_final + o_state, b_S, mask=m_state)
+        tl.store(p_final + o_state, b_S, mask=m_state & last)

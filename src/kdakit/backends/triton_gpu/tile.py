@@ -49,6 +49,18 @@ def first_slot(p_cu_seqlens, i_n, C: tl.constexpr):
 
 
 @triton.jit
+def locate(p_cu_seqlens, i_s, T, N, NT, C: tl.constexpr, VARLEN: tl.constexpr):
+    """Of the chunk in slot i_s: batch row, sequence, index in its sequence, and the sequence's first and last token + 1."""
+    if VARLEN:
+        i_n = find_sequence(p_cu_seqlens, i_s, N, C)
+        bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
+        eos = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64)
+        return i_n * 0, i_n, i_s - first_slot(p_cu_seqlens, i_n, C), bos, eos
+    i_n = i_s // NT
+    return i_n, i_n, i_s % NT, i_n * 0, i_n * 0 + T
+
+
+@triton.jit
 def find_sequence(p_cu_seqlens, i_s, N, C: tl.constexpr):
     """The sequence n with first_slot(n) <= i_s < first_slot(n + 1), by a 128-way search."""
     low = i_s * 0
@@ -76,6 +88,13 @@ def row_tokens(C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr):
     o_c = tl.arange(0, C)
     o_r = o_c % S
     return o_c - o_r + (o_r % (S // GROUP)) * GROUP + o_r // (S // GROUP)
+
+
+@triton.jit
+def row_of_token(o_t, S: tl.constexpr, GROUP: tl.constexpr):
+    """The row that holds token o_t of a chunk: the inverse of `row_tokens`."""
+    o_r = o_t % S
+    return o_t - o_r + (o_r % GROUP) * (S // GROUP) + o_r // GROUP
 
 
 @triton.jit

@@ -1,0 +1,97 @@
+"""Few heads and a long sequence: the scan in parts that run at the same time.
+
+A part's chunks map the state before them to the state after them by  S -> M S + b.  The last part needs neither M nor b, the first no M:
+its b starts from the initial state. Every decay is at most 1, so M is as safe to compute as S is, column by column with the same products.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens, state_offsets
+
+
+@triton.jit
+def part_of(length, i_part, PARTS, C: tl.constexpr):
+    """First and last chunk + 1 of a part of a sequence of `length` tokens, and whether no later part has any. Parts are equally long; the
+    last may be shorter, and some may be empty."""
+    chunks = tl.cdiv(length, C).to(tl.int32)
+    each = tl.maximum(tl.cdiv(chunks, PARTS), 1)
+    first = tl.minimum(i_part * each, chunks)
+    return first, tl.minimum(first + each, chunks), first + each >= chunks
+
+
+@triton.jit
+def precise_product_add(a, b, acc):
+    """acc + a @ b for float32 factors, each taken as a sum of two bfloat16 numbers: to 2^-16."""
+    a_high, b_high = narrow(a, tl.bfloat16), narrow(b, tl.bfloat16)
+    a_low, b_low = narrow(a - a_high.to(tl.float32), tl.bfloat16), narrow(b - b_high.to(tl.float32), tl.bfloat16)
+    acc = product_add(a_low, b_high, acc, "tf32")
+    acc = product_add(a_high, b_low, acc, "tf32")
+    return product_add(a_high, b_high, acc, "tf32")
+
+
+@triton.jit
+def state_before(p_parts, b_S, i_part, o_v, VP: tl.constexpr, KP: tl.constexpr):
+    """S^T [BV, KP] before part i_part from b_S, the initial one, and what `parts_kernel` left in p_parts [PARTS, VP + KP, KP]."""
+    o_k = tl.arange(0, KP)
+    o_b = o_v[:, None] * KP + o_k[None, :]
+    if i_part > 0:
+        b_S = tl.load(p_parts + o_b)
+    for i in range(1, i_part):
+        p_part = p_parts + i * (VP + KP) * KP
+        b_M = tl.load(p_part + (VP + o_k[:, None]) * KP + o_k[None, :])  # [KP, KP]: M^T
+        b_S = precise_product_add(b_S, b_M, tl.load(p_part + o_b))
+    return b_S
+
+
+@triton.jit(do_not_specialize=["T", "NT", "HV", "PARTS", "s_vb", "s_vt", "s_vh"])
+def parts_kernel(
+    p_v, p_tiles, p_decay, p_cu_seqlens, p_initial, p_parts,
+    T, NT, HV, PARTS, s_vb, s_vt, s_vh,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """b^T above M^T of every part but the last: parts [N * HV, PARTS, VP + KP, KP]. The recurrence of `state.scan_kernel`; for M from the
+    identity and without v. Grid: (N * HV * (PARTS - 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads."""
+    DTYPE: tl.constexpr = p_tiles.dtype.element_ty
+    BLOCKS: tl.constexpr = (VP + KP) // BV
+    i_p = tl.program_id(0).to(tl.int64)
+    i_row, i_p = (i_p % BLOCKS).to(tl.int32) * BV, i_p // BLOCKS
+    i_part, i_nh = (i_p % (PARTS - 1)).to(tl.int32), i_p // (PARTS - 1)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    is_M = i_row >= VP
+    i_b, bos, length, i_slot = i_n, i_n * 0, i_n * 0 + T, i_n * NT
+    if VARLEN:
+        bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
+        length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos
+        i_slot = first_slot(p_cu_seqlens, i_n, C)
+        i_b = i_n * 0
+    first, end, last = part_of(length, i_part, PARTS, C)
+    if last | (is_M & (i_part == 0)):
+        return
+    o_c, o_k, o_t = tl.arange(0, C), tl.arange(0, KP), row_tokens(C, S, GROUP)
+    o_v = i_row + tl.arange(0, BV)  # beyond VP: rows of M
+    m_v = o_v < V
+    b_S = tl.where(o_v[:, None] - VP == o_k[None, :], 1.0, 0.0)  # [BV, KP]
+    if HAS_INITIAL:
+        m_state = m_v[:, None] & (o_k < K)[None, :] & (i_part == 0)
+        b_S += tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
+    i_slot = (i_slot + first) * HV + i_h
+    p_v += (i_b * s_vb + (bos + first * C) * s_vt + i_h * s_vh) * ALIGN
+    p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
+    p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
+    p_decay += i_slot * KP + o_k
+    for _ in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
+        b_v = tl.load(p_v, mask=m_v[None, :], other=0.0)  # [C, BV]
+        b_k_in = tl.load(p_tile)  # [C, KP]
+        b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
+        b_decay = tl.load(p_decay)  # [KP]
+        b_r = tl.trans(b_v).to(tl.float32) - product(narrow(b_S, DTYPE), tl.trans(b_k_in), PRECISION)  # [BV, C]
+        b_S = product_add(narrow(b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
+        p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
+        p_tile += tl.cast(3 * C * KP, tl.int64) * HV
+        p_decay += tl.cast(KP, tl.int64) * HV
+    tl.store(p_parts + ((i_nh * PARTS + i_part) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)
