@@ -1,9 +1,9 @@
 """On a GPU: the CUDA backend's float32 kernels against float64, and their times beside FLA's, as JSON in $OUT (or here).
 
-    PYTHONPATH=src python benchmarks/cuda_check.py cases [BACKEND]   every shared case that it takes, by default cuda; gradients for some
-    PYTHONPATH=src python benchmarks/cuda_check.py accuracy          o, w, u, final state at B1 H16 T4096, three kinds of inputs
-    PYTHONPATH=src python benchmarks/cuda_check.py time              the same sizes, beside FLA's chunk_kda with float32 inputs
-    PYTHONPATH=src python benchmarks/cuda_check.py once K C          one call, for a profiler
+PYTHONPATH=src python benchmarks/cuda_check.py cases [BACKEND]   every shared case that it takes, by default cuda; gradients for some
+PYTHONPATH=src python benchmarks/cuda_check.py accuracy          o, w, u, final state at B1 H16 T4096, three kinds of inputs
+PYTHONPATH=src python benchmarks/cuda_check.py time              the same sizes, beside FLA's chunk_kda with float32 inputs
+PYTHONPATH=src python benchmarks/cuda_check.py once K C          one call, for a profiler
 """
 
 from __future__ import annotations

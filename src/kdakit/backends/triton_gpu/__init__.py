@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose
+from kdakit.backends.triton_gpu.config import Config, chip_of, choose, trusted_backward
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -26,6 +26,8 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
+    if problem.needs_grad and not trusted_backward(problem, chip_of(device)):
+        return "gradients are checked on Hopper, bfloat16, K = V = 128, bounded gate and norms in the kernel; KDAKIT_UNCHECKED=1 for others"
     return None
 
 
