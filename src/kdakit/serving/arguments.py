@@ -71,7 +71,7 @@ def describe(call: str, op: str, sizes: PoolSizes, arrays: Arrays, rows: int, op
             raise ValueError(f"{name} must be the pool's {getattr(sizes, name)}, got {getattr(problem, name)}")
     if (problem.dtype == "float64") != (sizes.dtype == "float64"):
         raise TypeError(f"q must be float64 exactly where the pool is, got q {problem.dtype} and a pool of {sizes.dtype}")
-    if problem.N != rows:
+    if rows != problem.N:
         raise ValueError(f"slots must name one slot for each of the {problem.N} sequences, got {rows}")
     return problem.replace(has_initial_state=True)
 

@@ -1,8 +1,9 @@
 """How states are kept: in a float dtype, or in 8 bits with scales.
 
-8 bits: S[k, v] = scale[k, v // 32] * code[k, v]. A scale belongs to one key channel, and a decay multiplies a key channel: it goes into the
-scale and rounds nothing. What is rounded are the writes, with a dither that depends on the number alone: on average nothing is lost, so that
-updates below half a step are not forgotten, and the same call gives the same bits. With feedback a second byte keeps what rounding left.
+8 bits: S[k, v] = scale[k, v // 32] * code[k, v]. A scale belongs to one key channel, and a decay multiplies a key channel: it goes into
+the scale and rounds nothing. What is rounded are the writes, with a dither that depends on the number alone: on average nothing is lost, so
+that updates below half a step are not forgotten, and the same call gives the same bits. With feedback a second byte keeps what rounding
+left.
 """
 
 from __future__ import annotations

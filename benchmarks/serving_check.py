@@ -1,0 +1,319 @@
+"""On a GPU: the pooled calls against float64 and against each other, and their times inside a CUDA graph, as JSON in $OUT (or here).
+
+PYTHONPATH=src python benchmarks/serving_check.py check
+PYTHONPATH=src python benchmarks/serving_check.py time [sweep]
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kdakit import accuracy
+from kdakit.backends import triton_gpu
+from kdakit.backends.triton_gpu import pool_launch
+from kdakit.backends.triton_gpu.pool_launch import Cut
+from kdakit.cases import FUSED, Case
+from kdakit.problem import Arrays
+from kdakit.serving.torch import StatePool, commit, decode, prefill, verify
+
+TOKENS = ("q", "k", "v", "g", "beta")
+BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True}
+
+
+def case_of(rows, tokens, **sizes):
+    sizes = dict(H=2, HV=4, K=64, V=48) | sizes
+    return Case("pooled", "drawn for a pool", B=rows, T=tokens, gate="raw", beta="logits", A_log=True, dt_bias=True, initial_state=False,
+                options=BOUNDED, **sizes)  # fmt: skip
+
+
+def to_device(case, dtype):
+    return Arrays(*(None if x is None else torch.as_tensor(np.array(x)).to("cuda", getattr(torch, d))
+                    for x, d in zip(case.arrays(dtype), case.dtypes(dtype), strict=True)))  # fmt: skip
+
+
+def part(x, span):
+    return {n: getattr(x, n)[:, span] for n in TOKENS} | dict(A_log=x.A_log, dt_bias=x.dt_bias)
+
+
+def worst_share(case, dtype, o, state):
+    """The largest share of what the accuracy rule allows."""
+    problem, arrays = case.problem(dtype, op="recurrent"), case.arrays(dtype)
+    truth = accuracy.truths(problem, arrays)
+    plain = accuracy.plain_errors(problem, arrays, truth)
+    dtypes = accuracy.output_dtypes(problem)
+    got = {"o": o.double().cpu().numpy(), "final_state": state.double().cpu().numpy()}
+    return max(accuracy.error(got[n], truth[n]) / accuracy.tolerance(plain[n], dtypes[n]) for n in truth)
+
+
+def check_against_float64(dtype, v_first, sizes):
+    """Prefill, decode, drafts with everything between none and all accepted."""
+    case = case_of(3, 40, **sizes)
+    x = to_device(case, dtype)
+    pool = StatePool(5, case.HV, case.K, case.V, state_v_first=v_first, device="cuda")
+    slots = pool.allocate(3)
+    o, _ = prefill(pool, slots, **part(x, slice(0, 21)), **BOUNDED)
+    parts = [o, *(decode(pool, torch.tensor(slots, device="cuda"), **part(x, slice(t, t + 1)), **BOUNDED) for t in (21, 22))]
+    at = 23
+    while at < case.T:
+        tokens = min(6, case.T - at)
+        accepted = min(tokens, at % 7)
+        o, draft = verify(pool, slots, **part(x, slice(at, at + tokens)), **BOUNDED)
+        commit(pool, draft, torch.full((3,), accepted, device="cuda"))
+        parts.append(o[:, :accepted])
+        at += accepted
+        if accepted == 0:
+            parts.append(decode(pool, slots, **part(x, slice(at, at + 1)), **BOUNDED))
+            at += 1
+    o = torch.cat(parts, 1)
+    return worst_share(case, dtype, o, pool.states(slots))
+
+
+def check_bits(dtype):
+    """verify and commit leave the bits that decoding one by one leaves; rows in any order and beside any others too."""
+    case = case_of(4, 8, H=4, HV=4, K=128, V=128)
+    x = to_device(case, dtype)
+    pools = [StatePool(9, 4, 128, 128, device="cuda") for _ in range(3)]
+    for pool in pools:
+        slots = pool.allocate(4)
+    one = torch.cat([decode(pools[0], slots, **part(x, slice(t, t + 1)), **BOUNDED) for t in range(8)], 1)
+    o, draft = verify(pools[1], slots, **part(x, slice(0, 8)), **BOUNDED)
+    commit(pools[1], draft, torch.full((4,), 8, device="cuda"))
+    single = [torch.cat([decode(pools[2], [s], **{n: y[i : i + 1] if n in TOKENS else y for n, y in part(x, slice(t, t + 1)).items()},
+                                **BOUNDED) for t in range(8)], 1) for i, s in reversed(list(enumerate(slots)))]  # fmt: skip
+    alone = torch.cat(single[::-1])
+    states = [p.states(slots) for p in pools]
+    return dict(verify=torch.equal(one, o), commit=torch.equal(states[0], states[1]), alone=torch.equal(one, alone),
+                states_alone=torch.equal(states[0], states[2]))  # fmt: skip
+
+
+def check_skips():
+    """Bad slots output zeros and change no byte of the pool."""
+    case = case_of(6, 1)
+    x = to_device(case, "bfloat16")
+    pool = StatePool(6, case.HV, case.K, case.V, device="cuda")
+    a, b, c = pool.allocate(3)
+    pool.storage.states.normal_()
+    pool.free([c])
+    slots = torch.tensor([b, -1, 77, c, b, a], device="cuda", dtype=torch.int32)
+    before = pool.storage.states.clone()
+    o = decode(pool, slots, **part(x, slice(0, 1)), **BOUNDED)
+    after = pool.storage.states
+    same = [i for i in range(7) if torch.equal(before[i], after[i])]
+    empty = [i for i in range(6) if not o[i].any()]
+    o, draft = verify(pool, slots, **part(x, slice(0, 1)), **BOUNDED)
+    pool.free([a])
+    (again,) = pool.allocate()
+    commit(pool, draft, torch.full((6,), 1, device="cuda"))
+    return dict(skipped=empty == [1, 2, 3, 4], untouched=same == [i for i in range(7) if i not in (a, b)],
+                new_owner_untouched=again == a and not pool.states([a]).any().item())  # fmt: skip
+
+
+def check_graph():
+    """Captured once, replayed with other slots, tokens and accepted counts in the same buffers."""
+    case, T = case_of(4, 4, H=4, HV=4, K=128, V=128), 4
+    x = to_device(case, "bfloat16")
+    pools = [StatePool(8, 4, 128, 128, device="cuda") for _ in range(2)]
+    for pool in pools:
+        slots = pool.allocate(8)
+        pool.storage.states[:8] = torch.randn(8, 4, 128, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    buffers = {n: y.clone() for n, y in part(x, slice(0, T)).items()}
+    where, accepted = torch.full((4,), -1, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+
+    def turn(pool):
+        o, draft = verify(pool, where, **buffers, **BOUNDED)
+        commit(pool, draft, accepted)
+        return o
+
+    turn(pools[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = turn(pools[0])
+    good = []
+    for i in range(3):
+        for n in TOKENS:
+            buffers[n].copy_(getattr(x, n).roll(i, 0)[:, :T])
+        where.copy_(torch.tensor([slots[i], slots[7 - i], -1, slots[3]]))
+        accepted.copy_(torch.tensor([i, 4, 2, 3]))
+        graph.replay()
+        good.append(torch.equal(captured, turn(pools[1])) and torch.equal(pools[0].storage.states[:8], pools[1].storage.states[:8]))
+    return dict(replays=good)
+
+
+def check_prefill(dtype):
+    """Which bits of a prefill depend on what: cuts at chunk multiples, cuts elsewhere, other sequences in the call."""
+    case = case_of(1, 300, H=4, HV=4, K=128, V=128)
+    x = to_device(case, dtype)
+
+    def run(cuts, company, deterministic=True):
+        pool = StatePool(40, 4, 128, 128, device="cuda")
+        slots, parts = pool.allocate(1 + len(company)), []
+        for a, b in itertools.pairwise((0, *cuts, 300)):
+            tokens = {n: torch.cat([getattr(x, n)[:, a:b], *(getattr(x, n)[:, :c] for c in company)], 1) for n in TOKENS}
+            cu = torch.tensor([0, b - a, *company]).cumsum(0).cuda()
+            o, _ = prefill(pool, slots, **tokens, cu_seqlens=cu, A_log=x.A_log, dt_bias=x.dt_bias, deterministic=deterministic, **BOUNDED)
+            parts.append(o[:, : b - a])
+        return torch.cat(parts, 1), pool.states(slots[:1])
+
+    def same(a, b):
+        return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+    whole, elsewhere = run((), ()), run((100, 131), ())
+    return dict(cut_at_chunks=same(whole, run((64, 256), ())), cut_elsewhere=same(whole, elsewhere),
+                company=same(whole, run((), (40, 7, 200))), many=same(whole, run((), (30,) * 30)),
+                many_not_deterministic=same(whole, run((), (30,) * 30, False)),
+                share_elsewhere=worst_share_of_prefill(case, dtype, *elsewhere))  # fmt: skip
+
+
+def worst_share_of_prefill(case, dtype, o, state):
+    problem, arrays = case.problem(dtype), case.arrays(dtype)
+    truth = accuracy.truths(problem, arrays)
+    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype=triton_gpu.operand_dtype(problem))
+    dtypes = accuracy.output_dtypes(problem)
+    got = {"o": o.double().cpu().numpy(), "final_state": state.double().cpu().numpy()}
+    return max(accuracy.error(got[n], truth[n]) / accuracy.tolerance(plain[n], dtypes[n]) for n in truth)
+
+
+def check():
+    jobs = {f"float64 {d} v_first={f} {s}": functools.partial(check_against_float64, d, f, s) for d in ("bfloat16", "float32")
+            for f in (False, True) for s in (dict(), dict(H=1, HV=1, K=20, V=37), dict(K=128, V=128))}  # fmt: skip
+    jobs |= {
+        f"bits {d} stored {s}": functools.partial(check_bits, d, s) for d, s in (("bfloat16", torch.float32), ("float32", torch.float32))
+    }
+    jobs |= {"skips": check_skips, "graph": check_graph}
+    jobs |= {f"prefill {d}": functools.partial(check_prefill, d) for d in ("bfloat16", "float32")}
+    rows = {}
+    for name, job in jobs.items():
+        try:
+            rows[name] = job()
+        except Exception as error:
+            traceback.print_exc(limit=4)
+            rows[name] = repr(error)[:300]
+        print(name, rows[name], flush=True)
+    return rows
+
+
+def median(call, repeat=30, warmup=5):
+    for _ in range(warmup):
+        call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return float(np.median([s.elapsed_time(e) for s, e in events]))
+
+
+def microseconds(call, repeats=10):
+    """Inside a CUDA graph of `repeats` calls."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return median(graph.replay) * 1000 / repeats
+
+
+def calls_of(B, H, T, v_first=False, dtype=torch.float32, feedback=False):
+    """(plain step or None, decode, verify, commit, both) on random bfloat16 tokens."""
+    case = case_of(1, 1, H=H, HV=H, K=128, V=128)
+    generator = torch.Generator("cuda").manual_seed(0)
+    normal = lambda *size: torch.randn(*size, device="cuda", generator=generator).bfloat16()
+    x = Arrays(
+        *(normal(B, T, H, 128) for _ in range(4)), normal(B, T, H), torch.rand(H, device="cuda"), torch.zeros(H * 128, device="cuda")
+    )
+    pool = StatePool(B, H, 128, 128, dtype=dtype, state_v_first=v_first, feedback=feedback, device="cuda")
+    slots = torch.tensor(pool.allocate(B), device="cuda").flip(0).contiguous()
+    given = part(x, slice(None))
+    accepted = torch.full((B,), T, device="cuda")
+    _, draft = verify(pool, slots, **given, **BOUNDED)
+    problem = case.problem("bfloat16", op="recurrent").replace(B=B, N=B, T=T, state_v_first=v_first, has_initial_state=True)
+    states = torch.zeros(B, H, 128, 128, device="cuda")
+    step = functools.partial(triton_gpu.step, problem, x._replace(initial_state=states), triton_gpu.default_config(problem, "cuda"))
+
+    def both():
+        _, made = verify(pool, slots, **given, **BOUNDED)
+        commit(pool, made, accepted)
+
+    def again():
+        draft.spent = False
+        commit(pool, draft, accepted)
+
+    return dict(step=step, decode=lambda: decode(pool, slots, **given, **BOUNDED), verify=lambda: verify(pool, slots, **given, **BOUNDED),
+                commit=again, both=both)  # fmt: skip
+
+
+def warm(job):
+    """Compile in a process of its own."""
+    cut, v_first = job
+    pool_launch.CUTS.update(dict.fromkeys(pool_launch.CUTS, Cut(*cut)))
+    try:
+        for T in (1, 4):
+            calls_of(1, 32, T, v_first)["both"]()
+        calls_of(1, 32, 1, v_first)["decode"]()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{job}: {error!r}"[:200]
+    return None
+
+
+SWEEP = ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
+
+
+def sweep():
+    with multiprocessing.get_context("spawn").Pool(10) as workers:
+        print("compiled", [r for r in workers.map(warm, [(c, f) for c in SWEEP for f in (False, True)], chunksize=2) if r], flush=True)
+    rows = []
+    for v_first, cut in itertools.product((False, True), SWEEP):
+        pool_launch.CUTS.update(dict.fromkeys(pool_launch.CUTS, Cut(*cut)))
+        row = dict(v_first=v_first, cut=cut)
+        try:
+            for B in (1, 8, 32, 128):
+                row[f"decode{B}"] = round(microseconds(calls_of(B, 32, 1, v_first)["decode"]), 2)
+            for T in (4, 8):
+                calls = calls_of(32, 32, T, v_first)
+                row |= {f"{n}{T}": round(microseconds(calls[n]), 2) for n in ("verify", "commit")}
+        except Exception as error:
+            row["failed"] = repr(error)[:150]
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def times():
+    rows = []
+    kinds = [(torch.float32, False, False), (torch.float32, True, False), (torch.bfloat16, False, False), (torch.int8, False, False),
+             (torch.int8, False, True)]  # fmt: skip
+    for (dtype, v_first, feedback), B, T in itertools.product(kinds, (1, 8, 32, 128), (1, 4, 8)):
+        if T > 1 and B != 32:
+            continue
+        row = dict(stored=str(dtype), v_first=v_first, feedback=feedback, B=B, T=T)
+        try:
+            calls = calls_of(B, 32, T, v_first, dtype, feedback)
+            row |= {n: round(microseconds(call), 2) for n, call in calls.items() if n != "step" or dtype == torch.float32}
+        except Exception as error:
+            row["failed"] = repr(error)[:150]
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def main():
+    mode, rest = sys.argv[1], sys.argv[2:]
+    rows = check() if mode == "check" else dict(sweep=sweep() if "sweep" in rest else [], times=times())
+    found = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=rows)
+    Path(os.environ.get("OUT", "."), f"serving_{mode}.json").write_text(json.dumps(found, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()
