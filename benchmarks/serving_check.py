@@ -253,28 +253,35 @@ def calls_of(B, H, T, v_first=False, dtype=torch.float32, feedback=False):
                 commit=again, both=both)  # fmt: skip
 
 
+KINDS = ((torch.float32, False, False), (torch.float32, True, False), (torch.bfloat16, False, False), (torch.int8, False, False),
+         (torch.int8, False, True))  # fmt: skip
+SWEEP = ((8, 1), (16, 1), (16, 2), (32, 4), (64, 4), (128, 8))
+
+
 def warm(job):
     """Compile in a process of its own."""
-    cut, v_first = job
-    pool_launch.CUTS.update(dict.fromkeys(pool_launch.CUTS, Cut(*cut)))
+    cut, (dtype, v_first, feedback) = job
+    if cut is not None:
+        pool_launch.CUTS.update(dict.fromkeys(pool_launch.CUTS, Cut(*cut)))
     try:
-        for T in (1, 4):
-            calls_of(1, 32, T, v_first)["both"]()
-        calls_of(1, 32, 1, v_first)["decode"]()
+        for call in calls_of(1, 32, 4, v_first, dtype, feedback).values():
+            call()
+        calls_of(1, 32, 1, v_first, dtype, feedback)["decode"]()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {error!r}"[:200]
     return None
 
 
-SWEEP = ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
+def compile_together(cuts):
+    jobs = [(None, kind) for kind in KINDS] + [(cut, kind) for cut in cuts for kind in KINDS[:2]]
+    with multiprocessing.get_context("spawn").Pool(15) as workers:
+        print("compiled", [r for r in workers.map(warm, jobs, chunksize=1) if r], flush=True)
 
 
 def sweep():
-    with multiprocessing.get_context("spawn").Pool(10) as workers:
-        print("compiled", [r for r in workers.map(warm, [(c, f) for c in SWEEP for f in (False, True)], chunksize=2) if r], flush=True)
     rows = []
-    for v_first, cut in itertools.product((False, True), SWEEP):
+    for cut, v_first in itertools.product(SWEEP, (False, True)):
         pool_launch.CUTS.update(dict.fromkeys(pool_launch.CUTS, Cut(*cut)))
         row = dict(v_first=v_first, cut=cut)
         try:
@@ -292,25 +299,27 @@ def sweep():
 
 def times():
     rows = []
-    kinds = [(torch.float32, False, False), (torch.float32, True, False), (torch.bfloat16, False, False), (torch.int8, False, False),
-             (torch.int8, False, True)]  # fmt: skip
-    for (dtype, v_first, feedback), B, T in itertools.product(kinds, (1, 8, 32, 128), (1, 4, 8)):
-        if T > 1 and B != 32:
-            continue
+    for (dtype, v_first, feedback), (B, T) in itertools.product(KINDS, ((1, 1), (8, 1), (32, 1), (128, 1), (32, 4), (32, 8))):
         row = dict(stored=str(dtype), v_first=v_first, feedback=feedback, B=B, T=T)
+        wanted = ("step", "decode") if T == 1 else ("verify", "commit", "both")
         try:
             calls = calls_of(B, 32, T, v_first, dtype, feedback)
-            row |= {n: round(microseconds(call), 2) for n, call in calls.items() if n != "step" or dtype == torch.float32}
+            row |= {n: round(microseconds(calls[n]), 2) for n in wanted if n != "step" or dtype == torch.float32}
         except Exception as error:
             row["failed"] = repr(error)[:150]
         rows.append(row)
-        print(row, flush=True)
+        print(" ".join(str(x).replace("torch.", "") for x in row.values()), flush=True)
     return rows
 
 
 def main():
     mode, rest = sys.argv[1], sys.argv[2:]
-    rows = check() if mode == "check" else dict(sweep=sweep() if "sweep" in rest else [], times=times())
+    if mode == "check":
+        rows = check()
+    else:
+        cuts = SWEEP if "sweep" in rest else ()
+        compile_together(cuts)
+        rows = dict(times=times(), sweep=sweep() if cuts else [])
     found = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=rows)
     Path(os.environ.get("OUT", "."), f"serving_{mode}.json").write_text(json.dumps(found, indent=1, default=str))
 

@@ -98,7 +98,7 @@ class StatePool:
         slots = self.table.take(count)
         index = self._index(slots)
         for x in self.tensors():
-            x[index] = x[source]
+            x[index] = x[source].clone()
         self._publish(slots, index)
         return slots
 
