@@ -9,6 +9,7 @@ from kdakit.problem import Arrays, make_options, make_problem
 from kdakit.rounding import round_to
 
 H, HV, K, V = 1, 2, 8, 5
+ROWS, PACKED = 6, 96  # of every JAX call
 OPTIONS = {"use_qk_l2norm_in_kernel": True}
 TOKENS = ("q", "k", "v", "g", "beta")
 
@@ -105,3 +106,76 @@ class TorchPool:
             deterministic=deterministic, backend=backend, **OPTIONS,
         )  # fmt: skip
         return o.numpy(), made
+
+
+class JaxPool:
+    """kdakit.serving.jax behind the same face."""
+
+    def __init__(self, slots, backend, sizes=(HV, K, V), **options):
+        import jax.numpy as jnp
+
+        from kdakit.serving import jax as serving
+
+        self.jnp, self.serving, self.backend = jnp, serving, backend
+        self.pool = serving.StatePool.create(slots, *sizes, **options)
+
+    @property
+    def free_slots(self):
+        return self.pool.free_slots
+
+    def allocate(self, count):
+        slots, self.pool = self.pool.allocate(count)
+        return slots
+
+    def fork(self, slot):
+        slots, self.pool = self.pool.fork(slot)
+        return slots
+
+    def free(self, slots):
+        self.pool = self.pool.free(slots)
+
+    def snapshot(self, slots):
+        return self.pool.snapshot(slots)
+
+    def restore(self, slots, snapshot):
+        self.pool = self.pool.restore(slots, snapshot)
+
+    def state(self, slot):
+        return np.asarray(self.pool.states([slot])[0], np.float64)
+
+    def slots(self, slots, on_device):
+        return self.jnp.array(slots, self.jnp.int32) if on_device else slots
+
+    def _arrays(self, x):
+        return {n: self.jnp.asarray(a, self.jnp.float32) for n, a in x.items()}
+
+    def _padded(self, slots, x, on_device):
+        """Always ROWS rows, as a server would: one program however many sequences there are."""
+        more = ROWS - len(slots)
+        x = {n: np.pad(a, [(0, more)] + [(0, 0)] * (a.ndim - 1)) for n, a in x.items()}
+        return self.slots([*slots, *[-1] * more], on_device), self._arrays(x)
+
+    def decode(self, slots, x, on_device=False, **options):
+        given, x = self._padded(slots, x, on_device)
+        o, self.pool = self.serving.decode(self.pool, given, **x, backend=self.backend, **(OPTIONS | options))
+        return np.asarray(o)[: len(slots)]
+
+    def verify(self, slots, x, on_device=False, **options):
+        given, x = self._padded(slots, x, on_device)
+        o, draft = self.serving.verify(self.pool, given, **x, backend=self.backend, **(OPTIONS | options))
+        return np.asarray(o)[: len(slots)], draft
+
+    def commit(self, draft, accepted, on_device=False):
+        accepted = [*accepted, *[0] * (ROWS - len(accepted))]
+        self.pool = self.serving.commit(self.pool, draft, self.slots(accepted, on_device))
+
+    def prefill(self, slots, x, lengths, checkpoints=None, on_device=False, deterministic=False):
+        T, more = sum(lengths), ROWS - len(slots)
+        x = {n: np.pad(a, [(0, 0), (0, PACKED - T)] + [(0, 0)] * (a.ndim - 2)) for n, a in x.items()}
+        wanted = None if checkpoints is None else [*checkpoints, *[[]] * more]
+        edges = np.cumsum([0, *lengths, *[0] * (more - 1), PACKED - T])
+        o, self.pool, made = self.serving.prefill(
+            self.pool, self.slots([*slots, *[-1] * more], on_device), **self._arrays(x), cu_seqlens=self.jnp.array(edges, self.jnp.int32),
+            checkpoints=wanted, chunk_size=16, deterministic=deterministic, backend=self.backend, **OPTIONS,
+        )  # fmt: skip
+        return np.asarray(o)[:, :T], made

@@ -1,5 +1,7 @@
 """The PyTorch pool: misuse, windows, drafts, checkpoints, storage in fewer bits."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from sequences import HV, OPTIONS, K, Sequence, TorchPool, V, pieces, tokens
@@ -227,7 +229,7 @@ def run_cut(x, cuts, company=(), deterministic=True):
     """Outputs and state of one sequence, prefilled in slices beside others."""
     pool = TorchPool(12, "torch_native")
     slots, parts, edges = pool.allocate(1 + len(company)), [], [0, *cuts, x["q"].shape[1]]
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         others = [tokens(rng(50 + i), 1, n) for i, n in enumerate(company)]
         packed = {n: np.concatenate([x[n][:, a:b], *(y[n] for y in others)], 1) for n in x}
         o, _ = pool.prefill(slots, packed, [b - a, *company], deterministic=deterministic)
