@@ -52,37 +52,73 @@ def dither(b_x):
 
 @triton.jit
 def store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, b_S, b_scale, FEEDBACK: tl.constexpr):
-    """The way back. b_scale [KP]: the scales that were read, times the decays since; kept while they fit."""
+    """The way back; returns S^T and the scales as a later load would find them.
+
+    b_scale [KP]: the scales that were read, times the decays since; kept while they fit.
+    """
     if p_states.dtype.element_ty == tl.int8:
         b_largest = tl.max(tl.abs(b_S), 0)  # [KP]
         keep = (b_largest <= LARGEST * b_scale) & (b_largest >= SMALLEST * b_scale)
         b_scale = tl.where(keep, b_scale, b_largest / LARGEST)
-        b_steps = b_S / tl.where(b_scale > 0, b_scale, 1.0)[None, :]
+        b_steps = b_S * (1.0 / tl.where(b_scale > 0, b_scale, 1.0))[None, :]
         b_codes = tl.floor(b_steps + 0.5) if FEEDBACK else tl.floor(b_steps + dither(b_S))
         b_codes = tl.minimum(tl.maximum(b_codes, -LARGEST), LARGEST)
         tl.store(p_states + o_state, b_codes.to(tl.int8), mask=m_state)
         tl.store(p_scales + o_scale, b_scale, mask=m_k)
         if FEEDBACK:
             b_left = tl.floor((b_steps - b_codes) * RESIDUAL + 0.5)
-            tl.store(p_residual + o_state, tl.minimum(tl.maximum(b_left, -LARGEST), LARGEST).to(tl.int8), mask=m_state)
+            b_left = tl.minimum(tl.maximum(b_left, -LARGEST), LARGEST)
+            tl.store(p_residual + o_state, b_left.to(tl.int8), mask=m_state)
+            b_codes += b_left / RESIDUAL
+        b_S = b_codes * b_scale[None, :]
     else:
-        tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state)
+        b_stored = narrow(b_S, p_states.dtype.element_ty)
+        tl.store(p_states + o_state, b_stored, mask=m_state)
+        b_S = b_stored.to(tl.float32)
+    return b_S, b_scale
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@triton.jit
+def replay(p_log_k, p_log_decay, p_log_u, i_n, i_h, T, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K: tl.constexpr, V: tl.constexpr):
+    """S <- Diag(e^g) S + k u^T  for the first `accepted` tokens of the log, in order; each token is loaded while the one before runs."""
+    i_t = i_n * T * HV + i_h
+    p_k = p_log_k + i_t * K + o_k
+    p_decay = p_log_decay + i_t * K + o_k
+    p_u = p_log_u + i_t * V + o_v
+    any_left = accepted > 0
+    b_k = tl.load(p_k, mask=m_k & any_left, other=0.0)  # [KP]
+    b_decay = tl.load(p_decay, mask=m_k & any_left, other=1.0)  # [KP]
+    b_u = tl.load(p_u, mask=m_v & any_left, other=0.0)  # [BV]
+    for t in range(accepted):
+        p_k += HV * K
+        p_decay += HV * K
+        p_u += HV * V
+        more = t + 1 < accepted
+        b_k_next = tl.load(p_k, mask=m_k & more, other=0.0)
+        b_decay_next = tl.load(p_decay, mask=m_k & more, other=1.0)
+        b_u_next = tl.load(p_u, mask=m_v & more, other=0.0)
+        b_S = tl.fma(b_u[:, None], b_k[None, :], b_S * b_decay[None, :])
+        b_scale = b_scale * b_decay
+        b_k, b_decay, b_u = b_k_next, b_decay_next, b_u_next
+    return b_S, b_scale
+
+
+@triton.jit(do_not_specialize=["T", "T_past", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt",
+                               "s_kh", "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def pooled_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, p_states, p_scales, p_residual, p_slots, p_generation,
-    p_log_k, p_log_decay, p_log_u, p_log_generation,
-    T, H, HV, CAPACITY, scale, lower_bound,
+    p_log_k, p_log_decay, p_log_u, p_log_generation, p_past_k, p_past_decay, p_past_u, p_past_generation, p_accepted,
+    T, T_past, H, HV, CAPACITY, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
-    FEEDBACK: tl.constexpr, DRAFT: tl.constexpr, SINGLE: tl.constexpr,
+    FEEDBACK: tl.constexpr, DRAFT: tl.constexpr, PAST: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """S <- Diag(e^g) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = scale S^T q,  token by token, S^T [BV, KP] in float32 registers.
+    """S <- Diag(e^g) S;  u = beta (v - S^T k);  o = scale (S^T q + u k^T q);  S <- S + k u^T,  token by token, S^T [BV, KP] in float32
+    registers.
 
-    S is the state of slot slots[n]. Without DRAFT it is written back; with DRAFT k, e^g and u of every token are written instead.
+    S is the state of slot slots[n]. Without DRAFT it is written back; with DRAFT k, e^g and u of every token are written instead. With PAST
+    the accepted tokens of an earlier draft of the same slots are replayed first, and that state is written back.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. SINGLE: T = 1.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -104,55 +140,73 @@ def pooled_kernel(
     p_g += (i_n * s_gb + i_h * s_gh) * ALIGN + o_k
     p_v += (i_n * s_vb + i_h * s_vh) * ALIGN + o_v
     p_beta += i_n * s_bb + i_h * s_bh
+    b_q = tl.load(p_q, mask=m_k, other=0.0)  # [KP]
+    b_k = tl.load(p_k, mask=m_k, other=0.0)  # [KP]
+    b_g = tl.load(p_g, mask=m_k, other=0.0)  # [KP]
+    b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BV]
+    b_beta = tl.load(p_beta)
     i_t = i_n * T * HV + i_h
     p_o += i_t * V + o_v
     a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    if PAST:
+        accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T_past)
+        accepted = tl.where(taken & (tl.load(p_past_generation + i_n) == generation), accepted, 0)
+        if accepted > 0:
+            b_S, b_scale = replay(p_past_k, p_past_decay, p_past_u, i_n, i_h, T_past, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V)
+            b_S, b_scale = store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, b_S, b_scale, FEEDBACK)
     if DRAFT:
         tl.store(p_log_generation + i_n, generation, mask=(i_h == 0) & (i_v == 0))
         p_log_k += i_t * K + o_k
         p_log_decay += i_t * K + o_k
         p_log_u += i_t * V + o_v
     m_log = m_k & (i_v == 0)
-    for _ in range(1 if SINGLE else T):
-        b_q = tl.load(p_q, mask=m_k, other=0.0).to(tl.float32)  # [KP]
-        b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)  # [KP]
-        b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)  # [KP]
-        b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
-        b_beta = write_strength(tl.load(p_beta).to(tl.float32), BETA)
+    for t in range(1 if SINGLE else T):
+        b_q_now, b_k_now, b_g_now, b_v_now = b_q.to(tl.float32), b_k.to(tl.float32), b_g.to(tl.float32), b_v.to(tl.float32)
+        b_beta_now = write_strength(b_beta.to(tl.float32), BETA)
+        if not SINGLE:  # the next token arrives while this one runs
+            p_q += tl.cast(s_qt, tl.int64) * ALIGN
+            p_k += tl.cast(s_kt, tl.int64) * ALIGN
+            p_g += tl.cast(s_gt, tl.int64) * ALIGN
+            p_v += tl.cast(s_vt, tl.int64) * ALIGN
+            p_beta += s_bt
+            more = t + 1 < T
+            b_q = tl.load(p_q, mask=m_k & more, other=0.0)
+            b_k = tl.load(p_k, mask=m_k & more, other=0.0)
+            b_g = tl.load(p_g, mask=m_k & more, other=0.0)
+            b_v = tl.load(p_v, mask=m_v & more, other=0.0)
+            b_beta = tl.load(p_beta, mask=more, other=0.0)
         if L2NORM:
-            b_q = b_q * inverse_norm(tl.sum(b_q * b_q, 0))
-            b_k = b_k * inverse_norm(tl.sum(b_k * b_k, 0))
-        b_decay = tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))
+            b_q_now = b_q_now * inverse_norm(tl.sum(b_q_now * b_q_now, 0))
+            b_k_now = b_k_now * inverse_norm(tl.sum(b_k_now * b_k_now, 0))
+        b_q_now = b_q_now * scale
+        b_decay = tl.exp2(log2_decay(b_g_now, b_bias, a, lower_bound, GATE, True, False))
         b_S = b_S * b_decay[None, :]
         b_scale = b_scale * b_decay
-        b_u = b_beta * (b_v - tl.sum(b_S * b_k[None, :], 1))  # [BV]
-        b_S = tl.fma(b_u[:, None], b_k[None, :], b_S)
-        b_o = tl.where(taken, tl.sum(b_S * (b_q * scale)[None, :], 1), 0.0)  # [BV]
+        b_read_k = tl.sum(b_S * b_k_now[None, :], 1)  # [BV]
+        b_read_q = tl.sum(b_S * b_q_now[None, :], 1)  # [BV]
+        b_u = b_beta_now * (b_v_now - b_read_k)  # [BV]
+        b_o = tl.where(taken, b_read_q + b_u * tl.sum(b_k_now * b_q_now, 0), 0.0)  # [BV]
+        b_S = tl.fma(b_u[:, None], b_k_now[None, :], b_S)
         tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
         if DRAFT:
-            tl.store(p_log_k, b_k, mask=m_log)
+            tl.store(p_log_k, b_k_now, mask=m_log)
             tl.store(p_log_decay, b_decay, mask=m_log)
             tl.store(p_log_u, b_u, mask=m_v)
             p_log_k += HV * K
             p_log_decay += HV * K
             p_log_u += HV * V
-        p_q += tl.cast(s_qt, tl.int64) * ALIGN
-        p_k += tl.cast(s_kt, tl.int64) * ALIGN
-        p_g += tl.cast(s_gt, tl.int64) * ALIGN
-        p_v += tl.cast(s_vt, tl.int64) * ALIGN
-        p_beta += s_bt
         p_o += HV * V
     if not DRAFT:
         store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k & taken, b_S, b_scale, FEEDBACK)
 
 
-@triton.jit(do_not_specialize=["T", "HV", "CAPACITY"])
+@triton.jit(do_not_specialize=["T", "HV"])
 def commit_kernel(
     p_states, p_scales, p_residual, p_slots, p_generation, p_accepted, p_log_k, p_log_decay, p_log_u, p_log_generation,
-    T, HV, CAPACITY,
+    T, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
     """S <- Diag(e^g) S + k u^T  for the first accepted[n] tokens of the log, in order: what decoding them leaves.
@@ -175,17 +229,5 @@ def commit_kernel(
         o_state = state_offsets(slot * HV + i_h, o_v, o_k, K, V, V_FIRST)
         o_scale = ((slot * HV + i_h) * K + o_k) * NV + i_v
         b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, FEEDBACK)
-        i_t = i_n * T * HV + i_h
-        p_k = p_log_k + i_t * K + o_k
-        p_decay = p_log_decay + i_t * K + o_k
-        p_u = p_log_u + i_t * V + o_v
-        for _ in range(accepted):
-            b_k = tl.load(p_k, mask=m_k, other=0.0)  # [KP]
-            b_decay = tl.load(p_decay, mask=m_k, other=0.0)  # [KP]
-            b_u = tl.load(p_u, mask=m_v, other=0.0)  # [BV]
-            b_S = tl.fma(b_u[:, None], b_k[None, :], b_S * b_decay[None, :])
-            b_scale = b_scale * b_decay
-            p_k += HV * K
-            p_decay += HV * K
-            p_u += HV * V
+        b_S, b_scale = replay(p_log_k, p_log_decay, p_log_u, i_n, i_h, T, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V)
         store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, b_S, b_scale, FEEDBACK)

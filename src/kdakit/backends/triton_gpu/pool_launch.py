@@ -23,12 +23,16 @@ class Cut:
     warps: int = 2
 
 
-CUTS = {"decode": Cut(), "verify": Cut(), "commit": Cut()}
+# By call and layout, from benchmarks/serving_check.py on an H200, H = 32, K = V = 128.
+CUTS = {
+    ("decode", False): Cut(32, 2), ("verify", False): Cut(32, 1), ("advance", False): Cut(32, 1), ("commit", False): Cut(32, 2),
+    ("decode", True): Cut(16, 1), ("verify", True): Cut(16, 1), ("advance", True): Cut(16, 1), ("commit", True): Cut(16, 1),
+}  # fmt: skip
 CUT_8_BIT = Cut()
 
 
 def cut_for(call: str, pool: Any) -> Cut:
-    return CUT_8_BIT if pool.sizes.dtype == "int8" else CUTS[call]
+    return CUT_8_BIT if pool.sizes.dtype == "int8" else CUTS[call, pool.sizes.state_v_first]
 
 
 class Log(NamedTuple):
@@ -43,13 +47,14 @@ def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     return _run(problem, arrays, pool, slots, cut_for("decode", pool))
 
 
-def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config):
-    """o, the generation of each row's slot (-1: skipped), and the log."""
+def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
+    """o, the generation of each row's slot (-1: skipped), and the log. past: an earlier draft of these slots and what of it is accepted."""
     p, device = problem, slots.device
     key, value = (p.N, p.T, p.HV, p.K), (p.N, p.T, p.HV, p.V)
     log = Log(*(torch.empty(shape, device=device) for shape in (key, key, value)))
     generation = torch.empty(p.N, dtype=torch.int32, device=device)
-    return _run(problem, arrays, pool, slots, cut_for("verify", pool), log, generation), generation, log
+    cut = cut_for("verify" if past is None else "advance", pool)
+    return _run(problem, arrays, pool, slots, cut, log, generation, past), generation, log
 
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
@@ -57,7 +62,7 @@ def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
     N, T, HV, V = draft.log.u.shape
     cut = cut_for("commit", pool)
     args = (storage.states, storage.scales, storage.residual, draft.slots.contiguous(), pool.generation, accepted.contiguous(),
-            *draft.log, draft.generation, T, HV, pool.capacity)  # fmt: skip
+            *draft.log, draft.generation, T, HV)  # fmt: skip
     constants = dict(K=s.K, V=V, KP=triton.next_power_of_2(s.K), BV=cut.block_v, V_FIRST=s.state_v_first, FEEDBACK=s.feedback)
     grid = N * HV * -(-V // cut.block_v)
     if grid:
@@ -65,7 +70,7 @@ def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
             launches.launch(commit_kernel, grid, args, constants, num_warps=cut.warps)
 
 
-def _run(problem: Problem, arrays: Arrays, pool: Any, slots, cut: Cut, log: Log | None = None, generation=None):
+def _run(problem: Problem, arrays: Arrays, pool: Any, slots, cut: Cut, log: Log | None = None, generation=None, past=None):
     o, storage = problem.options, pool.storage
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
@@ -73,16 +78,17 @@ def _run(problem: Problem, arrays: Arrays, pool: Any, slots, cut: Cut, log: Log 
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
     if grid == 0 or problem.T == 0:
         return out
+    before = (None,) * 5 if past is None else (*past[0].log, past[0].generation, past[1].contiguous())
     args = (
         x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, storage.states, storage.scales, storage.residual,
-        slots.contiguous(), pool.generation, *(log or (None, None, None)), generation,
-        problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
+        slots.contiguous(), pool.generation, *(log or (None, None, None)), generation, *before,
+        problem.T, 0 if past is None else past[0].tokens, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["v"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
     constants = dict(
         K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v, ALIGN=x.align, V_FIRST=pool.sizes.state_v_first,
         GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
-        FEEDBACK=pool.sizes.feedback, DRAFT=log is not None, SINGLE=problem.T == 1,
+        FEEDBACK=pool.sizes.feedback, DRAFT=log is not None, PAST=past is not None, SINGLE=problem.T == 1,
     )  # fmt: skip
     with on_device(arrays.q):
         launches.launch(pooled_kernel, grid, args, constants, num_warps=cut.warps)

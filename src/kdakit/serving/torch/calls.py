@@ -63,12 +63,38 @@ def verify(
     Arguments as in `decode`. The draft holds 2 K + V numbers a token and head instead of a state.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
-    problem, slots, module = _prepare("verify", pool, slots, arrays, backend, options)
+    return _verify("verify", pool, slots, arrays, window_inputs, backend, options)
+
+
+@torch.no_grad()
+def advance(
+    pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto",
+    **options: Any,
+) -> tuple[Tensor, Draft]:  # fmt: skip
+    """`commit(pool, draft, accepted)` and then `verify` of the next guesses of the same rows.
+
+    On a GPU both are one launch, which reads and writes each state once: what a loop of speculative decoding does at every turn. With
+    convolution windows, whose inputs depend on what was accepted, make the two calls instead.
+    """
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
+    if draft.inputs or window_inputs:
+        raise ValueError("window_inputs must go through commit and verify, one after the other: a window moves before it is read")
+    if not hasattr(draft.backend, "commit"):
+        commit(pool, draft, accepted)
+        return _verify("advance", pool, draft.slots, arrays, None, backend, options)
+    return _verify("advance", pool, draft.slots, arrays, None, backend, options, (draft, _count(pool, draft, accepted)))
+
+
+def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inputs, backend: str, options: dict[str, Any], past=None):
+    problem, slots, module = _prepare(call, pool, slots, arrays, backend, options)
     check_drafts(problem.T)
     inputs = dict(window_inputs or {})
+    if past is not None and not hasattr(module, "pooled"):
+        raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
     if hasattr(module, "pooled"):
         kernels = module.pooled()
-        o, generation, log = kernels.verify(problem, arrays, pool, slots, module.default_config(problem, q.device))
+        o, generation, log = kernels.verify(problem, arrays, pool, slots, module.default_config(problem, arrays.q.device), past)
         rows = pool.rows(slots) if inputs else None
         return o, Draft(rows, slots, generation, log, inputs, kernels, problem.T)
     rows, drafts = pool.rows(slots), dispatch.load("torch_native").draft
@@ -83,15 +109,7 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
     As if those tokens had been decoded one by one; states in fewer bits are rounded once instead of once a token. A draft counts once, and
     not for a slot that has been freed or restored since `verify`. Between the two, no other call may move its rows.
     """
-    if draft.spent:
-        raise ValueError("draft must not have been committed before: verify again")
-    if isinstance(accepted, Tensor):
-        if tuple(accepted.shape) != tuple(draft.slots.shape) or accepted.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"accepted must be {tuple(draft.slots.shape)} int32 or int64, got {tuple(accepted.shape)} {accepted.dtype}")
-        accepted = accepted.clamp(0, draft.tokens) if draft.rows is not None else accepted
-    else:
-        accepted = torch.tensor(check_accepted(accepted, len(draft.slots), draft.tokens), device=pool.device)
-    draft.spent = True
+    accepted = _count(pool, draft, accepted)
     if hasattr(draft.backend, "commit"):
         draft.backend.commit(pool, draft, accepted)
     rows = draft.rows
@@ -104,6 +122,20 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
         moved = rows._replace(index=torch.where(accepted > 0, rows.index, pool.capacity))
         pool.storage.write(moved.index, states, decay)
     pool.shift(rows, draft.inputs, accepted)
+
+
+def _count(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> Tensor:
+    """accepted [N] on the device; the draft is spent."""
+    if draft.spent:
+        raise ValueError("draft must not have been committed before: verify again")
+    if isinstance(accepted, Tensor):
+        if tuple(accepted.shape) != tuple(draft.slots.shape) or accepted.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"accepted must be {tuple(draft.slots.shape)} int32 or int64, got {tuple(accepted.shape)} {accepted.dtype}")
+        accepted = accepted.clamp(0, draft.tokens) if draft.rows is not None else accepted
+    else:
+        accepted = torch.tensor(check_accepted(accepted, len(draft.slots), draft.tokens), device=pool.device)
+    draft.spent = True
+    return accepted
 
 
 def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options: dict[str, Any]):
