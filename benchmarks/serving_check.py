@@ -25,6 +25,7 @@ from kdakit.backends.triton_gpu.pool_launch import Cut
 from kdakit.cases import FUSED, Case
 from kdakit.problem import Arrays
 from kdakit.serving.torch import StatePool, advance, commit, decode, prefill, verify
+from kdakit.torch import chunk_kda
 
 TOKENS = ("q", "k", "v", "g", "beta")
 BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True}
@@ -317,10 +318,64 @@ def times():
     return rows
 
 
+STORED = {"float32": {}, "bfloat16": dict(dtype=torch.bfloat16), "int8": dict(dtype=torch.int8),
+          "int8 + feedback": dict(dtype=torch.int8, feedback=True)}  # fmt: skip
+TOKENS_IN_ALL, IN_A_GRAPH, SHOWN = 100_000, 1000, (1_000, 10_000, 100_000)
+
+
+def long_inputs(gate, H=4, K=128):
+    generator = torch.Generator("cuda").manual_seed(0)
+    normal = lambda *size: torch.randn(*size, device="cuda", generator=generator)
+    shape = (1, TOKENS_IN_ALL, H, K)
+    uniform = torch.rand(shape, device="cuda", generator=generator)
+    g = {"none": 0 * uniform, "slow": -1e-4 * uniform, "mild": -0.05 * uniform, "bounded": -5 * uniform}[gate]
+    unit = lambda x: x / x.norm(dim=-1, keepdim=True)
+    beta = torch.rand(shape[:3], device="cuda", generator=generator)
+    return dict(q=unit(normal(*shape)), k=unit(normal(*shape)), v=normal(*shape), g=g, beta=beta)
+
+
+def decode_all(x, **options):
+    """o of one sequence, a launch and a rounding of the state a token."""
+    H, K = x["q"].shape[2:]
+    pool = StatePool(1, H, K, K, device="cuda", **options)
+    slots = torch.tensor(pool.allocate(1), device="cuda")
+    buffers = {n: y[:, :IN_A_GRAPH].clone() for n, y in x.items()}
+    run = lambda: torch.cat([decode(pool, slots, **{n: y[:, t : t + 1] for n, y in buffers.items()}) for t in range(IN_A_GRAPH)], 1)
+    decode(pool, slots, **{n: y[:, :1] for n, y in buffers.items()})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = run()
+    for tensor in pool.tensors():
+        tensor.zero_()
+    parts = []
+    for start in range(0, TOKENS_IN_ALL, IN_A_GRAPH):
+        for n, y in buffers.items():
+            y.copy_(x[n][:, start : start + IN_A_GRAPH])
+        graph.replay()
+        parts.append(o.clone())
+    return torch.cat(parts, 1), pool.states([0])
+
+
+def bits():
+    """Long-run errors of every storage: of the last 1,000 outputs before each position, and of the state after the last."""
+    rows = []
+    for gate in ("none", "slow", "mild", "bounded"):
+        x = long_inputs(gate)
+        truth, state = chunk_kda(**{n: y.double() for n, y in x.items()}, output_final_state=True, backend="torch_native")
+        for name, options in STORED.items():
+            o, after = decode_all(x, **options)
+            off = lambda a, b: float((a.double() - b).norm() / b.norm())
+            errors = [off(o[:, p - 1000 : p], truth[:, p - 1000 : p]) for p in SHOWN]
+            rows.append(dict(gate=gate, stored=name, errors=dict(zip(SHOWN, errors, strict=True)), state=off(after, state)))
+            print(gate, name, *(f"{e:.2e}" for e in errors), f"state {rows[-1]['state']:.2e}", flush=True)
+        del truth, state
+    return rows
+
+
 def main():
     mode, rest = sys.argv[1], sys.argv[2:]
-    if mode == "check":
-        rows = check()
+    if mode in ("check", "bits"):
+        rows = check() if mode == "check" else bits()
     else:
         cuts = SWEEP if "sweep" in rest else ()
         compile_together(cuts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import numbers
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,26 +80,26 @@ def check_drafts(T: int) -> None:
         raise ValueError(f"q must hold 1 .. {MAX_DRAFTS} draft tokens a row, got {T}")
 
 
-def check_accepted(accepted: Iterable[int], rows: int, T: int) -> list[int]:
-    listed = list(accepted)
+def check_accepted(accepted: Any, rows: int, T: int) -> list[int]:
+    listed: list[Any] = list(accepted)
     if len(listed) != rows:
         raise ValueError(f"accepted must hold one number for each of the {rows} rows, got {len(listed)}")
     for n in listed:
         if isinstance(n, bool) or not isinstance(n, numbers.Integral):
             raise TypeError(f"accepted must be integers, got {n!r}")
-        if not 0 <= n <= T:
+        if not 0 <= int(n) <= T:
             raise ValueError(f"accepted must be 0 .. {T}, the number of drafts, got {n}")
     return [int(n) for n in listed]
 
 
 def check_checkpoints(checkpoints: Any, lengths: list[int]) -> list[list[int]]:
     """For each sequence the positions, ascending, after which its state is wanted: position p is the state after p tokens."""
-    listed = [list(own) for own in checkpoints]
+    listed: list[list[Any]] = [list(own) for own in checkpoints]
     if len(listed) != len(lengths):
         raise ValueError(f"checkpoints must hold one list for each of the {len(lengths)} sequences, got {len(listed)}")
     for n, (own, length) in enumerate(zip(listed, lengths, strict=True)):
         for p in own:
-            if isinstance(p, bool) or not isinstance(p, numbers.Integral) or not 0 <= p <= length:
+            if isinstance(p, bool) or not isinstance(p, numbers.Integral) or not 0 <= int(p) <= length:
                 raise ValueError(f"checkpoints[{n}] must be positions 0 .. {length}, got {p!r}")
         if own != sorted(set(own)):
             raise ValueError(f"checkpoints[{n}] must ascend without repeats, got {own}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from typing import Any
 
 SKIP = -1  # a row with this slot reads and writes nothing, and its output is zero
 
@@ -18,9 +18,9 @@ class SlotTable:
     def __init__(self, capacity: int):
         if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or capacity < 1:
             raise ValueError(f"slots must be an integer of at least 1, got {capacity!r}")
-        self.capacity = int(capacity)
-        self.generation = [0] * self.capacity
-        self._free = list(reversed(range(self.capacity)))
+        self.capacity: int = int(capacity)
+        self.generation: list[int] = [0] * self.capacity
+        self._free: list[int] = list(reversed(range(self.capacity)))
 
     @property
     def free(self) -> int:
@@ -50,7 +50,7 @@ class SlotTable:
         for slot in slots:
             self.generation[slot] += 2
 
-    def check(self, slots: int | Iterable[int], skip: bool = False) -> list[int]:
+    def check(self, slots: Any, skip: bool = False) -> list[int]:
         """The slots as a list, every one taken and none twice; with `skip`, -1 stands for no slot, any number of times."""
         listed = [slots] if isinstance(slots, numbers.Integral) else list(slots)
         seen: set[int] = set()
@@ -59,7 +59,7 @@ class SlotTable:
                 raise TypeError(f"slots must be integers, got {slot!r}")
             if slot == SKIP and skip:
                 continue
-            if not 0 <= slot < self.capacity:
+            if not 0 <= int(slot) < self.capacity:
                 also = f" or {SKIP} (skip)" if skip else ""
                 raise ValueError(f"slots must be 0 .. {self.capacity - 1}{also}, got {slot}")
             if not self.taken(int(slot)):

@@ -81,9 +81,9 @@ def device_of(array: Any) -> str:
 @partial(jax.jit, static_argnames=("problem", "backend", "device"), donate_argnums=0)
 def _decode(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, backend: str, device: str):
     rows, module = pool.rows(slots), dispatch.select("jax", problem, device, backend)
-    state = storages.read(pool.sizes, pool.contents.storage, rows.index)
+    state = storages.read(pool.sizes, pool.contents.storage, rows.place)
     decay = None
-    everything = jnp.full_like(rows.index, problem.T)
+    everything = jnp.full_like(rows.place, problem.T)
     if pool.sizes.dtype == "int8":  # the scales follow the decays, which the log knows
         drafts = dispatch.load("xla").draft
         o, log = drafts.verify(problem, arrays, state)
@@ -91,14 +91,14 @@ def _decode(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, ba
     else:
         out = module.step(problem, arrays._replace(initial_state=state), module.default_config(problem, device))
         o, state = out.o, out.final_state
-    storage = storages.write(pool.sizes, pool.contents.storage, rows.index, state, decay)
+    storage = storages.write(pool.sizes, pool.contents.storage, rows.place, state, decay)
     return only(rows, o), pool.replace(storage=storage, windows=pool.shifted(rows, inputs, everything))
 
 
 @partial(jax.jit, static_argnames=("problem",))
 def _verify(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem):
     rows = pool.rows(slots)
-    o, log = dispatch.load("xla").draft.verify(problem, arrays, storages.read(pool.sizes, pool.contents.storage, rows.index))
+    o, log = dispatch.load("xla").draft.verify(problem, arrays, storages.read(pool.sizes, pool.contents.storage, rows.place))
     return only(rows, o), Draft(rows, log, inputs)
 
 
@@ -106,10 +106,10 @@ def _verify(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem):
 def _commit(pool: StatePool, draft: Draft, accepted) -> StatePool:
     drafts, rows = dispatch.load("xla").draft, draft.rows
     accepted = jnp.clip(accepted, 0, draft.log.u.shape[1])
-    same = rows.valid & (pool.contents.generation[rows.index] == rows.generation)
-    rows = rows._replace(index=jnp.where(same, rows.index, pool.capacity))
-    state = drafts.replay(storages.read(pool.sizes, pool.contents.storage, rows.index), draft.log, accepted)
-    moved = jnp.where(accepted > 0, rows.index, pool.capacity)
+    same = rows.valid & (pool.contents.generation[rows.place] == rows.generation)
+    rows = rows._replace(place=jnp.where(same, rows.place, pool.capacity))
+    state = drafts.replay(storages.read(pool.sizes, pool.contents.storage, rows.place), draft.log, accepted)
+    moved = jnp.where(accepted > 0, rows.place, pool.capacity)
     storage = storages.write(pool.sizes, pool.contents.storage, moved, state, drafts.total_decay(draft.log, accepted))
     return pool.replace(storage=storage, windows=pool.shifted(rows, draft.inputs, accepted))
 

@@ -28,7 +28,7 @@ class Contents(NamedTuple):
 class Rows(NamedTuple):
     """Slots as a call uses them."""
 
-    index: Any  # [N]; a row that is skipped has the pool's last place, which belongs to nobody
+    place: Any  # [N]; a row that is skipped has the pool's last place, which belongs to nobody
     valid: Any  # [N] bool
     generation: Any  # [N] int32
 
@@ -159,9 +159,9 @@ class StatePool:
         for name, x in inputs.items():
             window = self.window(name, x)
             keep = window.shape[1]
-            line = jnp.concatenate([window[rows.index], x.astype(window.dtype)], 1)  # [N, keep + T, D]
+            line = jnp.concatenate([window[rows.place], x.astype(window.dtype)], 1)  # [N, keep + T, D]
             place = accepted[:, None] + jnp.arange(keep)  # [N, keep]
-            windows[name] = window.at[rows.index].set(jnp.take_along_axis(line, place[..., None], 1))
+            windows[name] = window.at[rows.place].set(jnp.take_along_axis(line, place[..., None], 1))
         return windows
 
     def window(self, name: str, x):

@@ -54,13 +54,13 @@ def prefill(
     rows, moved = pool.rows(given), pool.bare()
     named = jnp.where(rows.valid, given, -1)
     for n, own in enumerate(cuts):
-        made[n] += [_kept(moved, rows.index, n)] * (wanted[n][:1] == [0])
+        made[n] += [_kept(moved, rows.place, n)] * (wanted[n][:1] == [0])
         for a, b in pairwise(own):
             if b == a:
                 continue
             room = -(-(b - a) // step) * step
             o, moved = _slice(moved, o, named, n, int(edges[n]) + a, b - a, arrays, inputs, problem=problem, room=room, **place)
-            made[n] += [_kept(moved, rows.index, n)] * (b in wanted[n])
+            made[n] += [_kept(moved, rows.place, n)] * (b in wanted[n])
     return o.reshape(shape), moved.of(pool), made
 
 
@@ -80,9 +80,9 @@ def _slice(pool: StatePool, o, named, n, start, count, arrays: Arrays, inputs, p
 @partial(jax.jit, static_argnames=("problem", "backend", "device"), donate_argnums=0)
 def _run(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, backend: str, device: str):
     rows, module = pool.rows(slots), dispatch.select("jax", problem, device, backend)
-    state = storages.read(pool.sizes, pool.contents.storage, rows.index)
+    state = storages.read(pool.sizes, pool.contents.storage, rows.place)
     out, _ = module.forward(problem, arrays._replace(initial_state=state), module.default_config(problem, device))
-    storage = storages.write(pool.sizes, pool.contents.storage, rows.index, out.final_state)
+    storage = storages.write(pool.sizes, pool.contents.storage, rows.place, out.final_state)
     t = jnp.arange(problem.T)
     owner = jnp.minimum((t[:, None] >= arrays.cu_seqlens[1:]).sum(1), problem.N - 1)
     o = jnp.where(rows.valid[owner][None, :, None, None], out.o, 0)
@@ -107,9 +107,9 @@ def _shifted(pool: StatePool, rows: Rows, cu_seqlens, inputs) -> dict[str, Any]:
         window = pool.window(name, x)
         keep = window.shape[1]
         place = jnp.diff(cu_seqlens)[:, None] - keep + jnp.arange(keep)  # [N, keep], within the sequence
-        old = jnp.take_along_axis(window[rows.index], jnp.clip(place + keep, 0, max(keep - 1, 0))[..., None], 1)
+        old = jnp.take_along_axis(window[rows.place], jnp.clip(place + keep, 0, max(keep - 1, 0))[..., None], 1)
         new = x[0].take(cu_seqlens[:-1, None] + place, axis=0, mode="clip") if x.shape[1] else old
-        windows[name] = window.at[rows.index].set(jnp.where((place >= 0)[..., None], new.astype(window.dtype), old))
+        windows[name] = window.at[rows.place].set(jnp.where((place >= 0)[..., None], new.astype(window.dtype), old))
     return windows
 
 

@@ -42,14 +42,15 @@ def decode(
     use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, safe_gate.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
-    problem, slots, module = _prepare("decode", pool, slots, arrays, backend, options)
-    rows = pool.rows(slots) if window_inputs or not hasattr(module, "pooled") else None
+    problem, given, module = _prepare("decode", pool, slots, arrays, backend, options)
     if hasattr(module, "pooled"):
-        o = module.pooled().decode(problem, arrays, pool, slots, module.default_config(problem, q.device))
-    else:
-        o = _decode(problem, arrays, pool, rows, module)
-    if rows is not None:
-        pool.shift(rows, window_inputs)
+        o = module.pooled().decode(problem, arrays, pool, given, module.default_config(problem, q.device))
+        if window_inputs:
+            pool.shift(pool.rows(given), window_inputs)
+        return o
+    rows = pool.rows(given)
+    o = _decode(problem, arrays, pool, rows, module)
+    pool.shift(rows, window_inputs)
     return o
 
 
@@ -87,19 +88,18 @@ def advance(
 
 
 def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inputs, backend: str, options: dict[str, Any], past=None):
-    problem, slots, module = _prepare(call, pool, slots, arrays, backend, options)
+    problem, given, module = _prepare(call, pool, slots, arrays, backend, options)
     check_drafts(problem.T)
     inputs = dict(window_inputs or {})
     if past is not None and not hasattr(module, "pooled"):
         raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
     if hasattr(module, "pooled"):
         kernels = module.pooled()
-        o, generation, log = kernels.verify(problem, arrays, pool, slots, module.default_config(problem, arrays.q.device), past)
-        rows = pool.rows(slots) if inputs else None
-        return o, Draft(rows, slots, generation, log, inputs, kernels, problem.T)
-    rows, drafts = pool.rows(slots), dispatch.load("torch_native").draft
-    o, log = drafts.verify(problem, arrays, pool.storage.read(rows.index))
-    return _only(rows, o), Draft(rows, slots, rows.generation, log, inputs, drafts, problem.T)
+        o, generation, log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
+        return o, Draft(pool.rows(given) if inputs else None, given, generation, log, inputs, kernels, problem.T)
+    rows, drafts = pool.rows(given), dispatch.load("torch_native").draft
+    o, log = drafts.verify(problem, arrays, pool.storage.read(rows.place))
+    return _only(rows, o), Draft(rows, given, rows.generation, log, inputs, drafts, problem.T)
 
 
 @torch.no_grad()
@@ -117,10 +117,10 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
         return
     rows = _still(pool, rows)
     if not hasattr(draft.backend, "commit"):
-        states = draft.backend.replay(pool.storage.read(rows.index), draft.log, accepted)
+        states = draft.backend.replay(pool.storage.read(rows.place), draft.log, accepted)
         decay = draft.backend.total_decay(draft.log, accepted)
-        moved = rows._replace(index=torch.where(accepted > 0, rows.index, pool.capacity))
-        pool.storage.write(moved.index, states, decay)
+        moved = rows._replace(place=torch.where(accepted > 0, rows.place, pool.capacity))
+        pool.storage.write(moved.place, states, decay)
     pool.shift(rows, draft.inputs, accepted)
 
 
@@ -152,15 +152,15 @@ def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: 
 
 def _decode(problem: Problem, arrays: Arrays, pool: StatePool, rows: Rows, module: ModuleType) -> Tensor:
     """With any backend's token recurrence: rows out of the pool, and back into it."""
-    state = pool.storage.read(rows.index)
+    state = pool.storage.read(rows.place)
     if pool.sizes.dtype == "int8":  # the scales follow the decays, which the log knows
         drafts = dispatch.load("torch_native").draft
         o, log = drafts.verify(problem, arrays, state)
-        everything = torch.full_like(rows.index, problem.T)
-        pool.storage.write(rows.index, drafts.replay(state, log, everything), drafts.total_decay(log, everything))
+        everything = torch.full_like(rows.place, problem.T)
+        pool.storage.write(rows.place, drafts.replay(state, log, everything), drafts.total_decay(log, everything))
         return _only(rows, o)
     out = module.step(problem, arrays._replace(initial_state=state), module.default_config(problem, state.device))
-    pool.storage.write(rows.index, out.final_state)
+    pool.storage.write(rows.place, out.final_state)
     return _only(rows, out.o)
 
 
@@ -171,5 +171,5 @@ def _only(rows: Rows, o: Tensor) -> Tensor:
 
 def _still(pool: StatePool, rows: Rows) -> Rows:
     """The rows whose slots have the same owner and contents as when the draft was made."""
-    same = rows.valid & (pool.generation[rows.index] == rows.generation)
-    return rows._replace(index=torch.where(same, rows.index, pool.capacity), valid=same)
+    same = rows.valid & (pool.generation[rows.place] == rows.generation)
+    return rows._replace(place=torch.where(same, rows.place, pool.capacity), valid=same)

@@ -112,7 +112,7 @@ class ServedModel:
         s = attn.sizes
         inputs = dict(zip(WINDOWS, (attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)), strict=True))
         if s.use_short_conv:
-            index = pool.rows(pool.device_slots(slots)).index
+            index = pool.rows(pool.device_slots(slots)).place
             filters = dict(zip(WINDOWS, (attn.q_conv1d, attn.k_conv1d, attn.v_conv1d), strict=True))
             made = [filters[n](y, packing, pool.windows[n][index])[0] for n, y in inputs.items()]
         else:

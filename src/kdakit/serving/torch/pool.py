@@ -28,7 +28,7 @@ class Snapshot(NamedTuple):
 class Rows(NamedTuple):
     """Slots as a call uses them."""
 
-    index: Tensor  # [N] int64; a row that is skipped has the pool's last place, which belongs to nobody
+    place: Tensor  # [N] int64; a row that is skipped has the pool's last place, which belongs to nobody
     valid: Tensor  # [N] bool
     generation: Tensor  # [N] int32, of the slot's owner
 
@@ -152,10 +152,10 @@ class StatePool:
         for name, x in (inputs or {}).items():
             window = self.window(name, x)
             keep = window.shape[1]
-            line = torch.cat([window[rows.index], x.to(window.dtype)], 1)  # [N, keep + T, D]
-            first = torch.full_like(rows.index, x.shape[1]) if accepted is None else accepted.long()
+            line = torch.cat([window[rows.place], x.to(window.dtype)], 1)  # [N, keep + T, D]
+            first = torch.full_like(rows.place, x.shape[1]) if accepted is None else accepted.long()
             place = first[:, None] + torch.arange(keep, device=x.device)  # [N, keep]
-            window[rows.index] = line.gather(1, place[..., None].expand(-1, -1, x.shape[2]))
+            window[rows.place] = line.gather(1, place[..., None].expand(-1, -1, x.shape[2]))
 
     def window(self, name: str, x: Tensor) -> Tensor:
         if name not in self.windows:

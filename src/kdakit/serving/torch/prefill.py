@@ -59,9 +59,9 @@ def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: 
     device = arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     config = module.default_config(problem.replace(N=CONFIGURED_FOR) if deterministic else problem, device)
-    state = pool.storage.read(rows.index)
+    state = pool.storage.read(rows.place)
     result, _ = module.forward(problem, arrays._replace(initial_state=state), config)
-    pool.storage.write(rows.index, result.final_state)
+    pool.storage.write(rows.place, result.final_state)
     if arrays.cu_seqlens is None:
         pool.shift(rows, inputs)
         o = result.o
@@ -91,7 +91,7 @@ def _rounds(pool, rows: Rows, problem: Problem, arrays: Arrays, inputs, determin
         own = Rows(*(x[here] for x in rows))
         smaller = problem.replace(T=len(token), N=len(members))
         o[:, token] = _run(pool, own, smaller, part, {n: x[:, token] for n, x in inputs.items()}, deterministic, backend)
-        for n, i in zip(members, own.index, strict=True):
+        for n, i in zip(members, own.place, strict=True):
             if r < len(wanted[n]):
                 made[n].append(Snapshot([x[i[None]] for x in pool.tensors()]))
     return o.view(*shape, *o.shape[2:]), made
@@ -121,8 +121,8 @@ def _shift_packed(pool: StatePool, rows: Rows, cu_seqlens: Tensor, inputs: dict[
         window = pool.window(name, x)
         keep = window.shape[1]
         place = cu_seqlens.diff()[:, None] - keep + torch.arange(keep, device=x.device)  # [N, keep], within the sequence
-        old = window[rows.index].gather(1, (place + keep).clamp(0, max(keep - 1, 0))[..., None].expand(-1, -1, x.shape[2]))
+        old = window[rows.place].gather(1, (place + keep).clamp(0, max(keep - 1, 0))[..., None].expand(-1, -1, x.shape[2]))
         if x.shape[1]:
             new = x[0, (cu_seqlens[:-1, None] + place).clamp(0, x.shape[1] - 1)]
             old = torch.where((place >= 0)[..., None], new.to(window.dtype), old)
-        window[rows.index] = old
+        window[rows.place] = old
