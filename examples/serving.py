@@ -33,7 +33,7 @@ def random_request(rng: random.Random, openings: list[list[int]], vocabulary: in
     """A prompt of its own, often behind one of the openings that others use too, sometimes with a phrase said twice."""
     own = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 2, 5, 9, 30]))]
     prompt = (rng.choice(openings) if rng.random() < 0.6 else []) + own * rng.choice([1, 1, 3])
-    return Request(prompt, rng.choice([1, 2, 6, 12, 20]))
+    return Request(prompt, rng.choice([1, 2, 3, 5, 16]))
 
 
 def alone(model: KimiLinear, request: Request) -> list[int]:
@@ -52,13 +52,13 @@ def table_of(engine: Engine, started: float) -> Table:
     return table
 
 
-def serve(engine: Engine, requests: list[Request], rng: random.Random, cancel: float, console: Console) -> float:
-    """All requests to their end, arriving a few at a time; seconds it took."""
+def serve(engine: Engine, requests: list[Request], rng: random.Random, arrivals: int, cancel: float, console: Console) -> float:
+    """All requests to their end, up to `arrivals` of them coming a turn; seconds it took."""
     started, left = time.perf_counter(), list(reversed(requests))
     with Live(table_of(engine, started), console=console, refresh_per_second=4, transient=not console.is_terminal) as live:
         busy = True
         while busy or left:
-            for _ in range(min(len(left), rng.randrange(4))):
+            for _ in range(min(len(left), rng.randrange(arrivals + 1))):
                 engine.submit(left.pop())
             busy = engine.turn()
             if engine.running and rng.random() < cancel:
@@ -83,7 +83,7 @@ def main(argv=None) -> bool:
     openings = [[rng.randrange(64) for _ in range(length)] for length in (16, 33, 48, 70)]
     requests = [random_request(rng, openings, 64) for _ in range(args.requests)]
     engine = Engine(ServedModel(model, args.slots), args.piece, args.guesses, args.cached)
-    seconds = serve(engine, requests, rng, args.cancel, console)
+    seconds = serve(engine, requests, rng, max(1, args.slots // 2), args.cancel, console)
     counts = engine.counts
     console.print(f"{counts.finished} finished, {counts.cancelled} cancelled in {counts.turns} turns and {seconds:.1f} s: "
                   f"{(counts.made + counts.read) / seconds:.0f} tokens/s, {counts.acceptance:.0%} of the drafts accepted, "
