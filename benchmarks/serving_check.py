@@ -1,7 +1,7 @@
 """On a GPU: the pooled calls against float64 and against each other, and their times inside a CUDA graph, as JSON in $OUT (or here).
 
 PYTHONPATH=src python benchmarks/serving_check.py check
-PYTHONPATH=src python benchmarks/serving_check.py time [sweep]
+PYTHONPATH=src python benchmarks/serving_check.py time       after `check`, which compiles
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def part(x, span):
     return {n: getattr(x, n)[:, span] for n in TOKENS} | dict(A_log=x.A_log, dt_bias=x.dt_bias)
 
 
-def worst_share(case, dtype, o, state):
-    """The largest share of what the accuracy rule allows; prompts went through the chunk kernels, with their operands."""
-    problem, arrays = case.problem(dtype), case.arrays(dtype)
+def worst_share(case, dtype, o, state, op="chunk"):
+    """The largest share of what the accuracy rule allows."""
+    problem, arrays = case.problem(dtype, op=op), case.arrays(dtype)
     truth = accuracy.truths(problem, arrays)
     plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype=triton_gpu.operand_dtype(problem))
     dtypes = accuracy.output_dtypes(problem)
@@ -57,14 +57,13 @@ def worst_share(case, dtype, o, state):
 
 
 def check_against_float64(dtype, v_first, sizes):
-    """Prefill, decode, drafts with everything between none and all accepted."""
-    case = case_of(3, 40, **sizes)
+    """Decode, drafts of which a part is accepted, and both at once, through all of a sequence."""
+    case = case_of(3, 24, **sizes)
     x = to_device(case, dtype)
     pool = StatePool(5, case.HV, case.K, case.V, state_v_first=v_first, device="cuda")
-    slots = pool.allocate(3)
-    o, _ = prefill(pool, slots, **part(x, slice(0, 21)), **BOUNDED)
-    parts = [o, *(decode(pool, torch.tensor(slots, device="cuda"), **part(x, slice(t, t + 1)), **BOUNDED) for t in (21, 22))]
-    at, draft, accepted = 23, None, 0
+    slots = torch.tensor(pool.allocate(3), device="cuda")
+    parts = [decode(pool, slots, **part(x, slice(t, t + 1)), **BOUNDED) for t in range(3)]
+    at, draft, accepted = 3, None, 0
     while at < case.T:
         tokens = min(6, case.T - at)
         given = part(x, slice(at, at + tokens))
@@ -78,8 +77,7 @@ def check_against_float64(dtype, v_first, sizes):
         parts.append(o[:, :accepted])
         at += accepted
     commit(pool, draft, [accepted] * 3)
-    o = torch.cat(parts, 1)
-    return worst_share(case, dtype, o, pool.states(slots))
+    return worst_share(case, dtype, torch.cat(parts, 1), pool.states(slots.tolist()), "recurrent")
 
 
 def check_bits(dtype):
@@ -178,13 +176,27 @@ def check_prefill(dtype):
                 share_elsewhere=worst_share(case, dtype, *elsewhere))  # fmt: skip
 
 
+LARGE, ODD = dict(K=128, V=128), dict(H=1, HV=1, K=20, V=37)
+
+
 def jobs():
     made = {f"float64 {d} v_first={f} {s}": functools.partial(check_against_float64, d, f, s) for d, f, s in (
-        ("bfloat16", False, dict()), ("bfloat16", True, dict()), ("float32", False, dict()), ("float32", True, dict()),
-        ("float32", False, dict(H=1, HV=1, K=20, V=37)), ("bfloat16", True, dict(H=1, HV=1, K=20, V=37)))}  # fmt: skip
-    made |= {f"bits {d}": functools.partial(check_bits, d) for d in ("bfloat16", "float32")}
-    made |= {"skips": check_skips, "graph": check_graph}
-    return made | {f"prefill {d}": functools.partial(check_prefill, d) for d in ("bfloat16", "float32")}
+        ("bfloat16", False, LARGE), ("bfloat16", True, LARGE), ("float32", True, ODD), ("float32", False, LARGE))}  # fmt: skip
+    made |= {"compile for times": compile_for_times, "bits": functools.partial(check_bits, "bfloat16"), "graph": check_graph}
+    return made | {"skips": check_skips, "prefill": functools.partial(check_prefill, "bfloat16")}
+
+
+def compile_for_times():
+    for dtype, v_first, feedback in KINDS:
+        for n, call in calls_of(1, 32, 4, v_first, dtype, feedback).items():
+            if n != "step" or dtype == torch.float32:
+                call()
+        calls_of(1, 32, 1, v_first, dtype, feedback)["decode"]()
+    for cut, v_first in OTHERS:
+        pool_launch.CUTS["advance", v_first] = Cut(*cut)
+        calls_of(1, 32, 4, v_first)["advance"]()
+    torch.cuda.synchronize()
+    return "done"
 
 
 def run_job(name):
@@ -197,7 +209,7 @@ def run_job(name):
 def check():
     """Every job in a process of its own: most of the time is compilation."""
     rows = {}
-    with multiprocessing.get_context("spawn").Pool(12) as workers:
+    with multiprocessing.get_context("spawn").Pool(9) as workers:
         for name, found in workers.imap_unordered(run_job, jobs()):
             rows[name] = found
             print(name, found, flush=True)
@@ -261,43 +273,16 @@ def calls_of(B, H, T, v_first=False, dtype=torch.float32, feedback=False):
 
 KINDS = ((torch.float32, False, False), (torch.float32, True, False), (torch.bfloat16, False, False), (torch.int8, False, False),
          (torch.int8, False, True))  # fmt: skip
-SWEEP = ((16, 1), (32, 1), (32, 2), (64, 2))
+OTHERS = (((16, 1), False), ((32, 2), False), ((32, 1), True), ((8, 1), True))
 
 
-def warm(job):
-    """Compile in a process of its own."""
-    cut, (dtype, v_first, feedback) = job
-    if cut is not None:
-        pool_launch.CUTS.update(dict.fromkeys(pool_launch.CUTS, Cut(*cut)))
-    try:
-        for call in calls_of(1, 32, 4, v_first, dtype, feedback).values():
-            call()
-        calls_of(1, 32, 1, v_first, dtype, feedback)["decode"]()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{job}: {error!r}"[:200]
-    return None
-
-
-def compile_together(cuts):
-    jobs = [(None, kind) for kind in KINDS] + [(cut, kind) for cut in cuts for kind in KINDS[:2]]
-    with multiprocessing.get_context("spawn").Pool(15) as workers:
-        print("compiled", [r for r in workers.map(warm, jobs, chunksize=1) if r], flush=True)
-
-
-def sweep():
+def others():
+    """advance, cut otherwise."""
     rows = []
-    for cut, v_first in itertools.product(SWEEP, (False, True)):
-        pool_launch.CUTS.update(dict.fromkeys(pool_launch.CUTS, Cut(*cut)))
+    for cut, v_first in OTHERS:
+        pool_launch.CUTS["advance", v_first] = Cut(*cut)
         row = dict(v_first=v_first, cut=cut)
-        try:
-            for B in (8, 32):
-                row[f"decode{B}"] = round(microseconds(calls_of(B, 32, 1, v_first)["decode"]), 2)
-            for T in (4, 8):
-                calls = calls_of(32, 32, T, v_first)
-                row |= {f"{n}{T}": round(microseconds(calls[n]), 2) for n in ("verify", "commit", "advance")}
-        except Exception as error:
-            row["failed"] = repr(error)[:150]
+        row |= {T: round(microseconds(calls_of(32, 32, T, v_first)["advance"]), 2) for T in (4, 8)}
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -305,7 +290,7 @@ def sweep():
 
 def times():
     rows = []
-    for (dtype, v_first, feedback), (B, T) in itertools.product(KINDS, ((1, 1), (8, 1), (32, 1), (128, 1), (32, 4), (32, 8))):
+    for (dtype, v_first, feedback), (B, T) in itertools.product(KINDS, ((32, 1), (32, 4), (32, 8), (1, 1), (8, 1), (128, 1))):
         row = dict(stored=str(dtype), v_first=v_first, feedback=feedback, B=B, T=T)
         wanted = ("step", "decode") if T == 1 else ("verify", "commit", "both", "advance")
         try:
@@ -373,13 +358,11 @@ def bits():
 
 
 def main():
-    mode, rest = sys.argv[1], sys.argv[2:]
+    mode = sys.argv[1]
     if mode in ("check", "bits"):
         rows = check() if mode == "check" else bits()
     else:
-        cuts = SWEEP if "sweep" in rest else ()
-        compile_together(cuts)
-        rows = dict(times=times(), sweep=sweep() if cuts else [])
+        rows = dict(times=times(), others=others())
     found = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=rows)
     Path(os.environ.get("OUT", "."), f"serving_{mode}.json").write_text(json.dumps(found, indent=1, default=str))
 

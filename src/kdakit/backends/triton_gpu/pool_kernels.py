@@ -178,17 +178,18 @@ def pooled_kernel(
             b_g = tl.load(p_g, mask=m_k & more, other=0.0)
             b_v = tl.load(p_v, mask=m_v & more, other=0.0)
             b_beta = tl.load(p_beta, mask=more, other=0.0)
+        # Norms and scale are numbers, not vectors: q and k stay as they came, and u carries the norm of k.
+        scale_q, norm_k = scale, 1.0
         if L2NORM:
-            b_q_now = b_q_now * inverse_norm(tl.sum(b_q_now * b_q_now, 0))
-            b_k_now = b_k_now * inverse_norm(tl.sum(b_k_now * b_k_now, 0))
-        b_q_now = b_q_now * scale
+            scale_q = scale * inverse_norm(tl.sum(b_q_now * b_q_now, 0))
+            norm_k = inverse_norm(tl.sum(b_k_now * b_k_now, 0))
         b_decay = tl.exp2(log2_decay(b_g_now, b_bias, a, lower_bound, GATE, True, False))
         b_S = b_S * b_decay[None, :]
         b_scale = b_scale * b_decay
-        b_read_k = tl.sum(b_S * b_k_now[None, :], 1)  # [BV]
+        b_read_k = tl.sum(b_S * b_k_now[None, :], 1) * norm_k  # [BV]
         b_read_q = tl.sum(b_S * b_q_now[None, :], 1)  # [BV]
-        b_u = b_beta_now * (b_v_now - b_read_k)  # [BV]
-        b_o = tl.where(taken, b_read_q + b_u * tl.sum(b_k_now * b_q_now, 0), 0.0)  # [BV]
+        b_u = (b_beta_now * norm_k) * (b_v_now - b_read_k)  # [BV]
+        b_o = tl.where(taken, (b_read_q + b_u * tl.sum(b_k_now * b_q_now, 0)) * scale_q, 0.0)  # [BV]
         b_S = tl.fma(b_u[:, None], b_k_now[None, :], b_S)
         tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
         if DRAFT:

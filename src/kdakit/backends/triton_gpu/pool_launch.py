@@ -38,9 +38,9 @@ def cut_for(call: str, pool: Any) -> Cut:
 class Log(NamedTuple):
     """Of each draft token, float32."""
 
-    k: torch.Tensor  # [N, T, HV, K] normalised
+    k: torch.Tensor  # [N, T, HV, K] as it came
     decay: torch.Tensor  # [N, T, HV, K]
-    u: torch.Tensor  # [N, T, HV, V]
+    u: torch.Tensor  # [N, T, HV, V], divided by k's norm
 
 
 def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config) -> torch.Tensor:
