@@ -20,8 +20,6 @@ import torch
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
-from kdakit.backends.triton_gpu import pool_launch
-from kdakit.backends.triton_gpu.pool_launch import Cut
 from kdakit.cases import FUSED, Case
 from kdakit.problem import Arrays
 from kdakit.serving.torch import StatePool, advance, commit, decode, prefill, verify
@@ -100,7 +98,7 @@ def check_bits(dtype):
 
 def check_skips():
     """Bad slots output zeros and change no byte of the pool."""
-    case = case_of(6, 1)
+    case = case_of(6, 2, **LARGE)
     x = to_device(case, "bfloat16")
     pool = StatePool(6, case.HV, case.K, case.V, device="cuda")
     a, b, c = pool.allocate(3)
@@ -112,7 +110,7 @@ def check_skips():
     after = pool.storage.states
     same = [i for i in range(7) if torch.equal(before[i], after[i])]
     empty = [i for i in range(6) if not o[i].any()]
-    o, draft = verify(pool, slots, **part(x, slice(0, 1)), **BOUNDED)
+    _, draft = verify(pool, slots, **part(x, slice(0, 2)), **BOUNDED)
     pool.free([a])
     (again,) = pool.allocate()
     commit(pool, draft, torch.full((6,), 1, device="cuda"))
@@ -180,39 +178,48 @@ LARGE, ODD = dict(K=128, V=128), dict(H=1, HV=1, K=20, V=37)
 
 
 def jobs():
-    made = {f"float64 {d} v_first={f} {s}": functools.partial(check_against_float64, d, f, s) for d, f, s in (
-        ("bfloat16", False, LARGE), ("bfloat16", True, LARGE), ("float32", True, ODD), ("float32", False, LARGE))}  # fmt: skip
-    made |= {"compile for times": compile_for_times, "bits": functools.partial(check_bits, "bfloat16"), "graph": check_graph}
-    return made | {"skips": check_skips, "prefill": functools.partial(check_prefill, "bfloat16")}
+    """By process, most important first. All of the first two need the same few kernels, which are those that are timed."""
+    far = lambda d, f, s: functools.partial(check_against_float64, d, f, s)
+    return [
+        {"float64": far("bfloat16", False, LARGE), "bits": functools.partial(check_bits, "bfloat16"), "skips": check_skips,
+         "graph": check_graph, "step": functools.partial(compile_kind, KINDS[0]), "float64 float32": far("float32", False, LARGE)},
+        {"float64 v_first": far("bfloat16", True, LARGE), "step v_first": functools.partial(compile_kind, KINDS[1]),
+         "float64 float32 odd v_first": far("float32", True, ODD)},
+        {f"compile {k}": functools.partial(compile_kind, k) for k in KINDS[2:]}
+        | {"prefill": functools.partial(check_prefill, "bfloat16")},
+    ]  # fmt: skip
 
 
-def compile_for_times():
-    for dtype, v_first, feedback in KINDS:
-        for n, call in calls_of(1, 32, 4, v_first, dtype, feedback).items():
-            if n != "step" or dtype == torch.float32:
-                call()
-        calls_of(1, 32, 1, v_first, dtype, feedback)["decode"]()
-    for cut, v_first in OTHERS:
-        pool_launch.CUTS["advance", v_first] = Cut(*cut)
-        calls_of(1, 32, 4, v_first)["advance"]()
+def compile_kind(kind):
+    """What `time` will run."""
+    dtype, v_first, feedback = kind
+    one, four = (calls_of(1, 32, T, v_first, dtype, feedback) for T in (1, 4))
+    for call in (one["decode"], four["advance"], *([one["step"]] if dtype == torch.float32 else [])):
+        call()
     torch.cuda.synchronize()
     return "done"
 
 
-def run_job(name):
-    try:
-        return name, jobs()[name]()
-    except Exception as error:
-        return name, f"{error!r}"[:300] + traceback.format_exc(limit=-3)[-600:]
+def run_jobs(process, found):
+    for name, job in jobs()[process].items():
+        try:
+            found.put((name, job()))
+        except Exception as error:
+            found.put((name, f"{error!r}"[:300] + traceback.format_exc(limit=-3)[-600:]))
 
 
 def check():
-    """Every job in a process of its own: most of the time is compilation."""
-    rows = {}
-    with multiprocessing.get_context("spawn").Pool(9) as workers:
-        for name, found in workers.imap_unordered(run_job, jobs()):
-            rows[name] = found
-            print(name, found, flush=True)
+    """In three processes: most of the time is compilation."""
+    context = multiprocessing.get_context("spawn")
+    found, rows = context.Queue(), {}
+    processes = [context.Process(target=run_jobs, args=(i, found)) for i in range(len(jobs()))]
+    for process in processes:
+        process.start()
+    for _ in range(sum(map(len, jobs()))):
+        name, row = found.get()
+        rows[name] = row
+        print(name, row, flush=True)
+        write("check", rows)
     return rows
 
 
@@ -239,7 +246,7 @@ def microseconds(call, repeats=10):
 
 
 def calls_of(B, H, T, v_first=False, dtype=torch.float32, feedback=False):
-    """(plain step or None, decode, verify, commit, both) on random bfloat16 tokens."""
+    """The plain step and the pooled calls on random bfloat16 tokens."""
     case = case_of(1, 1, H=H, HV=H, K=128, V=128)
     generator = torch.Generator("cuda").manual_seed(0)
     normal = lambda *size: torch.randn(*size, device="cuda", generator=generator).bfloat16()
@@ -250,7 +257,7 @@ def calls_of(B, H, T, v_first=False, dtype=torch.float32, feedback=False):
     slots = torch.tensor(pool.allocate(B), device="cuda").flip(0).contiguous()
     given = part(x, slice(None))
     accepted = torch.full((B,), T, device="cuda")
-    _, draft = verify(pool, slots, **given, **BOUNDED)
+    draft = verify(pool, slots, **given, **BOUNDED)[1] if T > 1 else None
     problem = case.problem("bfloat16", op="recurrent").replace(B=B, N=B, T=T, state_v_first=v_first, has_initial_state=True)
     states = torch.zeros(B, H, 128, 128, device="cuda")
     step = functools.partial(triton_gpu.step, problem, x._replace(initial_state=states), triton_gpu.default_config(problem, "cuda"))
@@ -273,33 +280,22 @@ def calls_of(B, H, T, v_first=False, dtype=torch.float32, feedback=False):
 
 KINDS = ((torch.float32, False, False), (torch.float32, True, False), (torch.bfloat16, False, False), (torch.int8, False, False),
          (torch.int8, False, True))  # fmt: skip
-OTHERS = (((16, 1), False), ((32, 2), False), ((32, 1), True), ((8, 1), True))
-
-
-def others():
-    """advance, cut otherwise."""
-    rows = []
-    for cut, v_first in OTHERS:
-        pool_launch.CUTS["advance", v_first] = Cut(*cut)
-        row = dict(v_first=v_first, cut=cut)
-        row |= {T: round(microseconds(calls_of(32, 32, T, v_first)["advance"]), 2) for T in (4, 8)}
-        rows.append(row)
-        print(row, flush=True)
-    return rows
 
 
 def times():
     rows = []
-    for (dtype, v_first, feedback), (B, T) in itertools.product(KINDS, ((32, 1), (32, 4), (32, 8), (1, 1), (8, 1), (128, 1))):
+    for (dtype, v_first, feedback), (B, T) in itertools.product(KINDS, ((32, 1), (32, 4), (32, 8), (1, 1), (256, 1))):
         row = dict(stored=str(dtype), v_first=v_first, feedback=feedback, B=B, T=T)
-        wanted = ("step", "decode") if T == 1 else ("verify", "commit", "both", "advance")
+        plain = dtype == torch.float32
+        wanted = ("step", "decode") if T == 1 else ("advance", "verify", "commit")
         try:
             calls = calls_of(B, 32, T, v_first, dtype, feedback)
-            row |= {n: round(microseconds(calls[n]), 2) for n in wanted if n != "step" or dtype == torch.float32}
+            row |= {n: round(microseconds(calls[n]), 2) for n in wanted if plain or n in ("decode", "advance")}
         except Exception as error:
             row["failed"] = repr(error)[:150]
         rows.append(row)
-        print(" ".join(str(x).replace("torch.", "") for x in row.values()), flush=True)
+        print({n: str(x).replace("torch.", "") for n, x in row.items()}, flush=True)
+        write("time", rows)
     return rows
 
 
@@ -357,14 +353,14 @@ def bits():
     return rows
 
 
-def main():
-    mode = sys.argv[1]
-    if mode in ("check", "bits"):
-        rows = check() if mode == "check" else bits()
-    else:
-        rows = dict(times=times(), others=others())
+def write(mode, rows):
     found = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=rows)
     Path(os.environ.get("OUT", "."), f"serving_{mode}.json").write_text(json.dumps(found, indent=1, default=str))
+
+
+def main():
+    mode = sys.argv[1]
+    write(mode, dict(check=check, bits=bits, time=times)[mode]())
 
 
 if __name__ == "__main__":
