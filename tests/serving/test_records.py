@@ -12,3 +12,12 @@ def test_long_run_errors():
     for row in record["rows"]:
         shown = " | ".join(f"{e:.1e}" for e in row["errors"].values())
         assert f"| {row['stored']} |" in TEXT and shown in TEXT, row
+
+
+def test_times():
+    record = json.loads((ROOT / "benchmarks/results/gpu/2026-11-15_h200_serving.json").read_text())
+    for row in record["rows"]:
+        if row["T"] > 1:
+            assert " | ".join(f"{row[n]:.1f}" for n in ("verify", "commit", "advance")) in TEXT, row
+        elif row["B"] == 32:
+            assert f"/ {row['decode']:.1f} /" in TEXT, row
