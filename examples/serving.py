@@ -1,122 +1,99 @@
-"""A serving loop: prompts are prefilled in pieces beside the decoding of everybody else, and states live in a pool.
+"""A serving loop: continuous batching of a small model, with slices of prompts, drafts, a prefix cache and cancellation.
 
-    python examples/serving.py --requests 8 --slots 3
+    python examples/serving.py                       # some requests, watched live
+    python examples/serving.py --requests 10000      # a soak: every answer is compared with the one the request gets alone
 
-Every turn takes up to `piece` prompt tokens of each request that still has some (packed into one row, chunk_kda), then makes one token for
-all that are ready (one batch, fused_recurrent_kda). A request holds a slot of the pool while it runs; a slot is a few rows of some tensors,
-and its size does not depend on the length of the text.
+Requests arrive at random. Some share the beginning of their prompt, as those behind one system prompt do; some are cancelled on the way.
+The model has its first weights and computes in float64: what it says makes no sense, but it is the same in any company, to the last token.
 """
 
 import argparse
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import chain
+import random
+import time
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from kdakit.models.config import ModelConfig
 from kdakit.models.generation import generate
 from kdakit.models.sampling import greedy
 from kdakit.models.torch import KimiLinear
+from kdakit.serving.engine import Engine, Request
+from kdakit.serving.torch.model import ServedModel
 
 
-@dataclass
-class Request:
-    prompt: list[int]
-    count: int  # tokens to generate
-    slot: int = -1
-    done: int = 0  # prompt tokens that have been read
-    made: list[int] = field(default_factory=list)
+def small_model() -> KimiLinear:
+    return KimiLinear(ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, attention_every=0, head_dim=16, num_heads=2)).double()
 
 
-class StatePool:
-    """The caches of `slots` requests as one batch; rows are taken out, used, and put back."""
-
-    def __init__(self, model: KimiLinear, slots: int):
-        self.layers = model.new_cache(slots, max_length=0)
-        self.free = list(range(slots))
-
-    def claim(self) -> int:
-        slot = self.free.pop()
-        for layer in self.layers:
-            for part in layer:
-                part[slot] = 0
-        return slot
-
-    def take(self, slots: list[int]) -> list:
-        return [type(layer)(*(part[slots] for part in layer)) for layer in self.layers]
-
-    def put(self, slots: list[int], layers: list) -> None:
-        for mine, new in zip(self.layers, layers, strict=True):
-            for part, rows in zip(mine, new, strict=True):
-                part[slots] = rows
-
-    def bytes_per_slot(self) -> int:
-        return sum(part[0].numel() * part.element_size() for layer in self.layers for part in layer)
+def random_request(rng: random.Random, openings: list[list[int]], vocabulary: int) -> Request:
+    """A prompt of its own, often behind one of the openings that others use too, sometimes with a phrase said twice."""
+    own = [rng.randrange(vocabulary) for _ in range(rng.choice([1, 2, 5, 9, 30]))]
+    prompt = (rng.choice(openings) if rng.random() < 0.6 else []) + own * rng.choice([1, 1, 3])
+    return Request(prompt, rng.choice([1, 2, 3, 5, 16]))
 
 
-@torch.no_grad()
-def prefill(model: KimiLinear, pool: StatePool, requests: list[Request], piece: int) -> None:
-    """The next piece of every prompt, packed; a request whose prompt is read gets its first token."""
-    parts = [r.prompt[r.done : r.done + piece] for r in requests]
-    cu_seqlens = torch.tensor(np.cumsum([0] + [len(p) for p in parts]))
-    slots = [r.slot for r in requests]
-    logits, cache = model(torch.tensor([list(chain(*parts))]), cache=pool.take(slots), cu_seqlens=cu_seqlens)
-    pool.put(slots, cache)
-    for request, part, end in zip(requests, parts, cu_seqlens[1:], strict=True):
-        request.done += len(part)
-        if request.done == len(request.prompt):
-            request.made.append(int(logits[0, end - 1].argmax()))
+def alone(model: KimiLinear, request: Request) -> list[int]:
+    """What the request gets with nobody beside it: its prompt in one piece, then token by token."""
+    return [int(t[0]) for t in generate(model, np.array([request.prompt]), request.count, greedy)]
 
 
-@torch.no_grad()
-def decode(model: KimiLinear, pool: StatePool, requests: list[Request]) -> None:
-    """One more token for each."""
-    slots = [r.slot for r in requests]
-    logits, cache = model(torch.tensor([[r.made[-1]] for r in requests]), cache=pool.take(slots))
-    pool.put(slots, cache)
-    for request, token in zip(requests, logits[:, -1].argmax(-1).tolist(), strict=True):
-        request.made.append(token)
+def table_of(engine: Engine, started: float) -> Table:
+    counts, seconds = engine.counts, time.perf_counter() - started
+    table = Table("waiting", "running", "finished", "cancelled", "tokens/s", "drafts accepted", "prompt from cache", "states kept")
+    table.add_row(
+        str(len(engine.waiting)), str(len(engine.running)), str(counts.finished), str(counts.cancelled),
+        f"{(counts.made + counts.read) / seconds:.0f}", f"{counts.acceptance:.0%} of {counts.guessed}", f"{counts.hits:.0%}",
+        f"{len(engine.prefixes)} (-{engine.prefixes.evicted})",
+    )  # fmt: skip
+    return table
 
 
-def serve(model: KimiLinear, requests: list[Request], slots: int, piece: int) -> int:
-    """Run all requests to their end; the number of turns it took."""
-    pool, waiting, running, turns = StatePool(model, slots), deque(requests), [], 0
-    while waiting or running:
-        while waiting and pool.free:
-            waiting[0].slot = pool.claim()
-            running.append(waiting.popleft())
-        reading = [r for r in running if r.done < len(r.prompt)]
-        writing = [r for r in running if r.made]
-        if reading:
-            prefill(model, pool, reading, piece)
-        if writing:
-            decode(model, pool, writing)
-        for request in [r for r in running if len(r.made) >= r.count]:
-            running.remove(request)
-            pool.free.append(request.slot)
-        turns += 1
-    return turns
+def serve(engine: Engine, requests: list[Request], rng: random.Random, arrivals: int, cancel: float, console: Console) -> float:
+    """All requests to their end, up to `arrivals` of them coming a turn; seconds it took."""
+    started, left = time.perf_counter(), list(reversed(requests))
+    with Live(table_of(engine, started), console=console, refresh_per_second=4, transient=not console.is_terminal) as live:
+        busy = True
+        while busy or left:
+            for _ in range(min(len(left), rng.randrange(arrivals + 1))):
+                engine.submit(left.pop())
+            busy = engine.turn()
+            if engine.running and rng.random() < cancel:
+                engine.cancel(rng.choice([*engine.running, *engine.waiting]))
+            live.update(table_of(engine, started))
+    return time.perf_counter() - started
 
 
 def main(argv=None) -> bool:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--piece", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--piece", type=int, default=32, help="prompt tokens a turn and request")
+    parser.add_argument("--guesses", type=int, default=3, help="draft tokens a turn and request")
+    parser.add_argument("--cached", type=int, default=24, help="prefixes kept")
+    parser.add_argument("--cancel", type=float, default=0.02, help="how often a turn ends with a cancellation")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
-    model = KimiLinear(ModelConfig(vocab_size=256, hidden_size=64, num_layers=2, attention_every=0, head_dim=32, num_heads=2))
-    rng = np.random.default_rng(0)
-    requests = [Request(rng.integers(0, 256, rng.integers(3, 70)).tolist(), int(rng.integers(1, 12))) for _ in range(args.requests)]
-    turns = serve(model, requests, args.slots, args.piece)
-    same = all(r.made == [int(t[0]) for t in generate(model, np.array([r.prompt]), r.count, greedy)] for r in requests)
-    tokens = sum(len(r.made) for r in requests)
-    size = StatePool(model, 1).bytes_per_slot() / 1024
-    print(f"{len(requests)} requests, {tokens} tokens in {turns} turns with {args.slots} slots of {size:.1f} KiB each")
-    print("every answer is the one the request gets alone" if same else "an answer depends on who else was served")
-    return same
+    torch.set_num_threads(1)
+    rng, console, model = random.Random(args.seed), Console(), small_model()
+    openings = [[rng.randrange(64) for _ in range(length)] for length in (16, 33, 48, 70)]
+    requests = [random_request(rng, openings, 64) for _ in range(args.requests)]
+    engine = Engine(ServedModel(model, args.slots), args.piece, args.guesses, args.cached)
+    seconds = serve(engine, requests, rng, max(1, args.slots // 2), args.cancel, console)
+    counts = engine.counts
+    console.print(f"{counts.finished} finished, {counts.cancelled} cancelled in {counts.turns} turns and {seconds:.1f} s: "
+                  f"{(counts.made + counts.read) / seconds:.0f} tokens/s, {counts.acceptance:.0%} of the drafts accepted, "
+                  f"{counts.hits:.0%} of the prompt tokens from the cache")  # fmt: skip
+    checked = time.perf_counter()
+    wrong = sum(r.made != alone(model, r)[: len(r.made)] or not (r.cancelled or len(r.made) == r.count) for r in requests)
+    leaked = engine.served.free_slots != args.slots
+    console.print(f"answered one by one in {time.perf_counter() - checked:.1f} s: {len(requests) - wrong} of {len(requests)} answers are "
+                  f"the same; {args.slots - engine.served.free_slots} slots lost")  # fmt: skip
+    return not wrong and not leaked
 
 
 if __name__ == "__main__":

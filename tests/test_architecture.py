@@ -29,6 +29,7 @@ ALLOWED = {
     "models": {"layers", "models"},
     "training": {"models", "parallel", "training"},
     "parallel": {"problem", "torch", "jax", "layers", "parallel"},
+    "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
     "cli": None,  # anything
 }
 

@@ -41,6 +41,7 @@ def needs(code):
         ("docs/api.md", 0),
         ("docs/model.md", 0),
         ("docs/model.md", 1),
+        ("docs/serving.md", 0),
     ],
 )
 def test_examples_run(path, index, tmp_path, monkeypatch):

@@ -34,10 +34,13 @@ def test_packed_training():
     assert load("packed_training", "torch").main(["--steps", "2"]) < 1e-5
 
 
-@pytest.mark.parametrize("slots, piece", [(1, 100), (3, 7)])
-def test_serving(slots, piece, capsys):
-    assert load("serving", "torch").main(["--requests", "5", "--slots", str(slots), "--piece", str(piece)])
-    assert "5 requests" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "options", [["--slots", "1", "--piece", "100", "--cached", "0"], ["--slots", "4", "--piece", "7", "--cancel", "0.1"]]
+)
+def test_serving(options, capsys):
+    """A soak in short: every answer is the one the request gets alone, and no slot is lost."""
+    assert load("serving", "torch").main(["--requests", "25", *options])
+    assert "25 of 25 answers are the same; 0 slots lost" in " ".join(capsys.readouterr().out.split())
 
 
 def test_swapping_fla():

@@ -59,6 +59,7 @@ class Options:
     state_v_first: bool = False  # states are [.., V, K]
     disable_recompute: bool = False  # keep the intermediates for the backward
     chunk_size: int = 64
+    deterministic: bool = False  # the bits of a sequence depend on no other sequence in the call
 
     def encode(self) -> str:
         """A string for interfaces that carry only plain values; `Options.decode` reads it back."""

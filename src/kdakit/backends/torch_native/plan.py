@@ -48,7 +48,7 @@ class DensePlan:
     def __init__(self, problem: Problem, arrays: Arrays):
         self.B, self.T, self.HV, self.rows = problem.B, problem.T, problem.HV, problem.B * problem.HV
         # A single short chunk may be shorter, unless its intermediates are kept for the backward.
-        keeps = problem.needs_grad and problem.options.disable_recompute
+        keeps = (problem.needs_grad and problem.options.disable_recompute) or problem.options.deterministic
         self.C = problem.options.chunk_size if keeps else covering_chunk(problem.T, problem.options.chunk_size)
         self.NT = -(-problem.T // self.C)
         self.used = self.NT if problem.B else 0
@@ -120,7 +120,7 @@ class PackedPlan:
         if visible is not None:
             lengths = visible[1:] - visible[:-1]
             # Where nothing outlives the call in chunks, many short sequences get short chunks.
-            if not (problem.needs_grad or problem.options.return_intermediate_states):
+            if not (problem.needs_grad or problem.options.return_intermediate_states or problem.options.deterministic):
                 self.C = covering_chunk(int(lengths.max()), self.C)
             self.used = int(((lengths + self.C - 1) // self.C).sum())
             self.NT = self.NT if problem.needs_grad else self.used

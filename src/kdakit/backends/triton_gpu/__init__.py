@@ -73,3 +73,10 @@ def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
 
 def _kind(device: Any) -> str:
     return getattr(device, "type", str(device)).partition(":")[0]
+
+
+def pooled() -> Any:
+    """The kernels over a pool of states, for kdakit.serving: decode, verify, commit."""
+    from kdakit.backends.triton_gpu import pool_launch
+
+    return pool_launch

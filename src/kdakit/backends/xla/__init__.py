@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from kdakit.backends.xla import draft
 from kdakit.backends.xla.call import Kept, Saved, backward, forward, step
 from kdakit.backends.xla.gate import Activated, BlockSums, activate, activate_backward, block_sums, block_sums_backward
 from kdakit.backends.xla.intra import (
@@ -32,7 +33,7 @@ from kdakit.problem import Problem
 
 __all__ = [
     "Activated", "BlockSums", "Config", "Intra", "Kept", "Saved", "activate", "activate_backward", "backward", "block_sums",
-    "block_sums_backward", "default_config", "forward", "intra_backward", "intra_forward", "output_backward", "output_forward",
+    "block_sums_backward", "default_config", "draft", "forward", "intra_backward", "intra_forward", "output_backward", "output_forward",
     "pair_products", "pair_products_backward", "state_backward", "state_forward", "step", "supports", "unit_lower_inverse", "wy",
     "wy_backward",
 ]  # fmt: skip

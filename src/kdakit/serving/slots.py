@@ -1,0 +1,70 @@
+"""Which slots of a pool are taken. Knows no tensors, so both frameworks share it."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+SKIP = -1  # a row with this slot reads and writes nothing, and its output is zero
+
+
+class PoolFull(RuntimeError):
+    """More slots were asked for than are free."""
+
+
+class SlotTable:
+    """Slot numbers and their generations: even while a slot is free, odd while it is taken, larger with every change of owner."""
+
+    def __init__(self, capacity: int):
+        if isinstance(capacity, bool) or not isinstance(capacity, numbers.Integral) or capacity < 1:
+            raise ValueError(f"slots must be an integer of at least 1, got {capacity!r}")
+        self.capacity: int = int(capacity)
+        self.generation: list[int] = [0] * self.capacity
+        self._free: list[int] = list(reversed(range(self.capacity)))
+
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._free)
+
+    def taken(self, slot: int) -> bool:
+        return self.generation[slot] % 2 == 1
+
+    def take(self, count: int) -> list[int]:
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 0:
+            raise ValueError(f"count must be an integer of at least 0, got {count!r}")
+        if count > self.free:
+            raise PoolFull(f"{count} slots asked for, {self.free} of {self.capacity} free")
+        slots = [self._free.pop() for _ in range(count)]
+        for slot in slots:
+            self.generation[slot] += 1
+        return slots
+
+    def release(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.generation[slot] += 1
+            self._free.append(slot)
+
+    def renew(self, slots: list[int]) -> None:
+        """Taken as before, but what was drafted for their old contents no longer counts."""
+        for slot in slots:
+            self.generation[slot] += 2
+
+    def check(self, slots: Any, skip: bool = False) -> list[int]:
+        """The slots as a list, every one taken and none twice; with `skip`, -1 stands for no slot, any number of times."""
+        listed = [slots] if isinstance(slots, numbers.Integral) else list(slots)
+        seen: set[int] = set()
+        for slot in listed:
+            if isinstance(slot, bool) or not isinstance(slot, numbers.Integral):
+                raise TypeError(f"slots must be integers, got {slot!r}")
+            if slot == SKIP and skip:
+                continue
+            if not 0 <= int(slot) < self.capacity:
+                also = f" or {SKIP} (skip)" if skip else ""
+                raise ValueError(f"slots must be 0 .. {self.capacity - 1}{also}, got {slot}")
+            if not self.taken(int(slot)):
+                raise ValueError(f"slots must be allocated, got {slot}, which is free")
+            if slot in seen:
+                raise ValueError(f"slots must be different from each other, got {slot} twice")
+            seen.add(int(slot))
+        return [int(slot) for slot in listed]

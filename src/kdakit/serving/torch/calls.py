@@ -1,0 +1,175 @@
+"""decode, verify and commit over a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdakit import dispatch
+from kdakit.problem import Arrays, Problem, check_devices
+from kdakit.serving.arguments import check_accepted, check_drafts, describe
+from kdakit.serving.torch.pool import Rows, Slots, StatePool
+
+
+@dataclass
+class Draft:
+    """What `verify` leaves for `commit`: which rows took part, and the log of their tokens."""
+
+    rows: Rows | None  # None where the backend's kernels read the slots themselves
+    slots: Tensor  # [N]
+    generation: Tensor  # [N]: -1 for rows that were skipped
+    log: Any  # of the backend
+    inputs: Mapping[str, Tensor]  # of the convolutions
+    backend: ModuleType
+    tokens: int
+    spent: bool = False
+
+
+@torch.no_grad()
+def decode(
+    pool: StatePool, slots: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto", **options: Any,
+) -> Tensor:  # fmt: skip
+    """The next token (or few) of each row: o [N, T, HV, V]; the pool's states, and windows given `window_inputs`, move on.
+
+    q, k [N, T, H, K], v [N, T, HV, V], g [N, T, HV, K], beta [N, T, HV], row n for slots[n]. On a GPU one launch that reads and writes the
+    states in place and looks at no slot on the host. `options` are those of `fused_recurrent_kda`: scale, use_qk_l2norm_in_kernel,
+    use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, safe_gate.
+    """
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
+    problem, given, module = _prepare("decode", pool, slots, arrays, backend, options)
+    if hasattr(module, "pooled"):
+        o = module.pooled().decode(problem, arrays, pool, given, module.default_config(problem, q.device))
+        if window_inputs:
+            pool.shift(pool.rows(given), window_inputs)
+        return o
+    rows = pool.rows(given)
+    o = _decode(problem, arrays, pool, rows, module)
+    pool.shift(rows, window_inputs)
+    return o
+
+
+@torch.no_grad()
+def verify(
+    pool: StatePool, slots: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto", **options: Any,
+) -> tuple[Tensor, Draft]:  # fmt: skip
+    """Outputs o [N, T, HV, V] of T <= 8 guessed tokens a row, and a Draft. No state and no window changes before `commit`.
+
+    Arguments as in `decode`. The draft holds 2 K + V numbers a token and head instead of a state.
+    """
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
+    return _verify("verify", pool, slots, arrays, window_inputs, backend, options)
+
+
+@torch.no_grad()
+def advance(
+    pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto",
+    **options: Any,
+) -> tuple[Tensor, Draft]:  # fmt: skip
+    """`commit(pool, draft, accepted)` and then `verify` of the next guesses of the same rows.
+
+    On a GPU both are one launch, which reads and writes each state once: what a loop of speculative decoding does at every turn. With
+    convolution windows, whose inputs depend on what was accepted, make the two calls instead.
+    """
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
+    if draft.inputs or window_inputs:
+        raise ValueError("window_inputs must go through commit and verify, one after the other: a window moves before it is read")
+    if not hasattr(draft.backend, "commit"):
+        commit(pool, draft, accepted)
+        return _verify("advance", pool, draft.slots, arrays, None, backend, options)
+    return _verify("advance", pool, draft.slots, arrays, None, backend, options, (draft, _count(pool, draft, accepted)))
+
+
+def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inputs, backend: str, options: dict[str, Any], past=None):
+    problem, given, module = _prepare(call, pool, slots, arrays, backend, options)
+    check_drafts(problem.T)
+    inputs = dict(window_inputs or {})
+    if past is not None and not hasattr(module, "pooled"):
+        raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
+    if hasattr(module, "pooled"):
+        kernels = module.pooled()
+        o, generation, log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
+        return o, Draft(pool.rows(given) if inputs else None, given, generation, log, inputs, kernels, problem.T)
+    rows, drafts = pool.rows(given), dispatch.load("torch_native").draft
+    o, log = drafts.verify(problem, arrays, pool.storage.read(rows.place))
+    return _only(rows, o), Draft(rows, given, rows.generation, log, inputs, drafts, problem.T)
+
+
+@torch.no_grad()
+def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> None:
+    """Move the pool on by the first accepted[n] tokens of each row's draft: 0 leaves a state as it was, the number of drafts takes all.
+
+    As if those tokens had been decoded one by one; states in fewer bits are rounded once instead of once a token. A draft counts once, and
+    not for a slot that has been freed or restored since `verify`. Between the two, no other call may move its rows.
+    """
+    accepted = _count(pool, draft, accepted)
+    if hasattr(draft.backend, "commit"):
+        draft.backend.commit(pool, draft, accepted)
+    rows = draft.rows
+    if rows is None:
+        return
+    rows = _still(pool, rows)
+    if not hasattr(draft.backend, "commit"):
+        states = draft.backend.replay(pool.storage.read(rows.place), draft.log, accepted)
+        decay = draft.backend.total_decay(draft.log, accepted)
+        moved = rows._replace(place=torch.where(accepted > 0, rows.place, pool.capacity))
+        pool.storage.write(moved.place, states, decay)
+    pool.shift(rows, draft.inputs, accepted)
+
+
+def _count(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> Tensor:
+    """accepted [N] on the device; the draft is spent."""
+    if draft.spent:
+        raise ValueError("draft must not have been committed before: verify again")
+    if isinstance(accepted, Tensor):
+        if tuple(accepted.shape) != tuple(draft.slots.shape) or accepted.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"accepted must be {tuple(draft.slots.shape)} int32 or int64, got {tuple(accepted.shape)} {accepted.dtype}")
+        accepted = accepted.clamp(0, draft.tokens) if draft.rows is not None else accepted
+    else:
+        accepted = torch.tensor(check_accepted(accepted, len(draft.slots), draft.tokens), device=pool.device)
+    draft.spent = True
+    return accepted
+
+
+def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options: dict[str, Any]):
+    for name, x in arrays._asdict().items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_devices(arrays)
+    if arrays.q.device != pool.device:
+        raise ValueError(f"q must be on the pool's device {pool.device}, got {arrays.q.device}")
+    given = pool.device_slots(slots)
+    problem = describe(call, "recurrent", pool.sizes, arrays, len(given), options)
+    return problem, given, dispatch.select("torch", problem, arrays.q.device, backend)
+
+
+def _decode(problem: Problem, arrays: Arrays, pool: StatePool, rows: Rows, module: ModuleType) -> Tensor:
+    """With any backend's token recurrence: rows out of the pool, and back into it."""
+    state = pool.storage.read(rows.place)
+    if pool.sizes.dtype == "int8":  # the scales follow the decays, which the log knows
+        drafts = dispatch.load("torch_native").draft
+        o, log = drafts.verify(problem, arrays, state)
+        everything = torch.full_like(rows.place, problem.T)
+        pool.storage.write(rows.place, drafts.replay(state, log, everything), drafts.total_decay(log, everything))
+        return _only(rows, o)
+    out = module.step(problem, arrays._replace(initial_state=state), module.default_config(problem, state.device))
+    pool.storage.write(rows.place, out.final_state)
+    return _only(rows, out.o)
+
+
+def _only(rows: Rows, o: Tensor) -> Tensor:
+    """Zero where a row was skipped; by selection, so that nothing of what lies in the spare row comes through."""
+    return torch.where(rows.valid[:, None, None, None], o, 0)
+
+
+def _still(pool: StatePool, rows: Rows) -> Rows:
+    """The rows whose slots have the same owner and contents as when the draft was made."""
+    same = rows.valid & (pool.generation[rows.place] == rows.generation)
+    return rows._replace(place=torch.where(same, rows.place, pool.capacity), valid=same)

@@ -1,0 +1,126 @@
+"""A KimiLinear model whose sequences live in pools, one for each KDA layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kdakit.layers.torch import Rows as Packing
+from kdakit.models.torch import KimiLinear
+from kdakit.serving.torch.calls import Draft, commit, decode, verify
+from kdakit.serving.torch.pool import Snapshot, StatePool
+from kdakit.serving.torch.prefill import prefill
+
+WINDOWS = ("q", "k", "v")
+
+
+class ServedModel:
+    """Prefill, decode, verify and commit of whole sequences of tokens, by slot. The model must have KDA layers only."""
+
+    def __init__(self, model: KimiLinear, slots: int, dtype: torch.dtype | None = None, backend: str = "auto"):
+        if any(model.config.is_attention(i) for i in range(model.config.num_layers)):
+            raise ValueError("model must have attention_every=0: the pool holds KDA layers, whose state does not grow")
+        self.model, self.backend = model.eval(), backend
+        weight = model.model.embeddings.weight
+        self.device, self.vocabulary = weight.device, model.config.vocab_size
+        sizes = model.config.layer_sizes()
+        widths = (sizes.key_dim, sizes.key_dim, sizes.value_dim)
+        windows = {n: (sizes.conv_size - 1, d) for n, d in zip(WINDOWS, widths, strict=True)} if sizes.use_short_conv else {}
+        kind = dtype or (torch.float64 if weight.dtype == torch.float64 else torch.float32)
+        self.pools = [
+            StatePool(slots, sizes.value_heads, sizes.head_dim, sizes.head_v_dim, kind, windows=windows, device=weight.device)
+            for _ in model.blocks()
+        ]
+
+    @property
+    def free_slots(self) -> int:
+        return self.pools[0].free_slots
+
+    def bytes_per_slot(self) -> int:
+        return sum(pool.bytes_per_slot() for pool in self.pools)
+
+    def allocate(self) -> int:
+        """The same slot in every layer: all pools are asked for the same things in the same order."""
+        slots = [pool.allocate(1)[0] for pool in self.pools]
+        return slots[0]
+
+    def free(self, slot: int) -> None:
+        for pool in self.pools:
+            pool.free(slot)
+
+    def restore(self, slot: int, snapshots: list[Snapshot]) -> None:
+        for pool, snapshot in zip(self.pools, snapshots, strict=True):
+            pool.restore(slot, snapshot)
+
+    @torch.no_grad()
+    def prefill(self, slots: list[int], tokens: Sequence[Sequence[int]], checkpoints: list[list[int]]):
+        """The next tokens of each sequence, any number: logits [N, vocabulary] after each one's last, and its checkpoints, a list of
+        (a snapshot a layer) for each."""
+        cu = torch.tensor([0, *map(len, tokens)]).cumsum(0)
+        packed = torch.tensor([list(chain(*tokens))], device=self.device)
+        on_device = cu.to(self.device)
+        made: list[list[list[Snapshot]]] = [[[] for _ in own] for own in checkpoints]
+
+        def call(pool, **given):
+            o, states = prefill(pool, slots, **given, cu_seqlens=on_device, cu_seqlens_cpu=cu, checkpoints=checkpoints)
+            for kept, own in zip(made, states, strict=True):
+                for place, snapshot in zip(kept, own, strict=True):
+                    place.append(snapshot)
+            return o
+
+        logits = self._forward(packed, slots, Packing(cu_seqlens=on_device), call)
+        return logits[0, cu[1:] - 1], made
+
+    @torch.no_grad()
+    def decode(self, slots: list[int], tokens: Sequence[int]) -> Tensor:
+        """One token of each sequence: logits [N, vocabulary]."""
+        given = torch.tensor(tokens, device=self.device)[:, None]
+        return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x))[:, 0]
+
+    @torch.no_grad()
+    def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft]]:
+        """Guessed tokens, as many for each sequence: logits [N, T, vocabulary], and a draft a layer."""
+        drafts = []
+
+        def call(pool, **given):
+            o, draft = verify(pool, slots, **given)
+            drafts.append(draft)
+            return o
+
+        return self._forward(torch.tensor(tokens, device=self.device), slots, Packing(), call), drafts
+
+    def commit(self, drafts: list[Draft], accepted: list[int]) -> None:
+        for pool, draft in zip(self.pools, drafts, strict=True):
+            commit(pool, draft, accepted)
+
+    def _forward(self, tokens: Tensor, slots: list[int], packing: Packing, call: Callable[..., Tensor]) -> Tensor:
+        x = self.model.model.embeddings(tokens)
+        for block, pool in zip(self.model.blocks(), self.pools, strict=True):
+            x = x + self._mix(block.attn, pool, block.attn_norm(x), slots, packing, call)
+            x = x + block.mlp(block.mlp_norm(x))
+        x = self.model.model.norm(x)
+        head = self.model.model.embeddings.weight if self.model.config.tie_embeddings else self.model.lm_head.weight
+        return F.linear(x, head)
+
+    def _mix(self, attn: Any, pool: StatePool, x: Tensor, slots: list[int], packing: Packing, call: Callable[..., Tensor]) -> Tensor:
+        """KimiDeltaAttention.mix with states and windows in a pool."""
+        s = attn.sizes
+        inputs = dict(zip(WINDOWS, (attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)), strict=True))
+        if s.use_short_conv:
+            index = pool.rows(pool.device_slots(slots)).place
+            filters = dict(zip(WINDOWS, (attn.q_conv1d, attn.k_conv1d, attn.v_conv1d), strict=True))
+            made = [filters[n](y, packing, pool.windows[n][index])[0] for n, y in inputs.items()]
+        else:
+            made, inputs = [F.silu(y) for y in inputs.values()], {}
+        q, k, v = (y.unflatten(-1, (-1, d)) for y, d in zip(made, (s.head_dim, s.head_dim, s.head_v_dim), strict=True))
+        o = call(
+            pool, q=q, k=k, v=v, g=attn.f_proj(x).unflatten(-1, (-1, s.head_dim)), beta=attn.b_proj(x), A_log=attn.A_log,
+            dt_bias=attn.dt_bias, window_inputs=inputs, backend=self.backend, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate, lower_bound=s.lower_bound,
+        )  # fmt: skip
+        return attn.o_proj(attn.o_norm(o, attn.g_proj(x).unflatten(-1, (-1, s.head_v_dim))).flatten(-2))

@@ -1,0 +1,195 @@
+"""Any order of calls: every sequence is what the float64 recurrence makes of its own tokens, and nobody else's."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import sequences
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from sequences import Sequence, pieces, tokens
+
+from kdakit.serving.slots import PoolFull
+
+CAPACITY = 4
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+seeds = st.integers(0, 2**32 - 1)
+
+
+class Serving(RuleBasedStateMachine):
+    """Slots and the sequences in them; `pool` comes from `open_pool`."""
+
+    open_pool = None
+
+    def __init__(self):
+        super().__init__()
+        self.pool = type(self).open_pool()
+        self.sequences: dict[int, Sequence] = {}
+        self.shelf = None  # (snapshot, sequence)
+        self.draft = None  # (draft, slots, x, o) that waits for its commit
+
+    def still(self):
+        """Slots that no draft is waiting for."""
+        return [s for s in self.sequences if self.draft is None or s not in self.draft[1]]
+
+    def choose(self, rng):
+        """Some slots in any order, padding among them."""
+        free = self.still()
+        chosen = [int(s) for s in rng.permutation(free)[: rng.integers(1, len(free) + 1)]]
+        for _ in range(rng.integers(0, 2)):
+            chosen.insert(int(rng.integers(0, len(chosen) + 1)), -1)
+        return chosen
+
+    def settle(self, slots, x, o, counts):
+        """The first counts[n] tokens of row n now belong to the sequence in slots[n]."""
+        for n, slot in enumerate(slots):
+            if slot < 0:
+                assert not o[n].any(), "a skipped row has an output"
+            elif counts[n]:
+                self.sequences[slot].extend(pieces(x, n, slice(0, counts[n])), o[n, : counts[n]])
+
+    @rule(count=st.integers(1, 3))
+    def allocate(self, count):
+        if count > self.pool.free_slots:
+            with pytest.raises(PoolFull):
+                self.pool.allocate(count)
+            return
+        slots = self.pool.allocate(count)
+        assert not set(slots) & set(self.sequences)
+        self.sequences |= {s: Sequence() for s in slots}
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=st.integers(0, 100))
+    def free(self, pick):
+        slot = sorted(self.sequences)[pick % len(self.sequences)]
+        self.sequences.pop(slot).check(self.pool.state(slot))
+        self.pool.free([slot])
+
+    @precondition(lambda self: self.sequences and self.pool.free_slots)
+    @rule(pick=st.integers(0, 100))
+    def fork(self, pick):
+        source = sorted(self.sequences)[pick % len(self.sequences)]
+        (slot,) = self.pool.fork(source)
+        self.sequences[slot] = Sequence(self.sequences[source])
+
+    @precondition(lambda self: self.sequences)
+    @rule(pick=st.integers(0, 100))
+    def snapshot(self, pick):
+        slot = sorted(self.sequences)[pick % len(self.sequences)]
+        self.shelf = self.pool.snapshot([slot]), Sequence(self.sequences[slot])
+
+    @precondition(lambda self: self.shelf and self.still())
+    @rule(pick=st.integers(0, 100))
+    def restore(self, pick):
+        slot = self.still()[pick % len(self.still())]
+        self.pool.restore([slot], self.shelf[0])
+        self.sequences[slot] = Sequence(self.shelf[1])
+
+    @precondition(lambda self: self.still())
+    @rule(seed=seeds, on_device=st.booleans())
+    def decode(self, seed, on_device):
+        rng = np.random.default_rng(seed)
+        slots = self.choose(rng)
+        x = tokens(rng, len(slots), 1)
+        self.settle(slots, x, self.pool.decode(slots, x, on_device), [1] * len(slots))
+
+    @precondition(lambda self: self.still())
+    @rule(seed=seeds, with_checkpoints=st.booleans())
+    def prefill(self, seed, with_checkpoints):
+        rng = np.random.default_rng(seed)
+        slots = self.choose(rng)
+        lengths = [int(n) for n in rng.choice([0, 1, 5, 16, 19], size=len(slots))]
+        x = tokens(rng, 1, sum(lengths))
+        wanted = [sorted(set(rng.integers(0, n + 1, 2).tolist())) for n in lengths] if with_checkpoints else None
+        o, made = self.pool.prefill(slots, x, lengths, wanted)
+        for n, slot in enumerate(slots):
+            start = sum(lengths[:n])
+            span = slice(start, start + lengths[n])
+            if slot < 0:
+                assert not o[0, span].any()
+                continue
+            before = Sequence(self.sequences[slot])
+            if lengths[n]:
+                self.sequences[slot].extend(pieces(x, 0, span), o[0, span])
+            if with_checkpoints:
+                p = wanted[n][0]
+                if p:
+                    before.extend(pieces(x, 0, slice(start, start + p)), o[0, start : start + p])
+                self.shelf = made[n][0], before
+
+    @precondition(lambda self: self.draft is None and self.still())
+    @rule(seed=seeds, count=st.sampled_from([1, 3, 4, 8]), on_device=st.booleans())
+    def verify(self, seed, count, on_device):
+        rng = np.random.default_rng(seed)
+        slots = self.choose(rng)
+        x = tokens(rng, len(slots), count)
+        o, draft = self.pool.verify(slots, x, on_device)
+        self.draft = draft, slots, x, o
+
+    @precondition(lambda self: self.draft)
+    @rule(seed=seeds, on_device=st.booleans())
+    def commit(self, seed, on_device):
+        draft, slots, x, o = self.draft
+        accepted = np.random.default_rng(seed).integers(0, x["q"].shape[1] + 1, len(slots)).tolist()
+        owners = [s for s in slots if s in self.sequences and self.generation(s) in self.known]
+        self.pool.commit(draft, accepted, on_device)
+        self.draft = None
+        counts = [n if s < 0 or s in owners else 0 for s, n in zip(slots, accepted, strict=True)]
+        self.settle(slots, x, o, counts)
+
+    def generation(self, slot):
+        return slot, self.pool.pool.table.generation[slot]
+
+    @property
+    def known(self):
+        """(slot, generation) pairs at the time of the draft."""
+        draft, slots, *_ = self.draft
+        return {(s, int(g)) for s, g in zip(slots, np.asarray(draft.generation), strict=False)}
+
+    @invariant()
+    def no_slot_is_lost(self):
+        assert self.pool.free_slots == CAPACITY - len(self.sequences)
+
+    def teardown(self):
+        for slot, sequence in self.sequences.items():
+            sequence.check(self.pool.state(slot))
+
+
+def run(open_pool, examples, steps):
+    machine = type("Machine", (Serving,), {"open_pool": staticmethod(open_pool)})
+    limits = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(machine, settings=limits)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("v_first", [False, True])
+def test_torch(v_first):
+    pytest.importorskip("torch")
+    run(lambda: sequences.TorchPool(CAPACITY, "torch_native", state_v_first=v_first), examples=25, steps=20)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+def test_jax():
+    pytest.importorskip("jax")
+    run(lambda: sequences.JaxPool(CAPACITY, "xla"), examples=8, steps=20)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+def test_triton_in_its_interpreter():
+    pytest.importorskip("torch")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
+def test_interpreted():
+    run(lambda: sequences.TorchPool(CAPACITY, "triton_gpu"), examples=8, steps=20)

@@ -1,0 +1,90 @@
+"""The pooled Triton kernels compile for three targets on a machine without a GPU, and keep the state in registers.
+
+Run as a script with a target's name it prints a JSON line per kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+TARGETS = ("sm_80", "sm_90", "gfx942")
+# (stored dtype, feedback, [V, K], K, V)
+POOLS = (("float32", False, False, 128, 128), ("float32", False, True, 256, 256), ("bfloat16", False, False, 128, 128),
+         ("int8", False, False, 128, 128), ("int8", True, True, 64, 48))  # fmt: skip
+STACK = 64
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(target):
+    pytest.importorskip("triton")
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
+        done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 3 * len(POOLS)
+    assert {r["kernel"] for r in rows} == {"pooled_kernel", "commit_kernel"}
+    for row in rows:
+        assert row["shared"] <= row["limit"] and (row["stack"] <= STACK or row["K"] > 128), row
+
+
+def compile_all(target: str) -> None:
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from kdakit.backends.triton_gpu import config as configs
+    from kdakit.backends.triton_gpu import launch, pool_launch
+    from kdakit.cases import FUSED, Case
+    from kdakit.problem import Arrays
+    from kdakit.serving.torch import Draft, StatePool
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "stages"))
+    from test_triton_offline import resources
+
+    chip = configs.CHIPS[target]
+    gpu = GPUTarget("hip", target, 64) if chip.hip else GPUTarget("cuda", int(target[3:]), 32)
+
+    class Driver:
+        """As much of a GPU driver as a compilation asks for."""
+
+        get_current_target = staticmethod(lambda: gpu)
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+        is_active = staticmethod(lambda: True)
+        map_python_to_cpp_type = staticmethod(lambda name: name)
+
+    run, size = JITFunction.run, 0
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        row = dict(kernel=self.__name__, K=size, shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
+        print(json.dumps(row), flush=True)
+
+    driver.set_active(Driver())
+    JITFunction.run = compile_only
+    launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)
+    for dtype, feedback, v_first, size, V in POOLS:
+        case = Case("offline", "", B=2, T=4, H=2, HV=2, K=size, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True,
+                    initial_state=False, options=FUSED | {"lower_bound": -5.0})  # fmt: skip
+        arrays = Arrays(*(None if x is None else torch.zeros(x.shape, dtype=getattr(torch, d))
+                          for x, d in zip(case.arrays("bfloat16"), case.dtypes("bfloat16"), strict=True)))  # fmt: skip
+        problem = case.problem("bfloat16", op="recurrent")
+        pool = StatePool(2, 2, size, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback)
+        slots = torch.zeros(2, dtype=torch.int64)
+        pool_launch.decode(problem, arrays, pool, slots, None)
+        _, generation, log = pool_launch.verify(problem, arrays, pool, slots, None)
+        pool_launch.commit(pool, Draft(None, slots, generation, log, {}, None, 4), slots)
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])
