@@ -165,8 +165,19 @@ def support_markdown() -> str:
     from kdakit.cli.generated import markdown_table
 
     table = support("cpu")
-    labels = list(next(iter(table.values())))
-    return markdown_table(["on a CPU", *(f"`{name}`" for name in table)], [[label, *(table[b][label] for b in table)] for label in labels])
+    rows, reasons = numbered(table)
+    drawn = markdown_table(["on a CPU", *(f"`{name}`" for name in table)], rows)
+    return "\n".join([drawn, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1))])
+
+
+def numbered(table: dict[str, dict[str, str]]) -> tuple[list[list[str]], list[str]]:
+    """[problem, 'yes' or 'no (n)' of each backend], and the n-th reasons: many backends leave no room for sentences between them."""
+    reasons: dict[str, int] = {OK: 0}
+    rows = []
+    for label in next(iter(table.values()), {}):
+        given = [reasons.setdefault(answers[label], len(reasons)) for answers in table.values()]
+        rows.append([label, *(f"no ({n})" if n else OK for n in given)])
+    return rows, list(reasons)[1:]
 
 
 def show(report: dict[str, Any]) -> None:
@@ -210,10 +221,9 @@ def _show_support(out, table) -> None:
         out.print(f"support {table}", markup=False)
         return
     shown = console.table("Which backend can run which problem here", "problem", *table)
-    reasons: dict[str, int] = {OK: 0}  # numbered: many backends leave no room for sentences between them
-    for label in next(iter(table.values()), {}):
-        given = [reasons.setdefault(answers[label], len(reasons)) for answers in table.values()]
-        shown.add_row(escape(label), *(f"no ({n})" if n else f"[green]{OK}[/green]" for n in given))
+    rows, reasons = numbered(table)
+    for row in rows:
+        shown.add_row(*(f"[green]{OK}[/green]" if cell == OK else escape(cell) for cell in row))
     out.print(shown)
-    for reason, n in list(reasons.items())[1:]:
+    for n, reason in enumerate(reasons, 1):
         out.print(f"({n}) {escape(reason)}")
