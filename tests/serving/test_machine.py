@@ -181,6 +181,12 @@ def test_jax():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+def test_pallas_in_its_interpreter():
+    pytest.importorskip("jax")
+    run(lambda: sequences.JaxPool(CAPACITY, "pallas_tpu"), examples=4, steps=20)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
 def test_triton_in_its_interpreter():
     pytest.importorskip("torch")
     if importlib.util.find_spec("triton") is None:

@@ -148,8 +148,25 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
-def test_number_of_parts():
+def test_what_no_gpu_has_shown_waits(monkeypatch):
+    """Without KDAKIT_UNCHECKED, gradients of a kind that was not compared on a GPU are refused there, and forwards take the older form."""
+    gpu = torch.device("cuda")
+    shown = CASES["lower_bound"].problem("bfloat16").replace(H=96, HV=96, K=128, V=128, needs_grad=True)
+    others = [
+        shown.replace(dtype="float16"), shown.replace(dtype="float32"), shown.replace(K=64), shown.replace(V=64), shown.replace(l2norm=False),
+        shown.replace(varlen="cu_seqlens"), CASES["softplus"].problem("bfloat16").replace(K=128, V=128, needs_grad=True),
+    ]  # fmt: skip
+    for unchecked in (False, True):
+        monkeypatch.setattr(configs, "UNCHECKED", unchecked)
+        assert triton_gpu.supports(shown, gpu) is None
+        assert all((triton_gpu.supports(p, gpu) is None) == unchecked for p in others)
+        assert all(triton_gpu.supports(p.replace(needs_grad=False), gpu) is None for p in others)
+        assert configs.choose(others[-1], configs.CHIPS["sm_90"]).normed == unchecked
+
+
+def test_number_of_parts(monkeypatch):
     """Few heads and long sequences are split, others not."""
+    monkeypatch.setattr(configs, "UNCHECKED", True)
     chip = configs.CHIPS["sm_90"]
 
     def number(H, T):
