@@ -154,7 +154,8 @@ def test_what_no_gpu_has_shown_waits(monkeypatch):
     shown = CASES["lower_bound"].problem("bfloat16").replace(H=96, HV=96, K=128, V=128, needs_grad=True)
     others = [
         shown.replace(dtype="float16"), shown.replace(dtype="float32"), shown.replace(K=64), shown.replace(V=64),
-        shown.replace(l2norm=False), shown.replace(varlen="cu_seqlens"), CASES["softplus"].problem("bfloat16").replace(K=128, V=128, needs_grad=True),
+        shown.replace(l2norm=False), shown.replace(varlen="cu_seqlens"),
+        CASES["softplus"].problem("bfloat16").replace(K=128, V=128, needs_grad=True),
     ]  # fmt: skip
     for unchecked in (False, True):
         monkeypatch.setattr(configs, "UNCHECKED", unchecked)
