@@ -175,7 +175,8 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
 def _lost(tile: Tile, flow: Flow):
     """[V, K]: what rounding q_in and k_in took from a gradient of the state."""
     inner = jnp.concatenate([flow.q_in, flow.k_in], axis=0)
-    return dot(tile, flow.rows, inner - operand(tile, inner).astype(jnp.float32), (0, 0))
+    rows = flow.rows.astype(jnp.float32).T  # [V, 2 C]; left to the product, libtpu fails on v5e and v5p: an internal check
+    return dot(tile, rows, inner - operand(tile, inner).astype(jnp.float32))
 
 
 def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, heads: list[Head], gradients) -> None:
