@@ -42,6 +42,7 @@ RACES = [
     (SEGMENTS, "float32", "chunk", 1, False),
     (PACKED, "float32", "chunk", 0, False),
     (STATES, "float32", "chunk", 1, True),
+    (PACKED, "bfloat16", "chunk", 1, False),
     (SMALL, "float32", "recurrent", 0, False),
     (PACKED, "float32", "recurrent", 0, True),
     (PACKED, "float32", "recurrent", 1, False),

@@ -6,6 +6,9 @@ Given d_o and dS', the gradient of the state after the chunk (states as [V, K], 
     d_q_in = d_o S     d_k_in = -d_r S         d_k_end = v_new dS'                 d_decay = sum_v S dS'
     d_A_qk = tril(d_o v_new^T)                 d_P = -strict_tril(d_r v_new^T)     d_beta = e . (r - P v_new),   r = v - k_in S^T
     dS = dS' Diag(decay) + d_o^T q_in - d_r^T k_in
+
+With bfloat16 operands a sequence's first chunk gets back what rounding takes from two float32 gradients, which in a short sequence nothing
+averages out: d_decay what its saved state misses of the initial one, d_initial_state what the factors q_in and k_in have lost.
 """
 
 from __future__ import annotations
@@ -71,8 +74,8 @@ def values_again(tile: Tile, heads: list[Head], matrices: list[Matrices], S: lis
     return r, apply_matrices(tile, matrices, "inverse", [h.beta * x for h, x in zip(heads, r, strict=True)])
 
 
-def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Rows, S, d_S, d_o, values=None) -> list[Flow]:
-    """Through output, state and the triangular system; S, d_S, d_o and, if saved, the `values` r and v_new are lists by head.
+def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Rows, S, d_S, d_o, values=None, missed=None) -> list[Flow]:
+    """Through output, state and the triangular system; S, d_S, d_o and, if there, the `values` r and v_new and `missed` are lists by head.
 
     Stage by stage for all heads: alone, one would wait for the matrix unit.
     """
@@ -95,7 +98,8 @@ def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Ro
     d_in = [dot(tile, both[n], S[n]) for n in each]  # [2 C, K]
     d_k_end = [dot(tile, v_new[n], d_S[n]) for n in each]
     decay = [chunk_decay(tile, h, rows) for h in heads]
-    d_decay = [decay[n] * jnp.sum(S[n].astype(jnp.float32) * d_S[n], axis=0, keepdims=True) for n in each]
+    kept = [jnp.sum(S[n].astype(jnp.float32) * d_S[n], axis=0, keepdims=True) for n in each]
+    d_decay = [decay[n] * (kept[n] if missed is None else kept[n] + missed[n]) for n in each]
     inner = [operand(tile, jnp.concatenate([q_in[n], k_in[n]], axis=0)) for n in each]
     d_state = [d_S[n] * decay[n] + dot(tile, both[n], inner[n], (0, 0)) for n in each]
     return [
@@ -108,9 +112,9 @@ def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Ro
 
 
 def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch):
-    """Blocks by name; scratch: the gradient of the state."""
+    """Blocks by name; scratch: the gradient of the state and, where first chunks get back what rounding took, `missed` [heads, 1, K]."""
     given = Given(**{n: inputs.pop(n) for n in Given._fields if n in inputs})
-    inputs, out, (d_state,) = Inputs(**inputs), Gradients(**outputs), scratch
+    inputs, out, (d_state, *missed) = Inputs(**inputs), Gradients(**outputs), scratch
     done, steps = pl.program_id(2), pl.num_programs(2)
     step = steps - 1 - done
     first = step == 0 if table is None else table.first[step] == 1
@@ -120,6 +124,16 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     def _():
         for h in range(tile.heads):
             d_state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if given.d_final is None else state_block(tile, given.d_final[0, h])
+        for ref in missed:
+            ref[...] = jnp.zeros_like(ref)
+
+    for ref in missed:
+
+        @pl.when(first)
+        def _(ref=ref):
+            for h in range(tile.heads):
+                lost = state_block(tile, inputs.initial[0, h]).astype(jnp.float32) - given.states[0, 0, h].astype(jnp.float32)
+                ref[h] = jnp.sum(lost * d_state[h], axis=0, keepdims=True)
 
     if out.d_gate is not None:
 
@@ -136,7 +150,8 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
     if given.values is not None:
         values = [[given.values[0, 0, h, n].astype(jnp.float32) for h in range(tile.heads)] for n in range(2)]
     S, d_S = ([ref[h] for h in range(tile.heads)] for ref in (given.states.at[0, 0], d_state))
-    flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o, values)
+    found = [missed[0][h] for h in range(tile.heads)] if missed else None
+    flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o, values, found)
     for h, flow in enumerate(flows):
         d_state[h] = flow.d_state
     d_q, d_k, d_g = [], [], []
@@ -152,8 +167,16 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
 
         @pl.when(first)
         def _():
-            for h in range(tile.heads):
-                out.d_initial[0, h] = state_block(tile, d_state[h])
+            for h, flow in enumerate(flows):
+                whole = d_state[h] + _lost(tile, flow) if missed else d_state[h]
+                out.d_initial[0, h] = state_block(tile, whole)
+
+
+def _lost(tile: Tile, flow: Flow):
+    """[V, K]: what rounding q_in and k_in took from a gradient of the state."""
+    inner = jnp.concatenate([flow.q_in, flow.k_in], axis=0)
+    rows = flow.rows.astype(jnp.float32).T  # [V, 2 C]; left to the product, libtpu fails on v5e and v5p: an internal check
+    return dot(tile, rows, inner - operand(tile, inner).astype(jnp.float32))
 
 
 def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, heads: list[Head], gradients) -> None:

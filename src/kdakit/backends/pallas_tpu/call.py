@@ -101,6 +101,8 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
         shape = shape_of((B, problem.HV, 2, t.K), jnp.float32)
         outputs["d_gate"] = Operand(shape, (1, t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (b, h, 0, 0))
     scratch = [pltpu.VMEM((t.heads, t.V, t.K), jnp.float32)]
+    if arrays.initial_state is not None and t.operand == "bfloat16":
+        scratch.append(pltpu.VMEM((t.heads, 1, t.K), jnp.float32))
     out = run(launch, partial(backward_kernel, t, problem.T), "kda_backward", inputs, outputs, scratch, reverse=True)
     return _gradients(problem, arrays, out, d_final_state)
 
