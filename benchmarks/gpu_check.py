@@ -24,6 +24,7 @@ os.environ.setdefault("KDAKIT_UNCHECKED", "1")  # before the backend is imported
 
 import numpy as np
 import torch
+from gpu_timing import median
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
@@ -182,18 +183,6 @@ def verdict(row):
     if worst and ratios[worst][1] <= 1:
         return f"ok {what}: {ratios[worst][1]:.2f} of the tolerance ({worst})"
     return f"BAD {what} {row.get('failed') or ratios}"
-
-
-def median(call, repeat=30, warmup=5):
-    for _ in range(warmup):
-        call()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return float(np.median([s.elapsed_time(e) for s, e in events]))
 
 
 def problem_of(name, bounded=True):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gpu_timing import median
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
@@ -221,18 +222,6 @@ def check():
         print(name, row, flush=True)
         write("check", rows)
     return rows
-
-
-def median(call, repeat=30, warmup=5):
-    for _ in range(warmup):
-        call()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeat)]
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
-    return float(np.median([s.elapsed_time(e) for s, e in events]))
 
 
 def microseconds(call, repeats=10):
