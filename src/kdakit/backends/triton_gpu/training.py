@@ -10,6 +10,7 @@ from kdakit.backends.triton_gpu import launch
 from kdakit.backends.triton_gpu.config import Config, bounded, padded
 from kdakit.backends.triton_gpu.gradient import gradient_kernel
 from kdakit.backends.triton_gpu.products import products_kernel
+from kdakit.backends.triton_gpu.rebuild import rebuild_normed_kernel
 from kdakit.backends.triton_gpu.replay import rebuild_kernel, replay_kernel
 from kdakit.backends.triton_gpu.reverse import restore_kernel, reverse_kernel
 from kdakit.problem import Arrays, Problem
@@ -74,7 +75,12 @@ def replay(problem: Problem, arrays: Arrays, x: launch.Views, lower, checkpoints
         BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
         HAS_DT_BIAS=problem.has_dt_bias, HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], PTX=config.ptx,
     )  # fmt: skip
-    launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
+    if config.normed:
+        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in rebuild_normed_kernel.arg_names}
+        few = {"maxnreg": config.rebuild_registers} if config.rebuild_registers else {}
+        launch.launch(rebuild_normed_kernel, slots * problem.HV, args, kept, num_warps=4, num_stages=1, **few)
+    else:
+        launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     args = (
         x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, out.decay, out.factors, out.states, out.r,
         problem.T, problem.N, NT, problem.HV, launch.CHECKPOINT, *x.strides["v"],
