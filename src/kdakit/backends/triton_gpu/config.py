@@ -37,6 +37,7 @@ class Config:
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
     rebuild_registers: int = 0  # per thread at most, of the rebuild kernel of `rebuild`; 0: the compiler's choice
+    gradient_registers: int = 0  # likewise, of the gradient kernel of `normed_gradient`
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two

@@ -9,6 +9,7 @@ import torch
 from kdakit.backends.triton_gpu import launch
 from kdakit.backends.triton_gpu.config import Config, bounded, padded
 from kdakit.backends.triton_gpu.gradient import gradient_kernel
+from kdakit.backends.triton_gpu.normed_gradient import gradient_normed_kernel
 from kdakit.backends.triton_gpu.products import products_kernel
 from kdakit.backends.triton_gpu.rebuild import rebuild_normed_kernel
 from kdakit.backends.triton_gpu.replay import rebuild_kernel, replay_kernel
@@ -151,6 +152,7 @@ def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o
         constants = common(problem, config) | dict(
             BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
             HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], STAGES=config.product_stages,
+            NORMED=config.normed and bounded(problem),
         )  # fmt: skip
         launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
     return out
@@ -174,7 +176,12 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
             BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
             HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
         )  # fmt: skip
-        launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
+        if config.normed and bounded(problem):
+            kept = {n: x for n, x in constants.items() if n in gradient_normed_kernel.arg_names}
+            few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
+            launch.launch(gradient_normed_kernel, slots * HV, args, kept, num_warps=max(1, padded(K) // 16), num_stages=1, **few)
+        else:
+            launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     if problem.group > 1:
         d_q, d_k = (w.view(B, T, H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     if d_A_log is not None:
