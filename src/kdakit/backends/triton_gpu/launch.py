@@ -31,24 +31,27 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
     """
-    constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
+    names = kernel.arg_names[len(args) :]
+    values = tuple([constants[name] for name in names])
     if INTERPRETED:
         if grid:
-            kernel[(grid,)](*args, **constants)
+            kernel[(grid,)](*args, *values)
         return
-    key = (kernel, tuple(map(_specialised, args)), tuple(constants.values()), tuple(options.values()), torch.cuda.current_device())
+    # Kernels are as old as their modules, so that their identity says as much as the hash of their source, which takes a lock.
+    key = (id(kernel), tuple([_specialised(x) for x in args]), values, *options.values(), torch.cuda.current_device())
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(grid,)](*args, **constants, **options) if grid else kernel.warmup(*args, grid=(1,), **constants, **options)
+        constants = dict(zip(names, values, strict=True)) | options
+        _compiled[key] = kernel[(grid,)](*args, **constants) if grid else kernel.warmup(*args, grid=(1,), **constants)
     elif grid:
-        compiled[(grid, 1, 1)](*args, *constants.values())
+        compiled[(grid, 1, 1)](*args, *values)
 
 
 def _specialised(x: Any) -> Any:
     """What Triton compiles a kernel parameter for."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
-    return x is None or (isinstance(x, int) and x.bit_length() > 31)
+    return x is None or (type(x) is int and x >= 2**31)
 
 
 class Views(NamedTuple):
