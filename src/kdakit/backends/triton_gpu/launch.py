@@ -246,3 +246,21 @@ def on_device(x: torch.Tensor):
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
+
+
+_second: dict[int, torch.cuda.Stream] = {}  # by device
+
+
+@contextlib.contextmanager
+def beside(x: torch.Tensor):
+    """Yields a context whose launches run beside the others of this one: they see what came before it, and what follows sees them."""
+    if not x.is_cuda:
+        yield contextlib.nullcontext
+        return
+    main = torch.cuda.current_stream()
+    second = _second.get(main.device_index)
+    if second is None:
+        second = _second[main.device_index] = torch.cuda.Stream()
+    second.wait_stream(main)
+    yield lambda: torch.cuda.stream(second)
+    main.wait_stream(second)
