@@ -264,6 +264,20 @@ def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Proble
     return make_problem(op, arrays, Options.decode(options), needs_grad)
 
 
+_known: dict[tuple, Problem] = {}
+
+
+def _described(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
+    """`_describe`, remembered by all that it looks at: for short sequences it takes longer than a kernel."""
+    key = (op, options, needs_grad, *[None if x is None else (x.shape, x.dtype, x.device) for x in arrays])
+    problem = _known.get(key)
+    if problem is None:
+        if len(_known) >= 4096:
+            _known.clear()
+        problem = _known[key] = _describe(arrays, op, options, needs_grad)
+    return problem
+
+
 def _check_values(problem: Problem, arrays: Arrays) -> None:
     """cu_seqlens where the host can see it, or everywhere when checks are on."""
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
@@ -279,7 +293,7 @@ def _empty(like: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "forward", "CompositeExplicitAutograd")
 def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad)
+    problem = _described(arrays, op, options, needs_grad)
     module = dispatch.select("torch", problem, q.device, backend)
     _check_values(problem, arrays)
     config = module.default_config(problem, q.device)
@@ -313,7 +327,7 @@ def _backward(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
 ):  # fmt: skip
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad=True)
+    problem = _described(arrays, op, options, needs_grad=True)
     module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
     with torch.autocast(q.device.type, enabled=False):
         grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))

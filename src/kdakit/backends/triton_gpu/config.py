@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kdakit.problem import Problem
@@ -36,8 +37,7 @@ class Config:
     split: bool = False  # so few heads that long sequences are scanned in parts
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
-    rebuild_registers: int = 0  # per thread at most, of the rebuild kernel of `rebuild`; 0: the compiler's choice
-    gradient_registers: int = 0  # likewise, of the gradient kernel of `normed_gradient`
+    gradient_registers: int = 0  # per thread at most, of the gradient kernel of `normed_gradient`; 0: the compiler's choice
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two
@@ -153,6 +153,7 @@ def trusted_backward(problem: Problem, chip: Chip) -> bool:
     return UNCHECKED or (seen and choose(problem, chip).normed)
 
 
+@lru_cache(maxsize=4096)
 def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"

@@ -30,6 +30,7 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
 
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
+    Constants that it does not name are left out.
     """
     names = kernel.arg_names[len(args) :]
     values = tuple([constants[name] for name in names])
@@ -126,12 +127,11 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
         ALIGN=x.align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
         HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
         PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
-        HAS_LOWER=space.lower is not None,
+        HAS_LOWER=space.lower is not None, BOUNDED=bounded(problem),
     )  # fmt: skip
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
     if config.normed:
-        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
-        launch(prepare_normed_kernel, space.slots * problem.HV, args, kept, num_warps=config.prepare_warps, num_stages=1, **registers)
+        launch(prepare_normed_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
         return space
     launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space

@@ -77,11 +77,10 @@ def rebuild(problem: Problem, arrays: Arrays, x: launch.Views, lower, config: Co
     constants = common(problem, config) | dict(
         BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
         HAS_DT_BIAS=problem.has_dt_bias, HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], PTX=config.ptx,
+        BOUNDED=bounded(problem),
     )  # fmt: skip
     if config.normed:
-        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in rebuild_normed_kernel.arg_names}
-        few = {"maxnreg": config.rebuild_registers} if config.rebuild_registers else {}
-        launch.launch(rebuild_normed_kernel, slots * problem.HV, args, kept, num_warps=4, num_stages=1, **few)
+        launch.launch(rebuild_normed_kernel, slots * problem.HV, args, constants, num_warps=4, num_stages=1)
     else:
         launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     return out
@@ -186,9 +185,8 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
             HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
         )  # fmt: skip
         if config.normed and bounded(problem):
-            kept = {n: x for n, x in constants.items() if n in gradient_normed_kernel.arg_names}
             few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
-            launch.launch(gradient_normed_kernel, slots * HV, args, kept, num_warps=max(1, padded(K) // 16), num_stages=1, **few)
+            launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=max(1, padded(K) // 16), num_stages=1, **few)
         else:
             launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     if problem.group > 1:
