@@ -160,7 +160,7 @@ def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o
         constants = common(problem, config) | dict(
             BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
             HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], STAGES=config.product_stages,
-            NORMED=config.normed and bounded(problem),
+            NORMED=config.normed,
         )  # fmt: skip
         launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
     return out
@@ -184,7 +184,7 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
             BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
             HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
         )  # fmt: skip
-        if config.normed and bounded(problem):
+        if config.normed:
             few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
             launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=max(1, padded(K) // 16), num_stages=1, **few)
         else:
