@@ -8,9 +8,11 @@ and activation checkpointing see as single calls.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -259,9 +261,31 @@ _LIBRARY.define(
 )
 
 
+class _Spec(NamedTuple):
+    """As much of a tensor as `make_problem` looks at."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
     check_devices(arrays)
     return make_problem(op, arrays, Options.decode(options), needs_grad)
+
+
+def _describe_real(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
+    """`_describe` for tensors whose sizes are plain numbers: a call like an earlier one is not described, nor checked, anew."""
+    check_devices(arrays)
+    return _described(op, options, needs_grad, *(None if x is None else _Spec(x.shape, x.dtype) for x in arrays))
+
+
+@lru_cache(maxsize=1024)
+def _described(op: str, options: str, needs_grad: bool, *specs: _Spec | None) -> Problem:
+    return make_problem(op, Arrays(*specs), Options.decode(options), needs_grad)
+
+
+def _without_autocast(kind: str):
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def _check_values(problem: Problem, arrays: Arrays) -> None:
@@ -279,11 +303,11 @@ def _empty(like: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "forward", "CompositeExplicitAutograd")
 def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad)
+    problem = _describe_real(arrays, op, options, needs_grad)
     module = dispatch.select("torch", problem, q.device, backend)
     _check_values(problem, arrays)
     config = module.default_config(problem, q.device)
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         if op == "recurrent":
             result, saved = module.step(problem, arrays, config), []
         else:
@@ -313,9 +337,9 @@ def _backward(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
 ):  # fmt: skip
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad=True)
+    problem = _describe_real(arrays, op, options, needs_grad=True)
     module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))
     return [_empty(q) if x is None else x.contiguous() for x in grads[: len(DIFFERENTIABLE)]]
 

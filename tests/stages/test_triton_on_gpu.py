@@ -133,7 +133,8 @@ def captured(function):
 def test_graph_capture(name, what):
     """A captured call computes from what its inputs, cu_seqlens included, hold when it is replayed."""
     case, x, cotangents = inputs(name, grad=what == "training")
-    run = {"forward": lambda: call(case, x), "training": lambda: train(case, x, cotangents), "decode": lambda: call(case, x, "recurrent")}[what]
+    calls = {"forward": lambda: call(case, x), "training": lambda: train(case, x, cotangents), "decode": lambda: call(case, x, "recurrent")}
+    run = calls[what]
     replay = captured(run)
     first = [o.clone() for o in replay()]
     assert same(first, run())

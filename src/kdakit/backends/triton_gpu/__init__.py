@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose, trusted_backward
+from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, trusted_backward
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -46,7 +46,7 @@ def operand_dtype(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, device: Any) -> Config:
-    return choose(problem, chip_of(device))
+    return chosen(problem, chip_of(device))
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kdakit.problem import Problem
@@ -83,7 +84,14 @@ def chip_of(device: Any) -> Chip:
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return CHIPS["sm_90"]
-    properties = torch.cuda.get_device_properties(device)
+    return _chip_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _chip_of(index: int) -> Chip:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return CHIPS.get(properties.gcnArchName.partition(":")[0], CHIPS["gfx942"])
     number = properties.major * 10 + properties.minor
@@ -122,6 +130,7 @@ def backward_sizes(problem: Problem, chip: Chip) -> dict[str, Any]:
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def parts(problem: Problem, config: Config) -> int:
     """Into how many parts the scan of each sequence is split, by the times of a chunk in microseconds that an H200 takes; 1: not at all.
 
@@ -191,3 +200,9 @@ def choose(problem: Problem, chip: Chip) -> Config:
         registers=255 if not chip.hip and (wide or chip.name == "sm_80") else 0, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
         **backward_sizes(problem, chip),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def chosen(problem: Problem, chip: Chip) -> Config:
+    """`choose`, remembered: for sizes that are plain numbers."""
+    return choose(problem, chip)

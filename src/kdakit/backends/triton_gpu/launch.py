@@ -20,6 +20,7 @@ from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+FAR_INT = 2**31
 FAR = 2**24  # elements: within a chunk offsets are 32-bit
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
@@ -31,24 +32,29 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
     """
-    constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
+    values = [constants[name] for name in kernel.arg_names[len(args) :]]
+    key = (kernel, torch.cuda.current_device(), *options.values(), *values, *map(_specialised, args)) if not INTERPRETED else None
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        if grid:
+            compiled[(grid, 1, 1)](*args, *values)
+        return
+    named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
     if INTERPRETED:
         if grid:
-            kernel[(grid,)](*args, **constants)
+            kernel[(grid,)](*args, **named)
         return
-    key = (kernel, tuple(map(_specialised, args)), tuple(constants.values()), tuple(options.values()), torch.cuda.current_device())
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(grid,)](*args, **constants, **options) if grid else kernel.warmup(*args, grid=(1,), **constants, **options)
-    elif grid:
-        compiled[(grid, 1, 1)](*args, *constants.values())
+    _compiled[key] = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
 
 
 def _specialised(x: Any) -> Any:
     """What Triton compiles a kernel parameter for."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return x is None or (isinstance(x, int) and x.bit_length() > 31)
+    kind = type(x)
+    if kind is int:
+        return -FAR_INT <= x < FAR_INT
+    if kind is float or x is None:
+        return kind
+    return x.dtype, x.data_ptr() % 16 == 0
 
 
 class Views(NamedTuple):
@@ -64,12 +70,17 @@ class Views(NamedTuple):
 
 def views(arrays: Arrays) -> Views:
     """Strides are honoured; only a tensor whose channels are not adjacent in memory, or whose tokens lie absurdly far apart, is copied."""
-    near = [(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(1) < FAR for x in arrays[:4]]
-    tensors = [x if keep else x.contiguous() for x, keep in zip(arrays[:4], near, strict=True)]
-    own = [[s if n > 1 else 0 for s, n in zip(x.stride(), x.shape[:3], strict=False)] for x in tensors]
-    align = math.gcd(16, *(s for strides in own for s in strides))
-    strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=True)}
-    return Views(*tensors, align, strides | {"b": arrays.beta.stride()})
+    tensors, own = [], []
+    for x in arrays[:4]:
+        _, token, _, channel = x.stride()
+        if token >= FAR or (channel != 1 and x.shape[3] != 1):
+            x = x.contiguous()
+        tensors.append(x)
+        own.append([s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)])
+    align = math.gcd(16, *own[0], *own[1], *own[2], *own[3])
+    strides = {name: (b // align, t // align, h // align) for name, (b, t, h) in zip("qkvg", own, strict=True)}
+    strides["b"] = arrays.beta.stride()
+    return Views(*tensors, align, strides)
 
 
 def chunk_slots(problem: Problem, C: int) -> int:
