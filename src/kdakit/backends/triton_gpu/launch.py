@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ FAR_INT = 2**31
 FAR = 2**24  # elements: within a chunk offsets are 32-bit
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
+_recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
 
 
 def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> None:
@@ -33,18 +36,31 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
     """
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
-    key = (kernel, torch.cuda.current_device(), *options.values(), *values, *map(_specialised, args)) if not INTERPRETED else None
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        if grid:
-            compiled[(grid, 1, 1)](*args, *values)
-        return
-    named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
-    if INTERPRETED:
-        if grid:
+    record = _recorded.get()
+    if INTERPRETED or record is not None:
+        named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
+        if record is not None:
+            record.append((kernel, args, named, options))
+        elif grid:
             kernel[(grid,)](*args, **named)
         return
-    _compiled[key] = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
+    key = kernel, torch.cuda.current_device(), *options.values(), *values, *map(_specialised, args)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
+        _compiled[key] = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
+    elif grid:
+        compiled[(grid, 1, 1)](*args, *values)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list]:
+    """Within, `launch` runs nothing: it adds (kernel, arguments, constants, options) to the list."""
+    token = _recorded.set(record := [])
+    try:
+        yield record
+    finally:
+        _recorded.reset(token)
 
 
 def _specialised(x: Any) -> Any:
@@ -213,6 +229,10 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     with on_device(arrays.q):
+        if arrays.q.is_cuda:
+            from kdakit.backends.triton_gpu import ahead
+
+            ahead.compile_all(problem, arrays, config)
         space = prepare(problem, arrays, x, config)
         result = scan(problem, arrays, x, space, config)
         if not problem.needs_grad:
