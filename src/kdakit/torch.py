@@ -119,12 +119,16 @@ def fused_recurrent_kda(
     cu_seqlens_cpu: Tensor | None = None,
     safe_gate: bool = False,
     backend: str = "auto",
+    inplace_final_state: bool = False,
     **compatibility: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA token by token, for decoding and short sequences. Arguments and results as in `chunk_kda`, positions as in fla.ops.kda.
 
     initial_state may also be bfloat16 or float16: arithmetic is float32, and final_state comes back in the same dtype. Gradients are those
     of `chunk_kda`.
+
+    inplace_final_state: the final state is written over initial_state, which is also what comes back as final_state. Not for calls that
+    are differentiated: their backward would need what has been overwritten.
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)
@@ -134,7 +138,9 @@ def fused_recurrent_kda(
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, state_v_first=state_v_first,
     )  # fmt: skip
-    return _call("recurrent", arrays, options, backend)
+    if not isinstance(inplace_final_state, bool):
+        raise TypeError(f"inplace_final_state must be True or False, got {inplace_final_state!r}")
+    return _call_in_place(arrays, options, backend) if inplace_final_state else _call("recurrent", arrays, options, backend)
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
@@ -233,14 +239,29 @@ def autocast(arrays: Arrays) -> Arrays:
     return arrays._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
 
 
-def _call(op: str, arrays: Arrays, options: Options, backend: str):
+def _check_tensors(arrays: Arrays, backend: str) -> bool:
+    """Whether the call will be differentiated, if these are tensors at all."""
     check_backend_name(backend)
     for name, array in zip(Arrays._fields, arrays, strict=True):
         if array is not None and not isinstance(array, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(array).__name__}")
         if array is None and name in ("q", "k", "v", "g", "beta"):
             raise TypeError(f"{name} must be a torch.Tensor, got None")
-    needs_grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
+    return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
+
+
+def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tensor, Tensor]:
+    if _check_tensors(arrays, backend):
+        raise ValueError("inplace_final_state=True overwrites initial_state, which a backward would need: call it under torch.no_grad(), "
+                         "got tensors that require gradients")  # fmt: skip
+    if arrays.initial_state is None:
+        raise ValueError("inplace_final_state=True requires initial_state, which it overwrites, got None")
+    o = torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend)
+    return o, arrays.initial_state
+
+
+def _call(op: str, arrays: Arrays, options: Options, backend: str):
+    needs_grad = _check_tensors(arrays, backend)
     o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, needs_grad)
     final = final_state if options.output_final_state else None
     return (o, final, states) if options.return_intermediate_states else (o, final)
@@ -257,6 +278,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     f"backward({_SCHEMA_ARRAYS}, Tensor[] saved, Tensor d_o, Tensor? d_final_state, str op, str options, str backend) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    f"step_({_SCHEMA_ARRAYS.replace('Tensor? initial_state', 'Tensor(a!) initial_state')}, str options, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -330,6 +355,24 @@ def _forward_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, c
     if needs_grad and op == "chunk":
         saved = [q.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in module.saved_specs(problem, q.device)]
     return o, final, states, saved
+
+
+@torch.library.impl(_LIBRARY, "step_", "CompositeExplicitAutograd")
+def _step_(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, options, backend):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    problem = _describe_real(arrays, "recurrent", options, False)
+    module = dispatch.select("torch", problem, q.device, backend)
+    _check_values(problem, arrays)
+    torch.autograd.graph.increment_version(initial_state)
+    with _without_autocast(q.device.type):
+        return module.step(problem, arrays, module.default_config(problem, q.device), final_state=initial_state).o
+
+
+@torch.library.register_fake("kdakit::step_", lib=_LIBRARY)
+def _step_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, options, backend):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    dispatch.select("torch", _describe(arrays, "recurrent", options, False), q.device, backend)
+    return q.new_empty(v.shape, dtype=v.dtype)
 
 
 @torch.library.impl(_LIBRARY, "backward", "CompositeExplicitAutograd")

@@ -66,6 +66,25 @@ def same(results, others):
     return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
 
 
+@pytest.mark.parametrize("name", ["one", "packed", "softplus", "tall"])
+def test_sequences_in_parts(name):
+    """Few heads and long sequences: scanned in parts, forward and gradients against float64."""
+    from kdakit.backends.triton_gpu import chip_of, config
+
+    changes = {
+        "one": dict(T=2500), "packed": dict(T=6000, lengths=(2500, 0, 70, 3430)),
+        "softplus": dict(T=2500, options=FUSED | {"chunk_size": 64}), "tall": dict(T=2500, K=64, options=BOUNDED | {"state_v_first": True}),
+    }[name]  # fmt: skip
+    case = Case(f"parts_{name}", "long", **MODEL | dict(H=1, HV=1) | changes)
+    problem = case.problem("bfloat16", needs_grad=True)
+    chosen = config.choose(problem, chip_of("cuda"))
+    if not chosen.split:
+        pytest.skip("sequences are not split on this chip")
+    assert config.parts(problem, chosen) > 1
+    rows = checking.check("triton_gpu", case, "bfloat16")
+    assert all(r.ok for r in rows), rows
+
+
 class Poisoned:
     """Every tensor that torch.empty makes is full of NaN and lies between borders of NaN."""
 
@@ -145,6 +164,34 @@ def test_graph_capture(name, what):
             x.cu_seqlens.copy_(torch.tensor([0, 64, 64, 191, 290, 300]))
     second = [o.clone() for o in replay()]
     assert same(second, run()) and not same(second[:1], first[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_decoding_in_place(T, dtype):
+    """One launch of T tokens that moves the state on, captured: replays go on from where the last one ended."""
+    from kdakit.backends.triton_gpu import launch
+
+    case, x, _ = inputs("model")
+    x = x._replace(**{n: getattr(x, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")})
+    options = {n: o for n, o in case.call_options.items() if n not in ("chunk_size", "safe_gate")}
+    named = {n: a for n, a in x._asdict().items() if a is not None and n != "initial_state"}
+    states = [x.initial_state.to(dtype) for _ in range(2)]
+
+    def step(state, in_place):
+        return kt.fused_recurrent_kda(**named, **options, initial_state=state, inplace_final_state=in_place, backend="triton_gpu")
+
+    with launch.recording() as recorded:
+        step(states[0].clone(), True)
+    assert len(recorded) == 1
+    mine = states[0].clone()
+    replay = captured(lambda: step(mine, True)[:1])
+    mine.copy_(states[0])
+    for _ in range(3):
+        (o,) = replay()
+        want, states[1] = step(states[1], False)
+        assert torch.equal(o, want) and torch.equal(mine, states[1])
+    assert not torch.equal(mine, states[0])
 
 
 def test_more_than_2_to_the_31_elements():

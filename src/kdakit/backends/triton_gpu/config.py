@@ -10,8 +10,6 @@ from typing import Any
 from kdakit.problem import Problem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-# What is right in Triton's interpreter and compiles, but has not been compared with float64 on a GPU, waits for KDAKIT_UNCHECKED=1.
-UNCHECKED = INTERPRETED or os.environ.get("KDAKIT_UNCHECKED", "0") not in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -153,13 +151,6 @@ def parts(problem: Problem, config: Config) -> int:
     return min(range(1, 17), key=time)
 
 
-def trusted_backward(problem: Problem, chip: Chip) -> bool:
-    """Whether the backward of such a problem has been compared with float64 on such a GPU: Triton 3.6 has compiled right kernels of it to
-    wrong ones, see `backward_sizes`."""
-    seen = chip.name == "sm_90" and problem.K == problem.V == 128 and not problem.varlen
-    return UNCHECKED or (seen and choose(problem, chip).normed)
-
-
 def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"
@@ -186,9 +177,8 @@ def choose(problem: Problem, chip: Chip) -> Config:
     # Normalised keys keep the inverse within a few units, so that float16, as accurate as tf32 and twice as fast, holds it.
     solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
     normed = solve == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
-    normed = normed and (UNCHECKED or (bounded(problem) and KP == 128))
     # Elsewhere it would want more shared memory.
-    split = UNCHECKED and sequences * 6 <= chip.processors and chip.wgmma and KP <= 128 and not wide
+    split = sequences * 6 <= chip.processors and chip.wgmma and KP <= 128 and not wide
     if split:
         block_v, scan_warps = min(64, VP, KP), 4
     return Config(

@@ -242,14 +242,18 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
         return result, training.saved(problem, arrays, x, space, config)
 
 
-def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
-    """The token recurrence in one launch."""
+def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> Result:
+    """The token recurrence in one launch. final_state: where the state goes, perhaps over the initial one, of which every program reads and
+    writes a part of its own."""
     o = problem.options
+    if final_state is not None and not final_state.is_contiguous():
+        result = step(problem.replace(output_final_state=True), arrays, config)
+        return result._replace(final_state=final_state.copy_(result.final_state))
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
-    final = None
-    if o.output_final_state:
+    final = final_state
+    if final is None and o.output_final_state:
         final = torch.empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype), device=x.v.device)
     grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
     if grid:
