@@ -165,6 +165,8 @@ def test_operator_registration(op, needs_grad):
     if not needs_grad:
         tensors = [x.detach() for x in tensors]
     torch.library.opcheck(torch.ops.kdakit.forward.default, (*tensors, None, None, op, options.encode(), "auto", needs_grad))
+    if not needs_grad:
+        torch.library.opcheck(torch.ops.kdakit.inference.default, (*tensors, None, None, op, options.encode(), "auto"))
 
 
 def test_export():

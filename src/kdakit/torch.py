@@ -261,8 +261,11 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
-    needs_grad = _check_tensors(arrays, backend)
-    o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, needs_grad)
+    if _check_tensors(arrays, backend):
+        o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
+    else:
+        o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
+        final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None
     final = final_state if options.output_final_state else None
     return (o, final, states) if options.return_intermediate_states else (o, final)
 
@@ -276,6 +279,7 @@ _LIBRARY.define(
     f"forward({_SCHEMA_ARRAYS}, str op, str options, str backend, bool needs_grad) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define(f"inference({_SCHEMA_ARRAYS}, str op, str options, str backend) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
     f"backward({_SCHEMA_ARRAYS}, Tensor[] saved, Tensor d_o, Tensor? d_final_state, str op, str options, str backend) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -301,12 +305,13 @@ def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Proble
 def _describe_real(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
     """`_describe` for tensors whose sizes are plain numbers: a call like an earlier one is not described, nor checked, anew."""
     check_devices(arrays)
-    return _described(op, options, needs_grad, *(None if x is None else _Spec(x.shape, x.dtype) for x in arrays))
+    return _described(op, options, needs_grad, *[None if x is None else (x.shape, x.dtype) for x in arrays])
 
 
 @lru_cache(maxsize=1024)
-def _described(op: str, options: str, needs_grad: bool, *specs: _Spec | None) -> Problem:
-    return make_problem(op, Arrays(*specs), Options.decode(options), needs_grad)
+def _described(op: str, options: str, needs_grad: bool, *specs: tuple[torch.Size, torch.dtype] | None) -> Problem:
+    arrays = Arrays(*(None if x is None else _Spec(*x) for x in specs))
+    return make_problem(op, arrays, Options.decode(options), needs_grad)
 
 
 def _without_autocast(kind: str):
@@ -328,16 +333,28 @@ def _empty(like: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "forward", "CompositeExplicitAutograd")
 def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe_real(arrays, op, options, needs_grad)
-    module = dispatch.select("torch", problem, q.device, backend)
-    _check_values(problem, arrays)
-    config = module.default_config(problem, q.device)
-    with _without_autocast(q.device.type):
-        if op == "recurrent":
-            result, saved = module.step(problem, arrays, config), []
-        else:
-            result, saved = module.forward(problem, arrays, config)
+    result, saved = _run(arrays, op, options, backend, needs_grad)
     return result.o, *(_empty(q) if x is None else x for x in result[1:]), saved
+
+
+@torch.library.impl(_LIBRARY, "inference", "CompositeExplicitAutograd")
+def _inference(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend):
+    """`forward` for calls that are not differentiated: what PyTorch does around an operator with a derivative takes as long as a short
+    sequence. Returns o, and the final state and the states before each chunk where they are asked for."""
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    return [x for x in _run(arrays, op, options, backend, False)[0] if x is not None]
+
+
+def _run(arrays: Arrays, op: str, options: str, backend: str, needs_grad: bool):
+    problem = _describe_real(arrays, op, options, needs_grad)
+    device = arrays.q.device
+    module = dispatch.select("torch", problem, device, backend)
+    _check_values(problem, arrays)
+    config = module.default_config(problem, device)
+    with _without_autocast(device.type):
+        if op == "recurrent":
+            return module.step(problem, arrays, config), []
+        return module.forward(problem, arrays, config)
 
 
 @torch.library.register_fake("kdakit::forward", lib=_LIBRARY)
@@ -355,6 +372,14 @@ def _forward_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, c
     if needs_grad and op == "chunk":
         saved = [q.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in module.saved_specs(problem, q.device)]
     return o, final, states, saved
+
+
+@torch.library.register_fake("kdakit::inference", lib=_LIBRARY)
+def _inference_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend):
+    arrays = q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu
+    o, final_state, states, _ = _forward_fake(*arrays, op, options, backend, False)
+    wanted = Options.decode(options)
+    return [o] + [final_state] * wanted.output_final_state + [states] * wanted.return_intermediate_states
 
 
 @torch.library.impl(_LIBRARY, "step_", "CompositeExplicitAutograd")

@@ -50,10 +50,9 @@ def compile_all(target: str) -> None:
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
 
+    from kdakit.backends.triton_gpu import ahead
     from kdakit.backends.triton_gpu import config as configs
-    from kdakit.backends.triton_gpu import launch, training
     from kdakit.cases import FUSED, Case
     from kdakit.problem import Arrays
 
@@ -81,23 +80,18 @@ def compile_all(target: str) -> None:
         def map_python_to_cpp_type(self, name):
             return name
 
-    run, name, seen, longer = JITFunction.run, "", set(), False
-
-    def compile_only(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        if longer and id(kernel) in seen:
-            return
-        seen.add(id(kernel))
-        sizes = dict(shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
-        print(json.dumps(dict(kernel=self.__name__, problem=name, new=not longer, **sizes)), flush=True)
-
     driver.set_active(Driver())
-    JITFunction.run = compile_only
+    seen: set[int] = set()
 
-    def launch_any(kernel, grid, args, constants, **options):
-        kernel[(grid,)](*args, **{n: constants[n] for n in kernel.arg_names[len(args) :]}, **options)
+    def compile_launches(problem, arrays, longer):
+        for kernel, args, constants, options in ahead.launches(problem, arrays, configs.choose(problem, chip)):
+            made = kernel.warmup(*args, grid=(1,), **constants, **options)
+            if longer and id(made) in seen:
+                continue
+            seen.add(id(made))
+            sizes = dict(shared=made.metadata.shared, limit=chip.shared_memory, **resources(made))
+            print(json.dumps(dict(kernel=kernel.__name__, problem=str(problem), new=not longer, **sizes)), flush=True)
 
-    launch.launch = launch_any
     for index, (dtype, K, V, bounded, H) in enumerate(PROBLEMS):
         options = FUSED | {"chunk_size": 64} | ({"lower_bound": -5.0} if bounded else {})
         case = Case("offline", "", T=1, H=H, HV=H, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
@@ -106,16 +100,12 @@ def compile_all(target: str) -> None:
             problem = case.problem(dtype).replace(T=T)
             shapes = [None if x is None else (1, T, *x.shape[2:]) if x.shape[:2] == (1, 1) else x.shape for x in case.arrays(dtype)[:5]]
             rest = [None if x is None else x.shape for x in case.arrays(dtype)[5:]]
-            arrays = Arrays(*(None if s is None else torch.zeros(s, dtype=getattr(torch, d))
+            arrays = Arrays(*(None if s is None else torch.empty(s, dtype=getattr(torch, d), device="meta")
                               for s, d in zip(shapes + rest, case.dtypes(dtype), strict=True)))  # fmt: skip
-            config, name = configs.choose(problem, chip), str(problem)
-            launch.forward(problem, arrays, config)
-            launch.step(problem.replace(op="recurrent"), arrays, config)
+            compile_launches(problem, arrays, longer)
+            compile_launches(problem.replace(op="recurrent"), arrays, longer)
             if index == 0 and target in BACKWARD:
-                training_problem = problem.replace(needs_grad=True)
-                config = configs.choose(training_problem, chip)
-                kept = launch.forward(training_problem, arrays, config)[1]
-                training.backward(training_problem, arrays, kept, torch.zeros_like(arrays.v), torch.zeros(problem.state_shape), config)
+                compile_launches(problem.replace(needs_grad=True), arrays, longer)
 
 
 def resources(kernel) -> dict[str, int]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
 
 
 def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> None:
-    """Run `kernel` on `grid` programs; `args` and `constants` together are its parameters.
+    """Run `kernel` on `grid` programs; `args` and those of `constants` that it has are its parameters.
 
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
@@ -86,17 +87,24 @@ class Views(NamedTuple):
 
 def views(arrays: Arrays) -> Views:
     """Strides are honoured; only a tensor whose channels are not adjacent in memory, or whose tokens lie absurdly far apart, is copied."""
-    tensors, own = [], []
-    for x in arrays[:4]:
-        _, token, _, channel = x.stride()
-        if token >= FAR or (channel != 1 and x.shape[3] != 1):
-            x = x.contiguous()
-        tensors.append(x)
-        own.append([s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)])
-    align = math.gcd(16, *own[0], *own[1], *own[2], *own[3])
-    strides = {name: (b // align, t // align, h // align) for name, (b, t, h) in zip("qkvg", own, strict=True)}
-    strides["b"] = arrays.beta.stride()
-    return Views(*tensors, align, strides)
+    q, k, v, g, beta = arrays[:5]
+    layouts = (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), (g.shape, g.stride())
+    near, align, strides = _layout(layouts, beta.stride())
+    if not near:
+        near = [_layout((layout,), ())[0] for layout in layouts]
+        q, k, v, g = (x if keep else x.contiguous() for x, keep in zip((q, k, v, g), near, strict=True))
+        _, align, strides = _layout(tuple((x.shape, x.stride()) for x in (q, k, v, g)), beta.stride())
+    return Views(q, k, v, g, align, strides)
+
+
+@lru_cache(maxsize=1024)
+def _layout(layouts: tuple, beta: tuple) -> tuple[bool, int, dict]:
+    """Of tensors' (shape, strides): whether the kernels can read them, and what `Views` says of them."""
+    near = all((stride[3] == 1 or shape[3] == 1) and stride[1] < FAR for shape, stride in layouts)
+    own = [[s if n > 1 else 0 for s, n in zip(stride[:3], shape[:3], strict=True)] for shape, stride in layouts]
+    align = math.gcd(16, *(s for strides in own for s in strides))
+    strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=False)}
+    return near, align, strides | {"b": beta}
 
 
 def chunk_slots(problem: Problem, C: int) -> int:
@@ -133,6 +141,18 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
     return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
 
 
+@lru_cache(maxsize=1024)
+def prepare_constants(problem: Problem, config: Config, align: int) -> dict[str, Any]:
+    o = problem.options
+    return dict(
+        K=problem.K, KP=padded(problem.K), C=config.chunk, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
+        ALIGN=align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
+        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
+        PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
+        HAS_LOWER=problem.needs_grad, BOUNDED=bounded(problem),
+    )  # fmt: skip
+
+
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
     """Stage intra of every chunk."""
     o, C = problem.options, config.chunk
@@ -145,20 +165,22 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
         o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
-    constants = dict(
-        K=problem.K, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
-        ALIGN=x.align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
-        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
-        PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
-        HAS_LOWER=space.lower is not None,
-    )  # fmt: skip
+    constants = prepare_constants(problem, config, x.align)
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
-    if config.normed:
-        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
-        launch(prepare_normed_kernel, space.slots * problem.HV, args, kept, num_warps=config.prepare_warps, num_stages=1, **registers)
-        return space
-    launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
+    kernel = prepare_normed_kernel if config.normed else prepare_kernel
+    launch(kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
+
+
+@lru_cache(maxsize=1024)
+def scan_constants(problem: Problem, config: Config, align: int) -> dict[str, Any]:
+    o = problem.options
+    return dict(
+        K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=config.chunk, S=config.half, GROUP=config.group,
+        ALIGN=align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
+        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state, HAS_STATES=o.return_intermediate_states,
+        HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
+    )  # fmt: skip
 
 
 def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
@@ -169,37 +191,29 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
     grid = problem.N * problem.HV * -(-problem.V // config.block_v)
     if grid:
-        shared = dict(
-            K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=C, S=config.half, GROUP=config.group, ALIGN=x.align,
-            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, PRECISION=config.precision,
-            STAGES=config.scan_stages,
-        )  # fmt: skip
-        number, parts = split(problem, arrays, x, space, config, shared) if config.split else (1, None)
+        constants = scan_constants(problem, config, x.align)
+        number, parts = split(problem, arrays, x, space, config, constants) if config.split else (1, None)
         args = (
             x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
             offsets, space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
             max(1, o.chunk_size // C), CHECKPOINT, number,
-        )  # fmt: skip
-        constants = shared | dict(
-            BV=config.block_v, HAS_FINAL=final is not None, HAS_STATES=states is not None, HAS_CHECKPOINTS=space.checkpoints is not None,
-            SPLIT=config.split,
         )  # fmt: skip
         registers = {"maxnreg": config.registers} if config.registers else {}
         launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
     return Result(out, final, states)
 
 
-def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, shared: dict) -> tuple[int, torch.Tensor]:
-    """Into how many parts sequences are split, and what leads from part to part: see `parts`. Compiled even where there is but one, so that
-    a longer sequence later finds it."""
+def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, constants: dict) -> tuple[int, torch.Tensor]:
+    """Into how many parts sequences are split, and what leads from part to part: see `parts`."""
     number = parts(problem, config)
-    KP, VP = shared["KP"], shared["VP"]
+    if number == 1 and _recorded.get() is None:  # compiled even then, so that a longer sequence finds it
+        return number, space.decay
+    KP, VP = constants["KP"], constants["VP"]
     made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=arrays.q.device)
     args = (
         x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made,
         problem.T, -(-problem.T // config.chunk), problem.HV, number, *x.strides["v"],
     )  # fmt: skip
-    constants = shared | dict(BV=config.block_v)
     grid = problem.N * problem.HV * (number - 1) * (VP + KP) // config.block_v
     registers = {"maxnreg": config.registers} if config.registers else {}
     launch(parts_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
