@@ -178,8 +178,8 @@ def scan_constants(problem: Problem, config: Config, align: int) -> dict[str, An
     return dict(
         K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=config.chunk, S=config.half, GROUP=config.group,
         ALIGN=align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
-        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state, HAS_STATES=o.return_intermediate_states,
-        HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
+        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state,
+        HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
     )  # fmt: skip
 
 
