@@ -27,10 +27,10 @@ demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remem
 test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu:  ## on a machine with a GPU, with PYTHON's own torch and triton: the contract, then every case and the times of training
-	KDAKIT_UNCHECKED=1 PYTHONPATH=src $(PYTHON) -m pytest -q tests/test_contract.py -k triton_gpu $(ARGS)
+test-gpu:  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py check
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py train
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/test_contract.py -k triton_gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/stages/test_triton_on_gpu.py $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
