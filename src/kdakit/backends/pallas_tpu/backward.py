@@ -143,7 +143,7 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
 
     rows = step_rows(tile, T, inputs, table, step)
     masks = make_masks(tile, rows.same)
-    heads = activate(tile, inputs, rows, inputs.members[...])
+    heads = activate(tile, inputs, rows)
     d_o = read_heads(tile, given.d_o, rows.valid)
     matrices = [Matrices(*(given.matrices[0, 0, n, m] for m in range(3))) for n in range(tile.heads // tile.group)]
     values = None

@@ -88,10 +88,10 @@ def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
     return Rows(valid, enter, ids == last, keep, jnp.where(ids == row, 1.0, 0.0))
 
 
-def activate(tile: Tile, inputs: Inputs, rows: Rows, members) -> list[Head]:
+def activate(tile: Tile, inputs: Inputs, rows: Rows, members=None) -> list[Head]:
     """Every head's inputs as the recurrence wants them; tokens that are not the step's write nothing and forget nothing.
 
-    `members`: which gates the decays sum up, as `member_matrix` has it.
+    `members`: which gates the decays sum up, if not as `member_matrix` has it.
     """
     q, k, v, g = (read_heads(tile, ref, rows.valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
     beta = activate_beta(tile, inputs.beta[0, 0].astype(jnp.float32)).T  # [C, heads]
@@ -103,6 +103,7 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows, members) -> list[Head]:
         gate = log_decay(tile, g[h], a, bias)
         gates.append(gate if rows.valid is None else jnp.where(rows.valid, gate, 0.0))
     heads = []
+    members = inputs.members[...] if members is None else members
     for first in range(0, tile.heads, tile.group):
         group = slice(first, first + tile.group)
         pieces = gate_pieces(tile, gates[group])
@@ -172,7 +173,7 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
 def chunk_step(tile: Tile, inputs: Inputs, out: Outputs, state, rows: Rows, only=None) -> None:
     """One chunk, from the state before it to the one after; o is written where `only` [C, 1] is True, everywhere if None."""
     masks = make_masks(tile, rows.same)
-    heads = activate(tile, inputs, rows, inputs.members[...])
+    heads = activate(tile, inputs, rows)
     groups = groups_of(tile, heads)
     matrices = group_matrices(tile, groups, masks, inputs.members[...])
     r, reads = [], []
