@@ -8,11 +8,13 @@
 // tokens of every odd block of b (rows, decayed from the block's start) meet those of the even block before it (columns, decayed to the
 // block's end): both factors are <= 1 whatever the gate. The q and k rows of 8 odd tokens fill one 16-row tile of the tensor core.
 //
-// The solve is block substitution: 16 x 16 diagonal blocks are inverted exactly, row by row; the rest is products.
+// The solve is block substitution: 16 x 16 diagonal blocks are inverted exactly, row by row; the rest is products. The results go into
+// the chunk's record as tiles (tiles.cuh).
 #pragma once
 
 #include "gate.cuh"
 #include "mma.cuh"
+#include "tiles.cuh"
 
 namespace kda {
 
@@ -31,8 +33,8 @@ struct Intra {
   static constexpr int HALF = C / 2;  // rows, and columns, of a level
   // Row strides in floats: multiples of 4, and such that a fragment's 32 loads fall into 32 banks.
   static constexpr int LD_LEVEL = SLICE + 4;
-  static constexpr int LD_K = K + 8;
-  static constexpr int LD_V = V + 8;
+  static constexpr int LD_K = K + 4;
+  static constexpr int LD_V = V + 4;
   static constexpr int LD_A = C + 8;
   static constexpr int LD_INV = 20;
   static constexpr int PART = HALF * LD_LEVEL;  // q rows, k rows or columns of one level
@@ -40,8 +42,17 @@ struct Intra {
   static constexpr int WARP_TILES = TILES / WARPS;
   static_assert(TILES % WARPS == 0, "every warp has as many tiles");
 
+  static constexpr int LOWER = C / 16 * (C / 16 - 1) / 2;  // tiles of A_kk below the diagonal blocks
+
   struct Shared {
-    float levels[larger(LEVELS * 3 * PART, C * LD_V)];  // later the right sides and solution u
+    union {
+      float levels[LEVELS * 3 * PART];
+      struct {
+        float u[C * LD_V];  // right sides, then the solution
+        Tile lower[LOWER], inverse_tiles[C / 16];
+        float lower_power[LOWER], inverse_power[C / 16];
+      };
+    };
     float w[C * LD_K];
     float A[C * LD_A];  // A_qk below and on the diagonal, A_kk transposed above it
     float inverse[C * LD_INV];
@@ -49,6 +60,7 @@ struct Intra {
     float beta[C];
     float q_norm[C];
     float k_norm[C];
+    uint32_t k_largest[WARPS];
   };
 };
 
@@ -101,55 +113,150 @@ __device__ void invert_diagonal(const float *A, float *inverse, int block, int c
   }
 }
 
-// X <- (I + A_kk)^-1 X for N * 8 columns of X, by one warp.
-template <int C, int N, int LD_A, int LD_INV, int LD_X>
-__device__ void solve_columns(const float *A, const float *inverse, float *X) {
+// X <- (I + A_kk)^-1 X for N * 8 columns of X, by one warp. X is float32; as they are read, rows give way to their hi and lo, which take
+// the same place. `done(i, x)` is given the C fragments of row block i.
+template <int N, int LD, typename Shared, typename Done>
+__device__ __forceinline__ void solve_columns(const Shared &sh, int blocks, float *X, const Done &done) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  for (int i = 0; i < C; i += 16) {
-    float sum[N][4] = {};
-    for (int j = 0; j < i; j += 8) {
-      const float *L = A + (j + t) * LD_A + i + g;
-      const FragA a = frag_a(L[0], L[8], L[4 * LD_A], L[4 * LD_A + 8]);
+  uint32_t *words = reinterpret_cast<uint32_t *>(X);
+  const Rows<LD> rows{words, words + N * 4};
+  const uint32_t *lane_row = rows.lane_in_order();
+  float power[4];  // 1 / m of the solved blocks
 #pragma unroll
-      for (int n = 0; n < N; ++n) mma3(sum[n], a, frag_b(X[(j + t) * LD_X + n * 8 + g], X[(j + t + 4) * LD_X + n * 8 + g]));
-    }
+  for (int i = 0; i < 4; ++i) {
+    if (i >= blocks) break;
+    float sum[N][4], x[N][4] = {};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float2 *x = reinterpret_cast<float2 *>(&X[(i + g + half * 8) * LD_X + n * 8 + 2 * t]);
-        const float2 before = *x;
-        *x = make_float2(before.x - sum[n][2 * half], before.y - sum[n][2 * half + 1]);
-        sum[n][2 * half] = sum[n][2 * half + 1] = 0.f;
+        const float2 right = *reinterpret_cast<const float2 *>(&X[(i * 16 + g + half * 8) * LD + n * 8 + 2 * t]);
+        sum[n][2 * half] = right.x, sum[n][2 * half + 1] = right.y;
       }
     }
-    __syncwarp();
+    auto add_product = [&](float (&to)[N][4], const Tile &left, int block, float factor) {
+      TileA a;
+      a.read(left);
 #pragma unroll
-    for (int j = 0; j < 16; j += 8) {
-      float x[4];
-      load_blocks(x, inverse + i * LD_INV + j + frag_a_offset<LD_INV>());
-      const FragA a = frag_a(x);
+      for (int n = 0; n < N; ++n) {
+        uint32_t b[4];
+        load_transposed(b, lane_row + block * 16 * LD + n * 4);
+        multiply_add(to[n], a, b, factor, factor);
+      }
+    };
 #pragma unroll
-      for (int n = 0; n < N; ++n) mma3(sum[n], a, frag_b(X[(i + j + t) * LD_X + n * 8 + g], X[(i + j + t + 4) * LD_X + n * 8 + g]));
+    for (int j = 0; j < i; ++j) {
+      const int tile = i * (i - 1) / 2 + j;
+      add_product(sum, sh.lower[tile], j, -sh.lower_power[tile] * power[j]);
     }
     __syncwarp();
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        *reinterpret_cast<float2 *>(&X[(i + g + half * 8) * LD_X + n * 8 + 2 * t]) = make_float2(sum[n][2 * half], sum[n][2 * half + 1]);
-    }
+    const float right = rows.put(i * 16, sum);
+    __syncwarp();
+    add_product(x, sh.inverse_tiles[i], i, sh.inverse_power[i] * right);
+    __syncwarp();
+    power[i] = rows.put(i * 16, x);
+    done(i, x);
     __syncwarp();
   }
 }
 
-// [C, N * 8] columns of shared memory to rows of D floats in device memory, by one warp, 16 bytes a lane.
-template <int C, int N, int LD_X, int D>
-__device__ void store_columns(const float *X, float *out) {
-  constexpr int QUADS = N * 2;
-  for (int e = threadIdx.x % 32; e < C * QUADS; e += 32) {
-    const int row = e / QUADS, column = e % QUADS * 4;
-    *reinterpret_cast<float4 *>(out + row * D + column) = *reinterpret_cast<const float4 *>(X + row * LD_X + column);
+// Four tokens of a channel, times a decay, as part of the tile that has tokens as rows. Two lanes with neighbouring channels share the
+// work: the even one has the first two tokens, the odd one the others. Returns 1 / m of the warp's eight tokens.
+__device__ __forceinline__ float store_row_tile(Tile &tile, const float (&x)[4], int token, int channel) {
+  const Power power(warp_largest(largest_of(x)));
+  const bool odd = channel % 2;
+  const float other0 = __shfl_xor_sync(0xffffffffu, odd ? x[0] : x[2], 1), other1 = __shfl_xor_sync(0xffffffffu, odd ? x[1] : x[3], 1);
+  const int pair = channel / 2;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float other = i ? other1 : other0, mine = odd ? x[2 + i] : x[i];
+    const int row = token % 16 + (odd ? 2 : 0) + i;
+    uint32_t hi, lo;
+    split_pair(odd ? other : mine, odd ? mine : other, power.m, hi, lo);
+    const int lane = row % 8 * 4 + pair % 4, word = row / 8 + pair / 4 * 2;
+    reinterpret_cast<uint32_t *>(&tile[0][lane])[word] = hi;
+    reinterpret_cast<uint32_t *>(&tile[1][lane])[word] = lo;
+  }
+  return power.inverse;
+}
+
+// Four tokens of a channel as part of the tile that has channels as rows. Two lanes whose channels are 8 apart share the work likewise.
+__device__ __forceinline__ void store_column_tile(Tile &tile, const float (&x)[4], int token, int channel, float m) {
+  const bool low = channel >= 8;  // of the tile's rows
+  const float other0 = __shfl_xor_sync(0xffffffffu, low ? x[0] : x[2], 8), other1 = __shfl_xor_sync(0xffffffffu, low ? x[1] : x[3], 8);
+  uint2 hi, lo;
+  split_pair(low ? other0 : x[0], low ? other1 : x[1], m, hi.x, lo.x);
+  split_pair(low ? x[2] : other0, low ? x[3] : other1, m, hi.y, lo.y);
+  const int lane = channel % 8 * 4 + token / 4 % 4;
+  reinterpret_cast<uint2 *>(&tile[0][lane])[low] = hi;
+  reinterpret_cast<uint2 *>(&tile[1][lane])[low] = lo;
+}
+
+// A_qk, the lower triangle of A [C, C], as tiles, a warp per tile.
+template <int C, int LD_A>
+__device__ __forceinline__ void store_triangle(const float *A, Tile *tiles, float2 *powers, int start, int step) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int tile = start; tile < (C / 16) * (C / 16 + 1) / 2; tile += step) {
+    int i = 0;
+    while ((i + 1) * (i + 2) / 2 <= tile) ++i;
+    const int first = (tile - i * (i + 1) / 2) * 16 + 4 * t;  // token
+    float x[8];  // row g's two pairs at 0 and 4, row g + 8's at 2 and 6
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = i * 16 + g + half * 8;
+      const float4 a = *reinterpret_cast<const float4 *>(A + row * LD_A + first);
+      const float four[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e / 2 * 4 + half * 2 + e % 2] = first + e <= row ? four[e] : 0.f;
+    }
+    const Power power(warp_largest(largest_of(x)));
+    store_tile(tiles[tile], x, power.m);
+    if (lane == 0) powers[tile] = make_float2(power.inverse, power.inverse);
+  }
+}
+
+// C fragments to 16 rows of D floats in device memory.
+template <int N, int D>
+__device__ __forceinline__ void store_rows(float *to, const float (&x)[N][4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *reinterpret_cast<float2 *>(to + (g + half * 8) * D + n * 8 + 2 * t) = make_float2(x[n][2 * half], x[n][2 * half + 1]);
+  }
+}
+
+// The blocks of A_kk below the diagonal blocks as tiles: column j of A holds A_kk[j, ..].
+template <int C, int LD_A, typename Shared>
+__device__ __forceinline__ void split_lower(Shared &sh, int first, int step) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int tile = first; tile < C / 16 * (C / 16 - 1) / 2; tile += step) {
+    int i = 1;
+    while (i * (i + 1) / 2 <= tile) ++i;
+    const float *from = sh.A + ((tile - i * (i - 1) / 2) * 16 + 2 * t) * LD_A + i * 16 + g;
+    const float x[8] = {from[0],        from[LD_A],     from[8],            from[LD_A + 8],
+                        from[8 * LD_A], from[9 * LD_A], from[8 * LD_A + 8], from[9 * LD_A + 8]};
+    const Power power(warp_largest(largest_of(x)));
+    store_tile(sh.lower[tile], x, power.m);
+    if (lane == 0) sh.lower_power[tile] = power.inverse;
+  }
+}
+
+// Diagonal block `block`: a warp inverts it, half a warp per block, and makes tiles of both.
+template <int LD_A, int LD_INV, typename Shared>
+__device__ __forceinline__ void invert_two(Shared &sh, int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  invert_diagonal<LD_A, LD_INV>(sh.A, sh.inverse, 2 * warp + lane / 16, lane % 16);
+  __syncwarp();
+#pragma unroll
+  for (int block = 2 * warp; block < 2 * warp + 2; ++block) {
+    const float *from = sh.inverse + (block * 16 + g) * LD_INV + 2 * t;
+    const float x[8] = {from[0], from[1], from[8 * LD_INV],     from[8 * LD_INV + 1],
+                        from[8], from[9], from[8 * LD_INV + 8], from[8 * LD_INV + 9]};
+    const Power power(warp_largest(largest_of(x)));
+    store_tile(sh.inverse_tiles[block], x, power.m);
+    if (lane == 0) sh.inverse_power[block] = power.inverse;
   }
 }
 
@@ -203,7 +310,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
     }
     q_from += S::SLICE, k_from += S::SLICE, g_from += S::SLICE;
   };
-  const int64_t out = (cell * C + token0) * K + channel;
+  Record<K, V, C> &record = static_cast<Record<K, V, C> *>(p.mid.records)[cell];
 
   float pairs[S::WARP_TILES][4] = {};
   float diagonal[S::OWN] = {};
@@ -269,13 +376,23 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
       prefix[i] *= before;
-      p.mid.q_decayed[out + i * K + base] = q[i] * prefix[i];
-      p.mid.k_decayed[out + i * K + base] = k[i] * (suffix[i] * after);
+      q[i] *= prefix[i];
+      k[i] *= suffix[i] * after;
       sh.w[(token0 + i) * S::LD_K + d] = kb[i] * prefix[i];
     }
-    if (group == S::GROUPS - 1) p.mid.decay[cell * K + d] = prefix[S::OWN - 1];
+    if (group == S::GROUPS - 1) record.small.decay[d] = prefix[S::OWN - 1];
+    const int row_tile = token0 / 16 * (K / 16) + base / 16, column_tile = base / 16 * (C / 16) + token0 / 16;
+    const float q_power = store_row_tile(record.q[row_tile], q, token0, channel);
+    const uint32_t k_largest = warp_largest(largest_of(k));
+    if (lane == 0) {
+      reinterpret_cast<float *>(&record.small.q[row_tile])[token0 / 8 % 2] = q_power;
+      sh.k_largest[warp] = k_largest;
+    }
     __syncthreads();
     if (base + S::SLICE < K) load();
+    const Power k_power(larger_of(sh.k_largest[warp & ~1], sh.k_largest[warp | 1]));
+    store_column_tile(record.k[column_tile], k, token0, channel, k_power.m);
+    if (lane == 0 && warp % 2 == 0) record.small.k[column_tile] = make_float2(k_power.inverse, k_power.inverse);
 #pragma unroll
     for (int n = 0; n < S::WARP_TILES; ++n) {
       const PairTile<C> tile(warp + n * S::WARPS);
@@ -312,30 +429,43 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
     for (int step = S::SLICE / 2; step > 0; step /= 2) diagonal[i] += __shfl_xor_sync(0xffffffffu, diagonal[i], step);
     if (channel == i) sh.A[(group * S::OWN + i) * (S::LD_A + 1)] = diagonal[i];
   }
-  float *u = sh.levels;
   for (int e = tid; e < C * (V / 4); e += S::THREADS) {
     const int i = e / (V / 4), d = e % (V / 4) * 4;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
     if (i < length) x = *reinterpret_cast<const float4 *>(row_of(p.v, tokens.batch, head, tokens.first + i) + d);
     const float beta = sh.beta[i];
-    *reinterpret_cast<float4 *>(u + i * S::LD_V + d) = make_float4(beta * x.x, beta * x.y, beta * x.z, beta * x.w);
+    *reinterpret_cast<float4 *>(sh.u + i * S::LD_V + d) = make_float4(beta * x.x, beta * x.y, beta * x.z, beta * x.w);
   }
   __syncthreads();
-  if (tid < C) invert_diagonal<S::LD_A, S::LD_INV>(sh.A, sh.inverse, tid / 16, tid % 16);
-  for (int e = tid; e < C * C; e += S::THREADS) {
-    const int i = e / C, j = e % C;
-    p.mid.A_qk[cell * C * C + e] = j <= i ? sh.A[i * S::LD_A + j] : 0.f;
+  constexpr int INVERTING = C / 32, OTHERS = S::WARPS - INVERTING;
+  if (warp < INVERTING) {
+    invert_two<S::LD_A, S::LD_INV>(sh, warp);
+  } else {
+    split_lower<C, S::LD_A>(sh, warp - INVERTING, OTHERS);
+    store_triangle<C, S::LD_A>(sh.A, record.A, record.small.A, warp - INVERTING, OTHERS);
   }
   __syncthreads();
 
-  constexpr int N = (K + V) / S::WARPS / 8 < 4 ? (K + V) / S::WARPS / 8 : 4;  // 8-column tiles at a time
+  constexpr int N = (K + V) / S::WARPS / 8 < 4 ? (K + V) / S::WARPS / 8 : 4;  // 8-column tiles at a time, an even number
   for (int column = warp * N * 8; column < K + V; column += S::WARPS * N * 8) {
     if (column < K) {
-      solve_columns<C, N, S::LD_A, S::LD_INV, S::LD_K>(sh.A, sh.inverse, sh.w + column);
-      store_columns<C, N, S::LD_K, K>(sh.w + column, p.mid.w + cell * C * K + column);
+      solve_columns<N, S::LD_K>(sh, C / 16, sh.w + column, [&](int i, const float (&x)[N][4]) {
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+          const float both[8] = {x[n][0], x[n][1], x[n][2], x[n][3], x[n + 1][0], x[n + 1][1], x[n + 1][2], x[n + 1][3]};
+          const Power power(warp_largest(largest_of(both)));
+          const int tile = i * (K / 16) + column / 16 + n / 2;
+          store_tile(record.w[tile], both, power.m);
+          if (lane == 0) record.small.w[tile] = make_float2(power.inverse, power.inverse);
+        }
+        if (p.mid.w != nullptr) store_rows<N, K>(p.mid.w + (cell * C + i * 16) * K + column, x);
+      });
     } else {
-      solve_columns<C, N, S::LD_A, S::LD_INV, S::LD_V>(sh.A, sh.inverse, u + column - K);
-      store_columns<C, N, S::LD_V, V>(u + column - K, p.mid.u + cell * C * V + column - K);
+      solve_columns<N, S::LD_V>(sh, C / 16, sh.u + column - K, [&](int i, const float (&x)[N][4]) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) record.u[i * (V / 8) + (column - K) / 8 + n][lane] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
+        if (p.mid.u != nullptr) store_rows<N, V>(p.mid.u + (cell * C + i * 16) * V + column - K, x);
+      });
     }
   }
 }
