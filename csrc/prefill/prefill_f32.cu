@@ -83,6 +83,8 @@ kda_status prefill_f32(const kda_prefill_args &args) {
   KDA_TRY(make_plan(args, plan));
   KDA_TRY(check_alignment("v", args.v, 4));
   KDA_TRY(check_alignment("o", args.o, 2));
+  for (const kda_tensor *x : {&args.q, &args.k, &args.g})
+    if (x->token_stride > INT32_MAX) return fail(KDA_UNSUPPORTED, "a token stride must be below 2^31 elements, got %lld", (long long)x->token_stride);
   if (reinterpret_cast<uintptr_t>(args.w) % 16 || reinterpret_cast<uintptr_t>(args.u) % 16)
     return fail(KDA_INVALID_ARGUMENT, "w and u must be aligned to 16 bytes, got %p and %p", args.w, args.u);
   const Params params = make_params(args, plan);

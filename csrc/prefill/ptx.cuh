@@ -53,6 +53,12 @@ __device__ __forceinline__ void load_transposed(uint32_t (&x)[4], const void *ro
                : "memory");
 }
 
+__device__ __forceinline__ void load_transposed(uint4 &x, const void *row) {
+  uint32_t words[4];
+  load_transposed(words, row);
+  x = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // 16 bytes of device memory that nobody else on this multiprocessor reads. Volatile: it stays where it is written.
 __device__ __forceinline__ uint4 load_once(const uint4 *from) {
   uint4 x;
@@ -60,8 +66,8 @@ __device__ __forceinline__ uint4 load_once(const uint4 *from) {
   return x;
 }
 
-// The largest over the warp.
-__device__ __forceinline__ uint32_t warp_largest(uint32_t x) { return __reduce_max_sync(0xffffffffu, x); }
+// The largest over the warp of numbers >= 0, whose bits are in the same order.
+__device__ __forceinline__ float warp_largest(float x) { return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x))); }
 
 // 16 bytes from device to shared memory, in the background.
 __device__ __forceinline__ void copy_async(void *to, const void *from) {

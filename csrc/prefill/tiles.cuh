@@ -43,31 +43,27 @@ struct alignas(128) Record {
 // In tiles whose columns are tokens, column c of 16 is token `token_of(c)`: a lane's four columns are four neighbours.
 __device__ __forceinline__ int token_of(int column) { return column % 8 / 2 * 4 + column % 2 + column / 8 * 2; }
 
-// The power of two m for numbers whose largest has these bits (the sign cleared), and 1 / m.
+// The power of two m for numbers of which none is larger, and 1 / m.
 struct Power {
   float m, inverse;
-  __device__ explicit Power(uint32_t largest) {
-    const uint32_t exponent = largest >> 23, up = exponent < 15 ? 253 : 268 - exponent;
+  __device__ explicit Power(float largest) {
+    const uint32_t exponent = __float_as_uint(largest) >> 23, up = exponent < 15 ? 253 : 268 - exponent;
     m = __uint_as_float(up << 23);
     inverse = __uint_as_float((254 - up) << 23);
   }
 };
 
-__device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
-__device__ __forceinline__ uint32_t larger_of(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-// The largest magnitude of a warp's numbers.
+// The largest magnitude. NaN is passed over: it stays NaN whatever m is.
 template <int N>
-__device__ __forceinline__ uint32_t largest_of(const float (&x)[N]) {
-  uint32_t largest = 0;
+__device__ __forceinline__ float largest_of(const float (&x)[N], float largest = 0.f) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) largest = larger_of(largest, magnitude(x[i]));
+  for (int i = 0; i < N; ++i) largest = fmaxf(largest, fabsf(x[i]));
   return largest;
 }
 
 // Two neighbours, times m, as hi and lo.
 __device__ __forceinline__ void split_pair(float x0, float x1, float m, uint32_t &hi, uint32_t &lo) {
-  x0 *= m, x1 *= m;
+  x0 *= m, x1 *= m;  // exact
   hi = pack_half(x0, x1);
   const float2 part = unpack_half(hi);
   lo = pack_half(x0 - part.x, x1 - part.y);
@@ -106,9 +102,9 @@ struct Rows {
   template <int N>
   __device__ __forceinline__ float put(int row, const float (&x)[N][4]) const {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint32_t largest = 0;
+    float largest = 0.f;
 #pragma unroll
-    for (int n = 0; n < N; ++n) largest = larger_of(largest, largest_of(x[n]));
+    for (int n = 0; n < N; ++n) largest = largest_of(x[n], largest);
     const Power power(warp_largest(largest));
 #pragma unroll
     for (int n = 0; n < N; ++n) {

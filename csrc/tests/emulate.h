@@ -35,6 +35,7 @@ struct alignas(16) float4 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint32_t __float_as_uint(float x) {
@@ -210,11 +211,17 @@ inline void load_transposed(uint32_t (&x)[4], const void *row) {
   wait(Fiber::WARP);
 }
 
+inline void load_transposed(uint4 &x, const void *row) {
+  uint32_t words[4];
+  load_transposed(words, row);
+  x = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 inline uint4 load_once(const uint4 *from) { return *from; }
 
-inline uint32_t warp_largest(uint32_t x) {
+inline float warp_largest(float x) {
   using namespace emulate;
-  static uint32_t all[1024];
+  static float all[1024];
   const int first = threadIdx.x / 32 * 32;
   all[threadIdx.x] = x;
   wait(Fiber::WARP);
