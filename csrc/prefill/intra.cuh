@@ -286,6 +286,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   using S = Intra<K, V, C>;
   extern __shared__ __align__(16) unsigned char memory[];
   typename S::Shared &sh = *reinterpret_cast<typename S::Shared *>(memory);
+  let_next_kernel_start();
 
   const int64_t cell = blockIdx.x;  // [rows, slots]
   const int64_t row = cell / p.sequences.slots, slot = cell % p.sequences.slots;

@@ -41,6 +41,8 @@ static kda_status prepare(const char *name, Kernel kernel, size_t bytes, int dev
 
 template <int K, int C, int BV>
 static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
+  int capability = 0;
+  KDA_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device));
   using I = Intra<K, K, C>;
   using S = State<K, K, C, BV>;
   static_assert(sizeof(typename I::Shared) <= 112 * 1024, "two blocks share a multiprocessor of sm_90");
@@ -54,8 +56,13 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
   }
   const int64_t blocks = args.sequences * args.value_heads * (K / BV);
   if (blocks > 0) {
-    state_kernel<K, K, C, BV><<<unsigned(blocks), S::THREADS, sizeof(typename S::Shared), stream>>>(params);
-    KDA_CUDA(cudaGetLastError());
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(S::THREADS);
+    config.dynamicSmemBytes = sizeof(typename S::Shared), config.stream = stream;
+    cudaLaunchAttribute early{};  // its blocks may start as soon as intra's last ones run
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early, config.numAttrs = plan.cells > 0 && capability >= 9;
+    KDA_CUDA(cudaLaunchKernelEx(&config, state_kernel<K, K, C, BV>, params));
   }
   return KDA_OK;
 }

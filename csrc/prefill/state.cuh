@@ -86,18 +86,6 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       copy_async(reinterpret_cast<uint4 *>(&sh.small[place]) + i, reinterpret_cast<const uint4 *>(&from.small) + i);
     copies_commit();
   };
-  if (chunks > 0) {
-    copy_small(record[0], 0);
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j) load_row(record[0], j);
-    load_rest(record[0]);
-#pragma unroll
-    for (int m = 0; m < S::OWN; ++m) {
-#pragma unroll
-      for (int j = 0; j < ROWS; ++j) load_keys(record[0], m, j);
-    }
-  }
-
   const Rows<S::LD> state_rows{sh.state[0], sh.state[1]}, v_new_rows{sh.v_new[0], sh.v_new[1]};
   float state[S::OWN][N][4];
 #pragma unroll
@@ -112,6 +100,19 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
     }
     const float power = state_rows.put(tile * 16, state[m]);
     if (lane == 0) sh.state_power[tile] = power;
+  }
+
+  wait_for_previous_kernel();
+  if (chunks > 0) {
+    copy_small(record[0], 0);
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) load_row(record[0], j);
+    load_rest(record[0]);
+#pragma unroll
+    for (int m = 0; m < S::OWN; ++m) {
+#pragma unroll
+      for (int j = 0; j < ROWS; ++j) load_keys(record[0], m, j);
+    }
   }
 
   const uint32_t *state_row = state_rows.lane_in_order(), *v_new_row = v_new_rows.lane_of_tokens();
