@@ -187,7 +187,7 @@ def test_custom_call_is_lowered(built):
     target = built[0].with_name(ffi.NAME)
     build.build_jax(target)
     ctypes.CDLL(str(built[0]))
-    assert ctypes.CDLL(str(target)).kdakit_xla_prefill_f32
+    assert ctypes.CDLL(str(target)).kdakit_xla_prefill
     case = CASES["softplus"]
     problem = case.problem()
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32"), case.arrays())
