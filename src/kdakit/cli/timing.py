@@ -1,4 +1,4 @@
-"""Interleaved medians, and the peak memory of a process."""
+"""Interleaved medians by the host's clock or the GPU's, and peak memory."""
 
 from __future__ import annotations
 
@@ -36,6 +36,60 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeat: int, seconds: float,
                 samples[name].append(_timed(run))
                 tick(name)
     return samples
+
+
+FLUSH_BYTES = 256 * 2**20  # more than any level-2 cache holds
+
+
+def on_gpu(runs: dict[str, Any], repeat: int, seconds: float, tick=lambda name: None) -> dict[str, tuple[list[float], list[float]]]:
+    """{name: (milliseconds of each call by the GPU's clock, by the host's clock until the call returned)}, all runs taking turns.
+
+    Each turn writes FLUSH_BYTES first, so that nobody finds inputs in the level-2 cache, and nobody waits for the GPU in between: the host
+    runs ahead as it does in a model. A call whose host time exceeds its GPU time is bound by the host, and its time says so.
+    """
+    import torch
+
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    turns: dict[str, list] = {name: [] for name in runs}
+
+    def turn(name):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        start.record()
+        began = time.perf_counter()
+        runs[name].call()
+        host = 1000 * (time.perf_counter() - began)
+        end.record()
+        turns[name].append((start, end, host))
+
+    began = time.perf_counter()
+    for name in [*runs, *runs]:
+        turn(name)
+    torch.cuda.synchronize()
+    round_s = (time.perf_counter() - began) / 2
+    turns = {name: [] for name in runs}
+    for _ in range(max(min(repeat, 3), min(repeat, int(seconds / max(round_s, 1e-9))))):
+        for name in runs:
+            turn(name)
+            tick(name)
+    torch.cuda.synchronize()
+
+    def per_call(name):
+        n = runs[name].calls
+        return [s.elapsed_time(e) / n for s, e, _ in turns[name]], [host / n for _, _, host in turns[name]]
+
+    return {name: per_call(name) for name in runs}
+
+
+def gpu_extra_mib(run) -> float:
+    """Peak of the memory that one call takes beyond what was there before it, results included."""
+    import torch
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def median(samples: list[float]) -> float:
