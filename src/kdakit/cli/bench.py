@@ -30,6 +30,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--scaling", action="store_true", help="T from 2048 to 32768, time and peak memory, a process per point")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="other lengths for --scaling and --ranks")
     parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="context parallel over N processes: time and bytes sent (torch)")
+    parser.add_argument("--tune", nargs="*", metavar="KERNEL", help="find tile sizes of the Triton kernels for this GPU (default: all)")
+    parser.add_argument("--tiles", metavar="FILE", help="with --tune: where the result goes (default: the chip's file inside kdakit)")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all medians to FILE")
     parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
     parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")
@@ -64,8 +66,10 @@ def run(args) -> int:
 
 
 def _chosen_kind(args):
-    from kdakit.cli import errors
+    from kdakit.cli import errors, tuning
 
+    if args.tune is not None:
+        return tuning.run
     kinds = {"ranks": over_ranks, "scaling": scaling, "suite": run_suite, "errors": errors.sweep}
     return next((run for name, run in kinds.items() if getattr(args, name)), compete)
 
@@ -114,7 +118,7 @@ def compete(args) -> dict[str, Any]:
 
 
 def run_suite(args) -> dict[str, Any]:
-    """Every entry of a suite, its contestants taking turns, with errors against float64."""
+    """Every entry of a suite, its contestants taking turns."""
     from kdakit.cli import console
     from kdakit.cli.choices import pick
     from kdakit.cli.suites import SUITES
@@ -127,7 +131,7 @@ def run_suite(args) -> dict[str, Any]:
         for name in chosen:
             bar.update(task, advance=1, description=name)
             names = [n for n in suite[name].contestants if n in (args.backend or suite[name].contestants)]
-            rows, out = race(names, suite[name].job, args.repeat, args.seconds, accuracy=True)
+            rows, out = race(names, suite[name].job, args.repeat, args.seconds, accuracy=args.accuracy)
             measured += [{"entry": name, **row} for row in rows]
             missing += [{"entry": name, **row} for row in out]
     return record("suite", {"suite": args.suite, "repeat": args.repeat}, measured, missing)

@@ -48,7 +48,7 @@ class Job:
     def tiny(self) -> Case:
         """A case with the same options and few tokens: what a backend is asked, whose answer does not depend on the length."""
         lengths = (1,) * len(self.shape.lengths)
-        return replace(self, shape=replace(self.shape, T=max(1, len(lengths)), lengths=lengths)).case()
+        return replace(self, shape=replace(self.shape, B=1, T=max(1, len(lengths)), lengths=lengths)).case()
 
 
 def parse_shape(text: str) -> Shape:

@@ -51,6 +51,21 @@ def error_tables(record: dict[str, Any]):
         yield f"errors against float64, {record['settings']['dtype']}", ["", *names], made
 
 
+def tune_tables(record: dict[str, Any]):
+    """What was tried, kernel by kernel."""
+    made, last = [], None
+    for r in record["results"]:
+        place = f"{r['kernel']} ({', '.join(f'{n} {x}' for n, x in r['when'].items())})"
+        use = ", ".join(f"{n} {x}" for n, x in r["use"].items())
+        made.append([place if place != last else "", use, "–" if r["ms"] is None else f"{r['ms']:.4f}", r["verdict"]])
+        last = place
+    if made:
+        yield f"tile sizes of {record['settings']['chip']}", ["", "candidate", "ms", "verdict"], made
+
+
+KINDS = {"suite": suite_tables, "errors": error_tables, "tune": tune_tables}
+
+
 def _peers(names: list[str]) -> list[str]:
     from kdakit.cli.peers import PEERS
 

@@ -43,7 +43,7 @@ def provenance(record: dict[str, Any]) -> str:
 
 def tables(record: dict[str, Any]):
     """(title, header, rows of strings) of what was measured, in one table or several."""
-    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables, "suite": gpu_results.suite_tables, "errors": gpu_results.error_tables}
+    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables} | gpu_results.KINDS
     return kinds.get(record["kind"], _bench_tables)(record)
 
 

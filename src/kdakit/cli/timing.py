@@ -41,44 +41,63 @@ def interleaved(runs: dict[str, Callable[[], Any]], repeat: int, seconds: float,
 FLUSH_BYTES = 256 * 2**20  # more than any level-2 cache holds
 
 
-def on_gpu(runs: dict[str, Any], repeat: int, seconds: float, tick=lambda name: None) -> dict[str, tuple[list[float], list[float]]]:
+class GpuClock:
+    """CUDA events, and a buffer whose writing empties the level-2 cache."""
+
+    def __init__(self):
+        import torch
+
+        self._buffer = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        self._event = lambda: torch.cuda.Event(enable_timing=True)
+        self.wait = torch.cuda.synchronize
+
+    def flush(self) -> None:
+        self._buffer.zero_()
+
+    def mark(self) -> Any:
+        event = self._event()
+        event.record()
+        return event
+
+    def between(self, start, end) -> float:
+        """Milliseconds between two marks that the GPU has reached."""
+        return start.elapsed_time(end)
+
+
+def on_gpu(
+    runs: dict[str, Any], repeat: int, seconds: float, tick=lambda name: None, clock=None
+) -> dict[str, tuple[list[float], list[float]]]:
     """{name: (milliseconds of each call by the GPU's clock, by the host's clock until the call returned)}, all runs taking turns.
 
-    Each turn writes FLUSH_BYTES first, so that nobody finds inputs in the level-2 cache, and nobody waits for the GPU in between: the host
-    runs ahead as it does in a model. A call whose host time exceeds its GPU time is bound by the host, and its time says so.
+    Each turn empties the level-2 cache first, so that nobody finds inputs there, and nobody waits for the GPU in between: the host runs
+    ahead as it does in a model. A call whose host time exceeds its GPU time is bound by the host, and its time says so.
     """
-    import torch
-
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    turns: dict[str, list] = {name: [] for name in runs}
+    clock = clock or GpuClock()
 
     def turn(name):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()
-        start.record()
+        clock.flush()
+        start = clock.mark()
         began = time.perf_counter()
         runs[name].call()
         host = 1000 * (time.perf_counter() - began)
-        end.record()
-        turns[name].append((start, end, host))
+        return start, clock.mark(), host
 
-    began = time.perf_counter()
-    for name in [*runs, *runs]:
+    for name in runs:
         turn(name)
-    torch.cuda.synchronize()
-    round_s = (time.perf_counter() - began) / 2
-    turns = {name: [] for name in runs}
-    for _ in range(max(min(repeat, 3), min(repeat, int(seconds / max(round_s, 1e-9))))):
+    clock.wait()
+    began = time.perf_counter()
+    for name in runs:
+        turn(name)
+    clock.wait()
+    rounds = max(min(repeat, 3), min(repeat, int(seconds / max(time.perf_counter() - began, 1e-9))))
+    turns: dict[str, list] = {name: [] for name in runs}
+    for _ in range(rounds):
         for name in runs:
-            turn(name)
+            turns[name].append(turn(name))
             tick(name)
-    torch.cuda.synchronize()
-
-    def per_call(name):
-        n = runs[name].calls
-        return [s.elapsed_time(e) / n for s, e, _ in turns[name]], [host / n for _, _, host in turns[name]]
-
-    return {name: per_call(name) for name in runs}
+    clock.wait()
+    samples = {name: [clock.between(s, e) / run.calls for s, e, _ in turns[name]] for name, run in runs.items()}
+    return {name: (samples[name], [host / run.calls for _, _, host in turns[name]]) for name, run in runs.items()}
 
 
 def gpu_extra_mib(run) -> float:

@@ -103,12 +103,18 @@ def bounded(problem: Problem) -> bool:
     return o.lower_bound is not None and (o.gate == "bounded" or o.safe_gate)
 
 
+def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
+    """What the rows of `tiles` ask about."""
+    K, V = padded(problem.K), padded(problem.V)
+    heads = tiles.crowd(problem.N * problem.HV * max(1, V // 128), chip.processors)
+    gate, form = "bounded" if bounded(problem) else "any", "normed" if normed else "plain"
+    return dict(dtype=problem.dtype, K=K, V=V, heads=heads, gate=gate, form=form)
+
+
 def tile_sizes(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
     """The Config fields that `tiles` holds for the chip, no block wider than V."""
     VP = padded(problem.V)
-    heads = tiles.crowd(problem.N * problem.HV * max(1, VP // 128), chip.processors)
-    gate, form = "bounded" if bounded(problem) else "any", "normed" if normed else "plain"
-    sizes = dict(tiles.pick(chip.name, problem.dtype, padded(problem.K), VP, heads, gate, form))
+    sizes = dict(tiles.pick(chip.name, **facts(problem, chip, normed)))
     for block, warps in (("block_v", "scan_warps"), ("replay_block_v", "replay_warps"), ("reverse_block_v", "reverse_warps")):
         if sizes[block] > VP:
             sizes |= {block: VP, warps: 4}

@@ -2,12 +2,13 @@
 
 A file has rows per kernel. Of each kernel the first row counts whose conditions all hold; the last has none. Conditions:
 
-    dtype   of the inputs                      K, V    the head size, padded to a power of two, is at most this
-    gate    "bounded": at least -5 a token     form    "normed": the prepare kernel for normalised keys
-    heads   "many", "some" or "few" sequences times heads for the chip's processors, see `crowd`
+    dtype        of the inputs                      K, V          the head size, padded to a power of two, is at most this
+    gate         "bounded": at least -5 a token     K_is, V_is    it is exactly this
+    form         "normed": the prepare kernel for normalised keys
+    heads        "many", "some" or "few" sequences times heads for the chip's processors, see `crowd`
 
-`use` sets fields of `config.Config`; `why` says what the row must keep. Where `kdakit bench --tune` wrote a row, `ms` is the time of the whole
-call with it and `was` the time with the row it stands before.
+`use` sets fields of `config.Config`; `why` says what the row must keep. Where `kdakit bench --tune` wrote a row, `ms` is the time of the
+whole call with it and `was` the time without.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-CONDITIONS = ("dtype", "gate", "form", "heads", "K", "V")
+CONDITIONS = ("dtype", "gate", "form", "heads", "K", "V", "K_is", "V_is")
 # Chips without a file of their own take that of the nearest one which holds no more.
 LIKE = {"sm_86": "sm_89", "sm_120": "sm_89", "gfx950": "gfx942"}
 
@@ -31,7 +32,7 @@ def crowd(rows: int, processors: int) -> str:
 @lru_cache(maxsize=256)
 def pick(chip: str, dtype: str, K: int, V: int, heads: str, gate: str, form: str) -> dict[str, Any]:
     """The fields of Config that the chip's file gives for such a problem."""
-    facts = {"dtype": dtype, "K": K, "V": V, "heads": heads, "gate": gate, "form": form}
+    facts = {"dtype": dtype, "K": K, "V": V, "K_is": K, "V_is": V, "heads": heads, "gate": gate, "form": form}
     fields: dict[str, Any] = {}
     for rows in load(LIKE.get(chip, chip))["tiles"].values():
         fields |= next(row["use"] for row in rows if holds(row["when"], facts))
@@ -39,7 +40,7 @@ def pick(chip: str, dtype: str, K: int, V: int, heads: str, gate: str, form: str
 
 
 def holds(when: dict[str, Any], facts: dict[str, Any]) -> bool:
-    """Whether all conditions of a row are met; sizes are upper limits."""
+    """Whether all conditions of a row are met."""
     return all(facts[name] <= wanted if name in ("K", "V") else facts[name] == wanted for name, wanted in when.items())
 
 
