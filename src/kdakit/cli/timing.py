@@ -64,9 +64,7 @@ class GpuClock:
         return start.elapsed_time(end)
 
 
-def on_gpu(
-    runs: dict[str, Any], repeat: int, seconds: float, tick=lambda name: None, clock=None
-) -> dict[str, tuple[list[float], list[float]]]:
+def on_gpu(runs: dict[str, Any], repeat: int, seconds: float, tick=lambda name: None, clock=None) -> dict[str, Any]:
     """{name: (milliseconds of each call by the GPU's clock, by the host's clock until the call returned)}, all runs taking turns.
 
     Each turn empties the level-2 cache first, so that nobody finds inputs there, and nobody waits for the GPU in between: the host runs
