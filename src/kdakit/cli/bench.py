@@ -49,8 +49,7 @@ def run(args) -> int:
     for record in records:
         results.show(record)
     if args.json and not args.render:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(records[0], indent=1) + "\n")
+        save(records[0], args.json)
         print(f"wrote {args.json}")
     if args.plot:
         from kdakit.cli import plots
@@ -63,6 +62,11 @@ def run(args) -> int:
         generated.write(args.table, "measurements", results.markdown(records))
         print(f"wrote the measurements of {args.table}")
     return 0 if all(record["results"] for record in records) else 1
+
+
+def save(record: dict[str, Any], path: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _chosen_kind(args):
@@ -118,7 +122,7 @@ def compete(args) -> dict[str, Any]:
 
 
 def run_suite(args) -> dict[str, Any]:
-    """Every entry of a suite, its contestants taking turns."""
+    """Every entry of a suite, its contestants taking turns; the JSON grows with every entry, so that a time limit loses only the rest."""
     from kdakit.cli import console
     from kdakit.cli.choices import pick
     from kdakit.cli.suites import SUITES
@@ -134,7 +138,10 @@ def run_suite(args) -> dict[str, Any]:
             rows, out = race(names, suite[name].job, args.repeat, args.seconds, accuracy=args.accuracy)
             measured += [{"entry": name, **row} for row in rows]
             missing += [{"entry": name, **row} for row in out]
-    return record("suite", {"suite": args.suite, "repeat": args.repeat}, measured, missing)
+            found = record("suite", {"suite": args.suite, "repeat": args.repeat}, measured, missing)
+            if args.json:
+                save(found, args.json)
+    return found
 
 
 def race(names, job, repeat: int, seconds: float, tick=lambda name: None, accuracy: bool = False):
