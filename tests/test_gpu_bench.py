@@ -18,7 +18,8 @@ from kdakit.backends.triton_gpu import config as configs  # noqa: E402
 from kdakit.backends.triton_gpu import tiles  # noqa: E402
 from kdakit.backends.triton_gpu.tiles.candidates import SEARCHES, candidates  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case, Shape  # noqa: E402
-from kdakit.cli import bench, checking, errors, gpu_results, inputs, peers, results, roofline, suites, timing, tuning  # noqa: E402
+from kdakit.cli import bench, checking, errors, gpu_results, inputs, peers, plots, results, roofline, suites, timing, tuning  # noqa: E402
+from kdakit.cli.choices import UsageError  # noqa: E402
 from kdakit.cli.contestants import Job  # noqa: E402
 from kdakit.cli.main import main  # noqa: E402
 from kdakit.cli.runners import Run  # noqa: E402
@@ -212,6 +213,15 @@ def test_aims_know_which_way_is_better():
     [(title, header, rows), (_, _, aims)] = gpu_results.suite_tables(suite_record("gpu", ours))
     assert title == "suite gpu" and header[-2:] == ["x fla", "x flash_kda"] and rows[0][-2:] == ["4.44", "2.22"]
     assert len(aims) == len(suites.AIMS["gpu"]) and ["no"] in [row[-1:] for row in aims]
+
+
+def test_a_suite_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    record = suite_record("gpu", lambda entry, contestant: 1.0) | dict(machine=dict(device="a GPU"), date="today")
+    plots.save(record, str(tmp_path / "suite.png"))
+    assert (tmp_path / "suite.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="there is a table"):
+        plots.save(record | dict(kind="errors"), str(tmp_path / "errors.png"))
 
 
 def test_a_suite_where_nothing_runs_says_why(tmp_path, capsys):
