@@ -296,7 +296,7 @@ def problems():
 
 @pytest.mark.parametrize("chip", sorted(path.stem for path in tiles.FOLDER.glob("*.json")))
 def test_every_row_of_a_chip_is_well_formed_and_reached(chip, monkeypatch):
-    monkeypatch.setattr(configs, "UNCHECKED", True)
+    monkeypatch.setattr(configs, "UNCHECKED", True, raising=False)
     text = (tiles.FOLDER / f"{chip}.json").read_text()
     table = json.loads(text)
     assert tiles.dump(table) == text and table["chip"] == chip and table["source"]
