@@ -36,6 +36,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
     parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")
     parser.add_argument("--table", metavar="FILE", help="with --render: rewrite the generated section of a Markdown file")
+    parser.add_argument("--section", default="measurements", metavar="NAME", help="the section of that file (default: measurements)")
 
 
 def run(args) -> int:
@@ -59,8 +60,8 @@ def run(args) -> int:
     if args.table:
         from kdakit.cli import generated
 
-        generated.write(args.table, "measurements", results.markdown(records))
-        print(f"wrote the measurements of {args.table}")
+        generated.write(args.table, args.section, results.markdown(records))
+        print(f"wrote the {args.section} of {args.table}")
     return 0 if all(record["results"] for record in records) else 1
 
 
