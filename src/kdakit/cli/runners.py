@@ -52,11 +52,11 @@ def torch_run(function, tensors, cotangents, mode: str) -> Run:
             return function(tensors)
 
     if gpu and mode == "decode":
-        return _in_graph(forward)
+        return in_graph(forward)
     return Run(forward, wait, gpu and mode != "eager")
 
 
-def _in_graph(call) -> Run:
+def in_graph(call) -> Run:
     """GRAPH_CALLS calls captured once, so that what is timed is the GPU's work and not the host's."""
     import torch
 

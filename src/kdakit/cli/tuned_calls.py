@@ -13,7 +13,7 @@ import torch
 from kdakit.backends import triton_gpu
 from kdakit.cli import checking, inputs, timing, tuning
 from kdakit.cli.contestants import Job
-from kdakit.cli.runners import Run
+from kdakit.cli.runners import Run, in_graph
 from kdakit.problem import DIFFERENTIABLE
 
 
@@ -34,7 +34,8 @@ class Calls:
         tensors, seeds = self._drawn[1]
         config = triton_gpu.default_config(problem, self.device)
         made = [partial(_call, problem, tensors, seeds, replace(config, **change)) for change in changes]
-        taken = timing.on_gpu({str(i): Run(call, gpu=True) for i, call in enumerate(made)}, self.repeat, self.seconds)
+        ready = in_graph if job.mode == "decode" else partial(Run, gpu=True)
+        taken = timing.on_gpu({str(i): ready(call) for i, call in enumerate(made)}, self.repeat, self.seconds)
         return [timing.median(taken[str(i)][0]) for i in range(len(changes))]
 
     def verify(self, job: Job, change: dict[str, Any]) -> str | None:
