@@ -36,6 +36,7 @@ class Config:
     split: bool = False  # so few heads that long sequences are scanned in parts
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
+    gradient_registers: int = 0  # per thread at most, of the gradient kernel of `normed_gradient`; 0: the compiler's choice
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two
