@@ -1,4 +1,4 @@
-"""What `normed_gradient` does for a bounded gate, for any gate: pairs by levels, as in `pairs`, so that no share of a gate is a difference."""
+"""`normed_gradient` for any gate: pairs by levels, as in `pairs`, so that no share of a gate is a difference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kdakit.backends.triton_gpu.gate import power_of_2
 from kdakit.backends.triton_gpu.gradient import load_pairs
 from kdakit.backends.triton_gpu.normed import gate_share, gate_unit, scaled_bias, widened
 from kdakit.backends.triton_gpu.normed_inputs import (
-    along,
+    across,
     half_gates,
     load_half,
     load_part,
@@ -142,7 +142,6 @@ def half_levels(
     _g, e, b_prefix, b_suffix, b_c = d
     b_in, b_out, _all = around(b_c)
     b_q, b_k = sides(placed(tl.trans(b_qk), b_I))
-    b_q, b_k = b_q * b_r_q, b_k * b_r_k
     b_from, b_to = b_prefix * spread(b_in), b_suffix * spread(b_out)
     b_dq, b_dk = widened(as_span(b_dq), PTX), widened(as_span(b_dk), PTX)
     b_ahead = b_c
@@ -164,7 +163,7 @@ def half_levels(
     b_dq, b_dk = b_dq + b_diagonal * b_k, b_dk + b_col + b_diagonal * b_q
     b_dq, b_dk, b_d_g = far_levels(b_q, b_k, b_prefix, b_suffix, b_c, b_Mq, b_Mk, b_rows, b_cols, b_dq, b_dk, PRECISION)
     b_dq, b_dk, b_u = near_levels(b_q, b_k, e, b_Mq, b_Mk, b_dq, b_dk, PRECISION)
-    store_rows(p_d_q, p_d_k, FIRST, HV, length, along(b_dq, b_q, b_r_q), along(b_dk, b_k, b_r_k), K, KP)
+    store_rows(p_d_q, p_d_k, FIRST, HV, length, across(b_dq, b_q, b_r_q), across(b_dk, b_k, b_r_k), K, KP)
     return b_d_g + b_u, b_ahead, b_X
 
 
@@ -187,13 +186,13 @@ def chunk_levels(
     b_I, b_I2, o_k = identity(32), identity(64), tl.arange(0, KP)
     b_g = load_rows(p_g, p_g, 0, s_gt, s_gt, length, nothing(GATE), 32, K, KP, ALIGN)
     b_k = load_rows(p_k, p_k, 0, s_kt, s_kt, length, 0.0, 32, K, KP, ALIGN)
-    b_r_k, b_dc = tl.load(p_norms + 64 + span_tokens(32))[None, :], load_part(p_parts, 2, 0, KP)
+    b_dc = load_part(p_parts, 2, 0, KP)
     x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
     M, b_top, b_d_decay = load_squares(p_pairs, 32), load_pairs(p_pairs, 32, 0, 64), tl.load(p_d_decay + o_k)[:, None]
 
     d = half_decays(b_g, p_dt_bias, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
     _in, b_out, b_before = around(d[4])
-    b_far = placed(tl.trans(b_k), b_I) * b_r_k * d[3] * spread(b_out)
+    b_far = placed(tl.trans(b_k), b_I) * d[3] * spread(b_out)
     b_behind = total(b_far * widened(as_span(b_dc), PTX))  # what keys of the first half give to every gate of the second
     b_far = narrow(b_far, tl.bfloat16)
     d = half_decays(x[0], p_dt_bias, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
