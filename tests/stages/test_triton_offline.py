@@ -26,7 +26,7 @@ BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "resto
 PLAIN_KERNELS = {"rebuild_kernel", "gradient_kernel"}  # of problems that the normed ones do not take; theirs on every chip takes too long
 PLAIN = ("sm_90", "gfx942")
 # Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
-STACK = 1024
+STACK = 1536
 TIMED, TIMED_STACK = "K128 V128 C64 bfloat16", 400
 
 
