@@ -1,4 +1,4 @@
-"""Backward, fifth launch, for what `normed` prepares: bfloat16, q and k normalised, chunks of 64 tokens. One program per chunk and value head.
+"""Backward, fifth launch, for what `normed` prepares: bfloat16, q and k normalised, chunks of 64 tokens. One program per chunk and head.
 
 With s the log2-decay from the chunk's start to a token and m a whole number near s in the middle of the token's block of 16, every pair is
 
