@@ -119,7 +119,7 @@ def far_levels(b_q, b_k, b_prefix, b_suffix, b_c, b_Mq, b_Mk, b_dq, b_dk, PRECIS
 
 @triton.jit
 def carried(b_rows, b_cols):
-    """What goes to all gates of an octet [KP, 4] where b_rows goes to all gates of the half up to each token, and b_cols to all after it."""
+    """What goes to all gates of an octet [KP, 4] where b_rows goes to all gates of the half up to each token and b_cols to all after it."""
     o_t = tl.arange(0, 4)[None, :]
     b_r, b_s = octet_sums(b_rows), octet_sums(b_cols)
     b_other = other_octet(b_r, 1)
