@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
+from kdakit.backends.triton_gpu import ahead, launch  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
-from kdakit.backends.triton_gpu import launch  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -189,11 +189,11 @@ def test_strides_are_honoured():
 
 
 @interpreter
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["v_first", "varlen"])
+@pytest.mark.parametrize("name, dtype", [("v_first", "bfloat16"), ("varlen_no_state", "float32")])
 def test_state_in_place(name, dtype):
     """Some sequences are empty; a state may be half precision, or lie otherwise in memory than the kernel wants it."""
-    problem, arrays = CASES[name].problem("float32", op="recurrent").replace(state_dtype=dtype), tensors(CASES[name], "float32")
+    case = dataclasses.replace(CASES[name], initial_state=True)
+    problem, arrays = case.problem("float32", op="recurrent").replace(state_dtype=dtype), tensors(case, "float32")
     arrays = arrays._replace(initial_state=arrays.initial_state.to(getattr(torch, dtype)))
     want = run(problem, arrays)
     for state in (arrays.initial_state.clone(), arrays.initial_state.mT.contiguous().mT):
@@ -265,6 +265,22 @@ def test_kept_intermediates_give_the_same_bits():
     arrays = tensors(case, "bfloat16")
     first, second = (gradients(case, "bfloat16", arrays, dict(disable_recompute=keep).items()) for keep in (False, True))
     assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("name, dtype", [("varlen_fused", "bfloat16"), ("no_final", "float32")])
+def test_launches_known_ahead(name, dtype, monkeypatch):
+    """What a first call compiles at once is what it, and its backward, then launch."""
+    case, launched = CASES[name], []
+
+    def look(kernel, grid, args, constants, **options):
+        launched.append((kernel, list(map(launch._specialised, args)), {n: constants[n] for n in kernel.arg_names[len(args) :]}, options))
+
+    arrays, problem = tensors(case, dtype), case.problem(dtype, needs_grad=True)
+    known = ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))
+    monkeypatch.setattr(launch, "launch", look)
+    gradients(case, dtype, arrays)
+    known = [(kernel, list(map(launch._specialised, args)), constants, options) for kernel, args, constants, options in known]
+    assert [x for x in known if x[0].__name__ != "parts_kernel"] == launched and len(launched) >= 7
 
 
 def test_no_length_in_any_choice():
