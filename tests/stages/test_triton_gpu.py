@@ -20,6 +20,7 @@ from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
 from kdakit.backends.triton_gpu import launch  # noqa: E402
+from kdakit.backends.triton_gpu.config import Piece  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -146,6 +147,39 @@ def test_in_parts(name, number, monkeypatch):
         error = accuracy.error(getattr(got, key).double().numpy(), value)
         assert error <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
+
+
+@interpreter
+@pytest.mark.parametrize("name, cut", [
+    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 2, 0, 2)]),
+    ("chunk64", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2), Piece(2, 3, 0, 2)]),
+    ("varlen", [Piece(0, 9, 0, 1), Piece(0, 9, 1, 1)]),
+])  # fmt: skip
+def test_in_pieces(name, cut, monkeypatch):
+    """Chunks, or the heads of packed sequences, prepared and scanned in pieces give the same bits, with and without a final state."""
+    case = dataclasses.replace(CASES[name], options=CASES[name].options | {"use_qk_l2norm_in_kernel": True})
+    arrays = tensors(case, "bfloat16")
+    for wanted in (True, False):
+        problem = case.problem("bfloat16").replace(output_final_state=wanted)
+        config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, pieces=True)
+        assert config.normed and sum(p.chunks for p in cut) * config.chunk >= problem.T
+        monkeypatch.setattr(launch, "pieces", lambda problem, config: [launch.whole(problem, config)])
+        want = triton_gpu.forward(problem, arrays, config)[0]
+        monkeypatch.setattr(launch, "pieces", lambda problem, config: cut)
+        got = triton_gpu.forward(problem, arrays, config)[0]
+        assert all(torch.equal(x, y) if x is not None else y is None for x, y in zip(got, want, strict=True))
+
+
+def test_pieces(monkeypatch):
+    """Pieces cover every chunk and head once; small problems are not cut."""
+    monkeypatch.setattr(configs, "UNCHECKED", True)
+    chip = configs.CHIPS["sm_90"]
+    for H, T, varlen, number in ((96, 8192, "", 4), (96, 8190, "cu_seqlens", 4), (96, 512, "", 1), (2, 512, "", 1), (16, 8192, "", 1)):
+        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T, varlen=varlen)
+        cut = configs.pieces(problem, configs.choose(problem, chip))
+        assert len(cut) == number
+        seen = [(c, h) for p in cut for c in range(p.first, p.first + p.chunks) for h in range(p.head, p.head + p.heads)]
+        assert sorted(seen) == [(c, h) for c in range(-(-T // 64)) for h in range(H)]
 
 
 def test_what_no_gpu_has_shown_waits(monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdakit.problem import Problem
 
@@ -36,6 +36,7 @@ class Config:
     split: bool = False  # so few heads that long sequences are scanned in parts
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
+    pieces: bool = False  # so much to do that a long sequence's pieces are prepared and scanned at the same time
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two
@@ -51,6 +52,15 @@ class Config:
     reverse_stages: int = 2
     step_block_v: int = 32
     step_warps: int = 2
+
+
+class Piece(NamedTuple):
+    """A share of a problem's chunks (of every sequence; packed ones are not cut) and of its value heads."""
+
+    first: int
+    chunks: int
+    head: int
+    heads: int
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,25 @@ def parts(problem: Problem, config: Config) -> int:
     return min(range(1, 17), key=time)
 
 
+PIECES = 4  # of a sequence's chunks, or of the heads of packed sequences
+PIECE = 6  # waves of prepare programs that a piece should have at least
+
+
+def pieces(problem: Problem, config: Config) -> list[Piece]:
+    """What is prepared and scanned together: while a piece is scanned, which keeps few threads busy and waits for memory, the next is prepared,
+    which does neither."""
+    chunks = max(1, -(-problem.T // config.chunk))
+    programs = chunks * problem.HV * (1 if problem.varlen else problem.B)
+    n = min(PIECES, programs // (PIECE * 3 * config.processors), problem.HV if problem.varlen else chunks) if config.pieces else 1
+    if n <= 1:
+        return [Piece(0, chunks, 0, problem.HV)]
+    size = problem.HV if problem.varlen else chunks
+    ends = [size * i // n for i in range(n + 1)]
+    if problem.varlen:
+        return [Piece(0, chunks, a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
+    return [Piece(a, b - a, 0, problem.HV) for a, b in zip(ends, ends[1:], strict=False)]
+
+
 def trusted_backward(problem: Problem, chip: Chip) -> bool:
     """Whether the backward of such a problem has been compared with float64 on such a GPU: Triton 3.6 has compiled right kernels of it to
     wrong ones, see `backward_sizes`."""
@@ -183,7 +212,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     if split:
         block_v, scan_warps = min(64, VP, KP), 4
     return Config(
-        split=split, processors=chip.processors, normed=normed,
+        split=split, processors=chip.processors, normed=normed, pieces=normed and chip.wgmma and not split,
         chunk=chunk, half=half, group=1 if normed else group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4,
         prepare_registers=168 if normed and bounded(problem) else 0, block_v=block_v,
         scan_warps=scan_warps, scan_stages=stages, precision=precision, solve=solve, step_block_v=min(VP, 32),

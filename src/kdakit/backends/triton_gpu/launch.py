@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padded, parts
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, Piece, bounded, padded, parts, pieces
 from kdakit.backends.triton_gpu.intra import prepare_kernel
 from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
 from kdakit.backends.triton_gpu.parts import parts_kernel
@@ -23,6 +23,7 @@ DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 FAR = 2**24  # elements: within a chunk offsets are 32-bit
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
+_side_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> None:
@@ -106,10 +107,10 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
     return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
 
 
-def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
-    """Stage intra of every chunk."""
+def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config, space: Workspace | None = None, piece: Piece | None = None) -> Workspace:
+    """Stage intra of every chunk, or of a piece."""
     o, C = problem.options, config.chunk
-    space = workspace(problem, config, arrays.q.device)
+    space = space or workspace(problem, config, arrays.q.device)
     if space.slots == 0:
         return space
     args = (
@@ -127,20 +128,43 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
     )  # fmt: skip
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
     if config.normed:
+        piece = piece or whole(problem, config)
+        grid = (space.slots if problem.varlen else problem.B * piece.chunks) * piece.heads
         kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
-        launch(prepare_normed_kernel, space.slots * problem.HV, args, kept, num_warps=config.prepare_warps, num_stages=1, **registers)
+        launch(prepare_normed_kernel, grid, (*args, *piece), kept, num_warps=config.prepare_warps, num_stages=1, **registers)
         return space
     launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
 
 
-def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
-    """Stages state and output of every sequence."""
-    o, C, device = problem.options, config.chunk, arrays.q.device
-    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
-    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
+def whole(problem: Problem, config: Config) -> Piece:
+    return Piece(0, max(1, -(-problem.T // config.chunk)), 0, problem.HV)
+
+
+class Outputs(NamedTuple):
+    """What the scan writes."""
+
+    o: torch.Tensor
+    final: torch.Tensor | None
+    states: torch.Tensor | None
+    offsets: torch.Tensor | None  # of a packed sequence's first state
+
+
+def outputs(problem: Problem, arrays: Arrays, config: Config) -> Outputs:
+    o, device = problem.options, arrays.q.device
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=arrays.v.dtype, device=device)
+    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state or config.pieces else None
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
-    grid = problem.N * problem.HV * -(-problem.V // config.block_v)
+    return Outputs(out, final, states, offsets)
+
+
+def scan(
+    problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, to: Outputs | None = None, piece: Piece | None = None
+) -> Result:
+    """Stages state and output of every sequence, or of a piece."""
+    o, C = problem.options, config.chunk
+    to, piece = to or outputs(problem, arrays, config), piece or whole(problem, config)
+    grid = problem.N * piece.heads * -(-problem.V // config.block_v)
     if grid:
         shared = dict(
             K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=C, S=config.half, GROUP=config.group, ALIGN=x.align,
@@ -149,17 +173,17 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
         )  # fmt: skip
         number, parts = split(problem, arrays, x, space, config, shared) if config.split else (1, None)
         args = (
-            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
-            offsets, space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
-            max(1, o.chunk_size // C), CHECKPOINT, number,
+            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, to.o, arrays.initial_state, to.final, to.states, to.offsets,
+            space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
+            max(1, o.chunk_size // C), CHECKPOINT, number, *piece,
         )  # fmt: skip
         constants = shared | dict(
-            BV=config.block_v, HAS_FINAL=final is not None, HAS_STATES=states is not None, HAS_CHECKPOINTS=space.checkpoints is not None,
-            SPLIT=config.split,
+            BV=config.block_v, HAS_FINAL=to.final is not None, HAS_STATES=to.states is not None,
+            HAS_CHECKPOINTS=space.checkpoints is not None, SPLIT=config.split, PIECES=config.pieces and not problem.varlen,
         )  # fmt: skip
         registers = {"maxnreg": config.registers} if config.registers else {}
         launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
-    return Result(out, final, states)
+    return Result(to.o, to.final if o.output_final_state else None, to.states)
 
 
 def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, shared: dict) -> tuple[int, torch.Tensor]:
@@ -202,13 +226,40 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     with on_device(arrays.q):
-        space = prepare(problem, arrays, x, config)
-        result = scan(problem, arrays, x, space, config)
+        space, result = stages(problem, arrays, x, config)
         if not problem.needs_grad:
             return result, []
         from kdakit.backends.triton_gpu import training
 
         return result, training.saved(problem, arrays, x, space, config)
+
+
+def stages(problem: Problem, arrays: Arrays, x: Views, config: Config) -> tuple[Workspace, Result]:
+    """Both kernels. In pieces, where that pays: a piece is scanned on a second stream while the next one is prepared."""
+    cut = pieces(problem, config)
+    space, to = workspace(problem, config, arrays.q.device), outputs(problem, arrays, config)
+    if len(cut) == 1 or not arrays.q.is_cuda:
+        for piece in cut:
+            prepare(problem, arrays, x, config, space, piece)
+            result = scan(problem, arrays, x, space, config, to, piece)
+        return space, result
+    main = torch.cuda.current_stream()
+    side = side_stream(main)
+    for piece in cut:
+        prepare(problem, arrays, x, config, space, piece)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            result = scan(problem, arrays, x, space, config, to, piece)
+    main.wait_stream(side)
+    return space, result
+
+
+def side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
+    """One of higher priority for every stream: programs of the scan are to find room as soon as there is some."""
+    key = main.device_index, main.cuda_stream
+    if key not in _side_streams:
+        _side_streams[key] = torch.cuda.Stream(main.device, priority=-1)
+    return _side_streams[key]
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
