@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kdakit.problem import Problem
@@ -36,7 +37,8 @@ class Config:
     split: bool = False  # so few heads that long sequences are scanned in parts
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
-    pieces: bool = False  # so much to do that a long sequence's pieces are prepared and scanned at the same time
+    pieces: bool = False  # a long sequence's pieces may be prepared and scanned at the same time
+    early: bool = False  # kernels may begin before the one ahead of them has ended
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two
@@ -159,8 +161,8 @@ PIECE = 6  # waves of prepare programs that a piece should have at least
 
 
 def pieces(problem: Problem, config: Config) -> list[Piece]:
-    """What is prepared and scanned together: while a piece is scanned, which keeps few threads busy and waits for memory, the next is prepared,
-    which does neither."""
+    """What is prepared and scanned together: while a piece is scanned, which keeps few threads busy and waits for memory, the next one is
+    prepared, which does neither."""
     chunks = max(1, -(-problem.T // config.chunk))
     programs = chunks * problem.HV * (1 if problem.varlen else problem.B)
     n = min(PIECES, programs // (PIECE * 3 * config.processors), problem.HV if problem.varlen else chunks) if config.pieces else 1
@@ -169,8 +171,8 @@ def pieces(problem: Problem, config: Config) -> list[Piece]:
     size = problem.HV if problem.varlen else chunks
     ends = [size * i // n for i in range(n + 1)]
     if problem.varlen:
-        return [Piece(0, chunks, a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
-    return [Piece(a, b - a, 0, problem.HV) for a, b in zip(ends, ends[1:], strict=False)]
+        return [Piece(0, chunks, a, b - a) for a, b in pairwise(ends)]
+    return [Piece(a, b - a, 0, problem.HV) for a, b in pairwise(ends)]
 
 
 def trusted_backward(problem: Problem, chip: Chip) -> bool:
@@ -212,7 +214,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     if split:
         block_v, scan_warps = min(64, VP, KP), 4
     return Config(
-        split=split, processors=chip.processors, normed=normed, pieces=normed and chip.wgmma and not split,
+        split=split, processors=chip.processors, normed=normed,
         chunk=chunk, half=half, group=1 if normed else group, diagonal=min(diagonal, chunk), floor=floor, prepare_warps=4,
         prepare_registers=168 if normed and bounded(problem) else 0, block_v=block_v,
         scan_warps=scan_warps, scan_stages=stages, precision=precision, solve=solve, step_block_v=min(VP, 32),

@@ -23,7 +23,6 @@ DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 FAR = 2**24  # elements: within a chunk offsets are 32-bit
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
-_side_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> None:
@@ -107,7 +106,9 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
     return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
 
 
-def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config, space: Workspace | None = None, piece: Piece | None = None) -> Workspace:
+def prepare(
+    problem: Problem, arrays: Arrays, x: Views, config: Config, space: Workspace | None = None, piece: Piece | None = None
+) -> Workspace:
     """Stage intra of every chunk, or of a piece."""
     o, C = problem.options, config.chunk
     space = space or workspace(problem, config, arrays.q.device)
@@ -130,11 +131,18 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config, space: W
     if config.normed:
         piece = piece or whole(problem, config)
         grid = (space.slots if problem.varlen else problem.B * piece.chunks) * piece.heads
-        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
-        launch(prepare_normed_kernel, grid, (*args, *piece), kept, num_warps=config.prepare_warps, num_stages=1, **registers)
+        kept = {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
+        kept |= dict(BOUNDED=bounded(problem), EARLY=config.early)
+        options = registers | dict(num_warps=config.prepare_warps, num_stages=1) | dependent(config)
+        launch(prepare_normed_kernel, grid, (*args, *piece), kept, **options)
         return space
     launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
+
+
+def dependent(config: Config) -> dict[str, bool]:
+    """The option of a launch that may begin before the one ahead of it has ended: its kernel waits where it must."""
+    return {"launch_pdl": True} if config.early else {}
 
 
 def whole(problem: Problem, config: Config) -> Piece:
@@ -180,9 +188,10 @@ def scan(
         constants = shared | dict(
             BV=config.block_v, HAS_FINAL=to.final is not None, HAS_STATES=to.states is not None,
             HAS_CHECKPOINTS=space.checkpoints is not None, SPLIT=config.split, PIECES=config.pieces and not problem.varlen,
+            EARLY=config.early,
         )  # fmt: skip
         registers = {"maxnreg": config.registers} if config.registers else {}
-        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
+        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers, **dependent(config))
     return Result(to.o, to.final if o.output_final_state else None, to.states)
 
 
@@ -235,31 +244,12 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
 
 
 def stages(problem: Problem, arrays: Arrays, x: Views, config: Config) -> tuple[Workspace, Result]:
-    """Both kernels. In pieces, where that pays: a piece is scanned on a second stream while the next one is prepared."""
-    cut = pieces(problem, config)
+    """Both kernels, of one piece after the other."""
     space, to = workspace(problem, config, arrays.q.device), outputs(problem, arrays, config)
-    if len(cut) == 1 or not arrays.q.is_cuda:
-        for piece in cut:
-            prepare(problem, arrays, x, config, space, piece)
-            result = scan(problem, arrays, x, space, config, to, piece)
-        return space, result
-    main = torch.cuda.current_stream()
-    side = side_stream(main)
-    for piece in cut:
+    for piece in pieces(problem, config):
         prepare(problem, arrays, x, config, space, piece)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            result = scan(problem, arrays, x, space, config, to, piece)
-    main.wait_stream(side)
+        result = scan(problem, arrays, x, space, config, to, piece)
     return space, result
-
-
-def side_stream(main: torch.cuda.Stream) -> torch.cuda.Stream:
-    """One of higher priority for every stream: programs of the scan are to find room as soon as there is some."""
-    key = main.device_index, main.cuda_stream
-    if key not in _side_streams:
-        _side_streams[key] = torch.cuda.Stream(main.device, priority=-1)
-    return _side_streams[key]
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:

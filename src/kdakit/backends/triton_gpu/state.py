@@ -17,7 +17,7 @@ def scan_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
@@ -26,14 +26,17 @@ def scan_kernel(
     This is v_new = inverse beta r carried to both places where it is used, so that the chain from state to state is two products.
     Grid: (N * HEADS * cdiv(V, BV),), blocks of V fastest, then heads from HEAD on; with SPLIT a program per part of a sequence (see
     `parts`): (N * HV * PARTS * cdiv(V, BV),), parts between the two. With PIECES it is CHUNKS chunks from FIRST on, and the state before
-    all but the first is what was left in `final`. S^T [BV, KP] stays in float32 registers; every product takes S^T or a
-    value derived from it as its left factor, which needs no trip through shared memory. For a backward, S goes to checkpoints [.., VP, KP]
-    before every chunk whose slot is a multiple of CHECKPOINT.
+    all but the first is what was left in `final`; with EARLY the next piece is prepared from when all programs have begun.
+    S^T [BV, KP] stays in float32 registers; every product takes S^T or a value derived from it as its left factor, which needs no trip
+    through shared memory. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = i_p % NV, i_p // NV
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if SPLIT:
         i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
     i_n = i_nh // HEADS
