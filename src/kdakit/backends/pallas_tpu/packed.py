@@ -16,7 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu.fused import Inputs, Matrices, Outputs, Rows, activate, apply_matrices, chunk_step, group_matrices, state_block
+from kdakit.backends.pallas_tpu.fused import (
+    Inputs,
+    Matrices,
+    Outputs,
+    Rows,
+    activate,
+    apply_matrices,
+    chunk_step,
+    group_matrices,
+    state_block,
+)
 from kdakit.backends.pallas_tpu.gate import Decays, activate_beta
 from kdakit.backends.pallas_tpu.heads import groups_of, read_heads, write_heads
 from kdakit.backends.pallas_tpu.intra import Factors, make_masks
