@@ -36,7 +36,7 @@ CASES = {
 
 
 def sweep(args) -> dict[str, Any]:
-    """Every case, every contestant; the JSON grows with every case. Peers run untuned, which changes their speed and hardly their arithmetic."""
+    """Every case, every contestant; the JSON grows with every case. Peers run untuned: that changes their speed, hardly their numbers."""
     from kdakit.cli import bench
     from kdakit.cli.choices import pick
     from kdakit.dispatch import names
