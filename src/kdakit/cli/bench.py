@@ -252,9 +252,11 @@ def _record(kind: str, args, gate: str, measured, missing) -> dict[str, Any]:
 
 
 def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
-    from kdakit.cli import machine
+    from kdakit.cli import machine, peers
 
-    return {"kind": kind, **machine.describe(_device()), "settings": settings, "results": measured, "missing": missing}
+    described = machine.describe(_device())
+    described["versions"] |= peers.versions()
+    return {"kind": kind, **described, "settings": settings, "results": measured, "missing": missing}
 
 
 def _device() -> str:

@@ -70,7 +70,10 @@ class Truth:
         self.values = accuracy.truths(case.problem(dtype, "chunk", True), self.arrays, *self.cotangents)
 
     def errors(self, name: str) -> dict[str, Any]:
-        """{'o', 'final_state', 'gradient': the worst one, 'gradients'}; None: not finite. {'reason': ...} where it cannot run."""
+        """{'o', 'final_state', 'gradient': the worst one, 'gradients'}; None: not finite.
+
+        {'reason': ...} where it cannot run; 'no_gradient' is the reason where it can run forward only.
+        """
         reasons = []
         for grad in (True, False):
             try:
@@ -81,7 +84,7 @@ class Truth:
             found = {n: accuracy.error(results[n], self.values[n]) for n in self.values if n in results}
             ahead = {n: _finite(found.pop(n)) for n in ("o", "final_state")}
             if not grad:
-                return ahead
+                return ahead | {"no_gradient": reasons[0]}
             return ahead | {"gradient": _finite(max(found.values())), "gradients": {n: _finite(x) for n, x in found.items()}}
         return {"reason": reasons[-1]}
 

@@ -33,7 +33,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def provenance(record: dict[str, Any]) -> str:
     """Machine, versions and commit in one line."""
     m = record["machine"]
-    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in ("python", "torch", "jax", "numpy", "fla-core"))
+    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in ("python", "torch", "jax", "numpy", "fla-core", "flash_kda"))
     commit = (record.get("commit") or "unknown")[:12]
     place = f"{m['cpu']} ({m['cores']} cores, {m['architecture']})"
     if m.get("device", "cpu") != "cpu":
