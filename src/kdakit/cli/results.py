@@ -7,7 +7,6 @@ from typing import Any
 
 from kdakit.cli import console, generated, gpu_results
 
-
 # The packages that every measurement names.
 NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
 
