@@ -1,8 +1,8 @@
 """The forward of packed sequences with states of their own, in one kernel: a step is a chunk, whatever sequences it holds.
 
-A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found once,
-sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own state:
-half a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial one while the
+A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found
+once, sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own
+state: a third of a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial one while the
 chunk's products are found, and a final one while the next chunks are at work.
 """
 
@@ -16,7 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu.fused import Inputs, Matrices, Outputs, Rows, activate, apply_matrices, chunk_step, group_matrices, state_block
+from kdakit.backends.pallas_tpu.fused import (
+    Inputs,
+    Matrices,
+    Outputs,
+    Rows,
+    activate,
+    apply_matrices,
+    chunk_step,
+    group_matrices,
+    state_block,
+)
 from kdakit.backends.pallas_tpu.gate import Decays, activate_beta
 from kdakit.backends.pallas_tpu.heads import groups_of, read_heads, write_heads
 from kdakit.backends.pallas_tpu.intra import Factors, make_masks
