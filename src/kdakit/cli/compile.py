@@ -105,7 +105,7 @@ def show(record: dict[str, Any]) -> None:
     columns += ("MXU", "VALU", "EUP", "XLU", "load", "store", "spills")
     for row in record["results"]:
         title = f"{row['target']}: {row['label']}: {row['cycles'] / 1e6:.3f} M cycles, {row['milliseconds']:.3f} ms if memory keeps up"
-        if row["weighted_cycles"]:
+        if row["weighted_cycles"] is not None:
             title += f"; {row['weighted_cycles'] / 1e6:.3f} M cycles with branches as often as taken"
         table = console.table(title, *columns, right=columns[2:])
         for kernel in row["kernels"]:

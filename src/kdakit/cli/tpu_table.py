@@ -110,12 +110,12 @@ def provenance(records: list[dict[str, Any]]) -> str:
 def cycles(found: Found, chip: str, job: Job, count: str = "cycles") -> float | None:
     """Millions; `count`: or weighted_cycles."""
     row = found.get((chip, job))
-    return None if row is None or row[count] is None else row[count] / 1e6
+    return None if row is None or row.get(count) is None else row[count] / 1e6
 
 
 def as_taken(kernel: dict[str, Any]) -> str:
     """Bundles a step, each branch as often as it is taken."""
-    found = kernel["weighted_bundles_per_step"]
+    found = kernel.get("weighted_bundles_per_step")  # records of before have none
     return "–" if found is None else f"{found:.0f}"
 
 

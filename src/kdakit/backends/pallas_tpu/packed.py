@@ -2,8 +2,8 @@
 
 A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found
 once, sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own
-state: a third of a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial one while the
-chunk's products are found, and a final one while the next chunks are at work.
+state: a third of a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial
+one while the chunk's products are found, and a final one while the next chunks are at work.
 """
 
 from __future__ import annotations
