@@ -6,6 +6,7 @@ import math
 
 from jax.experimental.pallas import tpu as pltpu
 
+from kdakit.backends.pallas_tpu import tile
 from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
@@ -37,7 +38,8 @@ def default_config(problem: Problem, device) -> Config:
     on a TPU v4, or where there are fewer: blocks may be as wide as the array. There, what wants much room also takes shorter chunks."""
     narrow, little = max(problem.K, problem.V) <= 128, _vmem_mib() <= 16
     heads = 16 if problem.HV % 16 == 0 and narrow and problem.dtype == "bfloat16" and not little else 8
-    chunk = 32 if little and (not narrow or (problem.needs_grad and problem.dtype != "bfloat16")) else 128
+    much = (problem.needs_grad or tile.packed_with_states(problem)) if not narrow else problem.needs_grad and problem.dtype != "bfloat16"
+    chunk = 32 if little and much else 128
     return Config(heads=min(problem.HV, heads), interpret=str(device) != "tpu", chunk=chunk)
 
 
