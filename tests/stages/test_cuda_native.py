@@ -292,14 +292,14 @@ def test_auto_asks_the_library_first_where_it_is_faster(monkeypatch):
 
 
 def test_bench_names_peers_alone(capsys):
-    """FLA's kernels without ours, and the reason where they cannot run."""
+    """A peer without ours, and the reason where it cannot run."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: FLA would tune itself for minutes")
     from kdakit.cli.main import main
 
-    assert main(["bench", "--backend", "fla_chunk", "--shape", "1x64x1x16", "--mode", "fwd", "--repeat", "1"]) == 1
-    assert "fla_chunk did not run" in capsys.readouterr().out
+    assert main(["bench", "--backend", "flash_kda", "--shape", "1x64x1x16", "--mode", "fwd", "--repeat", "1"]) == 1
+    assert "flash_kda did not run" in capsys.readouterr().out
 
 
 def test_operators_know_their_shapes():
