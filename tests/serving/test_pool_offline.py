@@ -72,6 +72,7 @@ def compile_all(target: str) -> None:
 
     driver.set_active(Driver())
     JITFunction.run = compile_only
+    pool_launch.chained = lambda device: chip.wgmma
     launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)
     for dtype, feedback, v_first, size, V in POOLS:
         case = Case("offline", "", B=2, T=4, H=2, HV=2, K=size, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True,

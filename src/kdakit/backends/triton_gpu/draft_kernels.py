@@ -4,18 +4,29 @@ With S the state, d_t the decay e^g of token t, c_t the product of the first t d
 
     u_t = beta_t (v_t - S^T c_t k_t - sum_{j<t} u_j x_tj^T k_t)        o_t = scale (S^T c_t q_t + sum_{j<=t} u_j x_tj^T q_t)
 
-`tokens_kernel` knows no state: it makes the vectors that meet S and the coefficients of the u_j. `draft_kernel` reads S once, for one product
-with all those vectors. `commit_kernel` adds what was accepted: S <- Diag(c_n) S + sum_j x_nj u_j^T.
+`tokens_kernel` knows no state: it makes the vectors that meet S and the coefficients of the u_j. `draft_kernel` reads S once and multiplies
+it with all of them. `commit_kernel` adds what was accepted: S <- Diag(c_n) S + sum_j x_nj u_j^T.
+
+CHAINED: the kernel is launched while the one before it ends (programmatic dependent launch) and waits itself for what that one writes.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.pool_kernels import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.tile import narrow, state_offsets
+
+
+@triton.jit
+def wait_for_last(CHAINED: tl.constexpr):
+    """From here on all that earlier launches wrote is there, and the next launch may begin."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
@@ -27,12 +38,14 @@ def tokens_kernel(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, ALIGN: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """For `draft_kernel`: vectors [KP, TP, 2] of each row and head, -beta_t c_t k_t and scale c_t q_t, and coefficients [2, TP, TP],
+    """For `draft_kernel`: vectors [TP, 2, KP] of each row and head, -beta_t c_t k_t and scale c_t q_t, and coefficients [2, TP, TP],
     -beta_t x_tj^T k_t below a diagonal of beta_t, and scale x_tj^T q_t. Logs k, d and the row's generation.
 
     q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N * HV,).
     """
+    wait_for_last(CHAINED)
     i_p = tl.program_id(0)
     i_n, i_h = (i_p // HV).to(tl.int64), i_p % HV
     i_hk = i_h // (HV // H)
@@ -78,9 +91,9 @@ def tokens_kernel(
     p_coefficients += i_p.to(tl.int64) * (2 * TP * TP) + o_t[:, None] * TP + o_t[None, :]
     tl.store(p_coefficients, b_of_k)
     tl.store(p_coefficients + TP * TP, b_of_q)
-    b_vectors = tl.join(tl.trans(b_k * b_c * minus[:, None]), tl.trans(b_q * b_c * scale_q[:, None]))  # [KP, TP, 2]
-    o_vectors = o_k[:, None] * (2 * TP) + tl.arange(0, 2 * TP)[None, :]
-    tl.store(p_vectors + i_p.to(tl.int64) * (KP * 2 * TP) + o_vectors, tl.reshape(b_vectors, [KP, 2 * TP]))
+    p_vectors += i_p.to(tl.int64) * (2 * TP * KP) + o_t[:, None] * (2 * KP) + o_k[None, :]
+    tl.store(p_vectors, b_k * b_c * minus[:, None])
+    tl.store(p_vectors + KP, b_q * b_c * scale_q[:, None])
 
 
 @triton.jit
@@ -126,6 +139,25 @@ def columns(b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, PRODUCT: tl.constexpr):
+    """S^T w for all vectors w [TP, 2, KP]: two tuples of TP columns [BV].
+
+    PRODUCT "sums": a sum over K for each, which costs nothing but its multiplications where a thread holds many key channels of few value
+    channels. Otherwise one matrix product: "tf32", from halves, or "ieee".
+    """
+    if PRODUCT == "sums":
+        us, os = (), ()
+        for t in tl.static_range(TP):
+            us = us + (tl.sum(b_S * tl.load(p_vectors + 2 * t * KP + o_k)[None, :], 1),)
+            os = os + (tl.sum(b_S * tl.load(p_vectors + (2 * t + 1) * KP + o_k)[None, :], 1),)
+    else:
+        b_vectors = tl.load(p_vectors + tl.arange(0, 2 * TP)[None, :] * KP + o_k[:, None])  # [KP, 2 TP]
+        b_us, b_os = tl.split(tl.reshape(exact_product(b_S, b_vectors, PRODUCT == "tf32"), [BV, TP, 2]))
+        us, os = columns(b_us, BV, TP), columns(b_os, BV, TP)
+    return us, os
+
+
+@triton.jit
 def replay(
     p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K: tl.constexpr, V: tl.constexpr, TP: tl.constexpr
 ):
@@ -153,7 +185,7 @@ def draft_kernel(
     p_log_u, p_log_generation, p_past_k, p_past_decay, p_past_u, p_past_generation, p_accepted,
     T, T_past, HV, CAPACITY, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, PAST: tl.constexpr, ALIGN: tl.constexpr,
-    V_FIRST: tl.constexpr, FEEDBACK: tl.constexpr, TF32: tl.constexpr,
+    V_FIRST: tl.constexpr, FEEDBACK: tl.constexpr, PRODUCT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """o and u of T <= TP tokens from the state S of slot slots[n]. S^T [BV, KP] is read once and, but for PAST, not written.
 
@@ -171,8 +203,8 @@ def draft_kernel(
     o_state = state_offsets(slot * HV + i_h, o_v, o_k, K, V, V_FIRST)
     o_scale = ((slot * HV + i_h) * K + o_k) * NV + i_v
     b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & inside, m_k & inside, FEEDBACK)
-    o_vectors = o_k[:, None] * (2 * TP) + tl.arange(0, 2 * TP)[None, :]
-    b_vectors = tl.load(p_vectors + i_nh.to(tl.int64) * (KP * 2 * TP) + o_vectors)
+    wait_for_last(CHAINED)  # for `tokens_kernel`, which began after all that ever wrote a state
+    p_vectors += i_nh.to(tl.int64) * (2 * TP * KP)
     p_of_k = p_coefficients + i_nh.to(tl.int64) * (2 * TP * TP)
     p_of_q = p_of_k + TP * TP
     p_v += (i_n * s_vb + i_h.to(tl.int64) * s_vh) * ALIGN + o_v
@@ -184,10 +216,10 @@ def draft_kernel(
         b_new, b_scale = replay(p_past_k, p_past_decay, p_past_u, i_past, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V, PAST)
         moves = accepted > 0
         b_new, _ = store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & moves, m_k & moves, b_new, b_scale, FEEDBACK)
-        b_S = tl.where(moves, b_new, b_S)
-    b_of_S = exact_product(b_S, b_vectors, TF32)  # [BV, 2 TP]
-    b_u_of_S, b_o_of_S = tl.split(tl.reshape(b_of_S, [BV, TP, 2]))
-    us, os = columns(b_u_of_S, BV, TP), columns(b_o_of_S, BV, TP)
+        if p_states.dtype.element_ty == tl.int8:  # in floats the replay of nothing is what was read
+            b_new = tl.where(moves, b_new, b_S)
+        b_S = b_new
+    us, os = meet(b_S, p_vectors, o_k, BV, KP, TP, PRODUCT)
     done = ()
     for t in tl.static_range(TP):
         m_out = m_v & (t < T)
@@ -209,6 +241,7 @@ def commit_kernel(
     p_states, p_scales, p_residual, p_slots, p_generation, p_accepted, p_log_k, p_log_decay, p_log_u, p_log_generation,
     T, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, V_FIRST: tl.constexpr, FEEDBACK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The first accepted[n] tokens of the log into the states: what decoding them leaves.
 
@@ -216,6 +249,7 @@ def commit_kernel(
     that `draft_kernel` read last are still in the cache.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
+    wait_for_last(CHAINED)
     i_p = tl.num_programs(0) - 1 - tl.program_id(0)
     i_v, i_nh = i_p % NV, i_p // NV
     i_n, i_h = (i_nh // HV).to(tl.int64), i_nh % HV

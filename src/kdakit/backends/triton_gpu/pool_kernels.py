@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
+from kdakit.backends.triton_gpu.gate import log2_decay, write_strength
+from kdakit.backends.triton_gpu.recurrent import delta_rule
 from kdakit.backends.triton_gpu.tile import narrow, state_offsets
 
 LARGEST = tl.constexpr(127.0)
@@ -93,8 +94,7 @@ def decode_kernel(
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
     FEEDBACK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """S <- Diag(e^g) S;  u = beta (v - S^T k);  o = scale (S^T q + u k^T q);  S <- S + k u^T,  token by token, S^T [BV, KP] in float32
-    registers; S is the state of slot slots[n].
+    """`delta_rule` token by token on the state of slot slots[n], S^T [BV, KP] in float32 registers.
 
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. SINGLE: T = 1.
     """
@@ -142,19 +142,10 @@ def decode_kernel(
             b_g = tl.load(p_g, mask=m_k & more, other=0.0)
             b_v = tl.load(p_v, mask=m_v & more, other=0.0)
             b_beta = tl.load(p_beta, mask=more, other=0.0)
-        # Norms and scale are numbers, not vectors: q and k stay as they came, and u carries the norm of k.
-        scale_q, norm_k = scale, 1.0
-        if L2NORM:
-            scale_q = scale * inverse_norm(tl.sum(b_q_now * b_q_now, 0))
-            norm_k = inverse_norm(tl.sum(b_k_now * b_k_now, 0))
         b_decay = tl.exp2(log2_decay(b_g_now, b_bias, a, lower_bound, GATE, True, False))
-        b_S = b_S * b_decay[None, :]
+        b_o, b_S = delta_rule(b_S, b_q_now, b_k_now, b_v_now, b_beta_now, b_decay, scale, L2NORM)
         b_scale = b_scale * b_decay
-        b_read_k = tl.sum(b_S * b_k_now[None, :], 1) * norm_k  # [BV]
-        b_read_q = tl.sum(b_S * b_q_now[None, :], 1)  # [BV]
-        b_u = (b_beta_now * norm_k) * (b_v_now - b_read_k)  # [BV]
-        b_o = tl.where(taken, (b_read_q + b_u * tl.sum(b_k_now * b_q_now, 0)) * scale_q, 0.0)  # [BV]
-        b_S = tl.fma(b_u[:, None], b_k_now[None, :], b_S)
+        b_o = tl.where(taken, b_o, 0.0)
         tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
         p_o += HV * V
     store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & taken, m_k & taken, b_S, b_scale, FEEDBACK)

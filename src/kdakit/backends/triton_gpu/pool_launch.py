@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 import triton
 
 from kdakit.backends.triton_gpu import launch as launches
-from kdakit.backends.triton_gpu.config import Config, padded
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, chip_of, padded
 from kdakit.backends.triton_gpu.draft_kernels import commit_kernel, draft_kernel, tokens_kernel
 from kdakit.backends.triton_gpu.launch import contiguous_parameters, on_device, views
 from kdakit.backends.triton_gpu.pool_kernels import decode_kernel
@@ -27,10 +28,10 @@ class Cut:
 
 # By call and layout, from benchmarks/serving_check.py on an H200, H = 32, K = V = 128.
 CUTS = {
-    ("decode", False): Cut(32, 2), ("verify", False): Cut(64, 4), ("advance", False): Cut(64, 4), ("commit", False): Cut(64, 4),
+    ("decode", False): Cut(32, 2), ("verify", False): Cut(32, 1), ("advance", False): Cut(32, 1), ("commit", False): Cut(64, 4),
     ("decode", True): Cut(16, 1), ("verify", True): Cut(64, 4), ("advance", True): Cut(64, 4), ("commit", True): Cut(64, 4),
 }  # fmt: skip
-TOKEN_WARPS = 4
+TOKEN_WARPS = 1
 
 
 def cut_for(call: str, pool: Any) -> Cut:
@@ -45,6 +46,16 @@ def cut_for(call: str, pool: Any) -> Cut:
 def padded_tokens(tokens: int) -> int:
     """4 or 8: a draft's length as the kernels are compiled for it."""
     return max(4, triton.next_power_of_2(tokens))
+
+
+@functools.lru_cache
+def chained(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended: on NVIDIA's GPUs from Hopper on."""
+    return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
+
+
+def _chain(chain: bool) -> dict[str, Any]:
+    return {"launch_pdl": True} if chain else {}
 
 
 class Log(NamedTuple):
@@ -92,28 +103,28 @@ def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     out = torch.empty(value, dtype=x.v.dtype, device=device)
     if out.numel() == 0:
         return out, generation.fill_(-1), log
-    sizes = dict(K=p.K, KP=padded(p.K), TP=padded_tokens(p.T), ALIGN=x.align)
+    sizes = dict(K=p.K, KP=padded(p.K), TP=padded_tokens(p.T), ALIGN=x.align, CHAINED=chained(device))
     with on_device(arrays.q):
         made = _tokens(p, arrays, x, pool, slots, generation, log, sizes)
         _draft(p, x, pool, slots, made, generation, log, out, past, sizes, config)
     return out, generation, log
 
 
-def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, generation, log: Log, sizes: dict[str, int]):
+def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, generation, log: Log, sizes: dict[str, Any]):
     """The vectors that meet the states, and the coefficients: see `tokens_kernel`."""
     o, rows, TP = problem.options, problem.N * problem.HV, sizes["TP"]
-    vectors = torch.empty((rows, sizes["KP"], TP, 2), device=x.k.device)
+    vectors = torch.empty((rows, TP, 2, sizes["KP"]), device=x.k.device)
     coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
     args = (
         x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, slots, pool.generation, log.k, log.decay, generation, vectors, coefficients,
         problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
-    launches.launch(tokens_kernel, rows, args, sizes | _activations(problem), num_warps=TOKEN_WARPS)
+    launches.launch(tokens_kernel, rows, args, sizes | _activations(problem), num_warps=TOKEN_WARPS, **_chain(sizes["CHAINED"]))
     return vectors, coefficients
 
 
-def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, out, past, sizes: dict[str, int], config: Config) -> None:
+def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, out, past, sizes: dict[str, Any], config: Config) -> None:
     storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool)
     before = (None,) * 5 if past is None else (*past[0].log, past[0].generation, past[1].contiguous())
     tokens = 0 if past is None else past[0].tokens
@@ -121,9 +132,10 @@ def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, ou
             problem.T, tokens, problem.HV, pool.capacity, *x.strides["v"])  # fmt: skip
     constants = sizes | dict(
         V=problem.V, BV=cut.block_v, PAST=padded_tokens(tokens) if past else 0, V_FIRST=pool.sizes.state_v_first,
-        FEEDBACK=pool.sizes.feedback, TF32=not config.hip,
+        FEEDBACK=pool.sizes.feedback, PRODUCT="sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32",
     )  # fmt: skip
-    launches.launch(draft_kernel, problem.N * problem.HV * -(-problem.V // cut.block_v), args, constants, num_warps=cut.warps)
+    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
+    launches.launch(draft_kernel, grid, args, constants, num_warps=cut.warps, **_chain(sizes["CHAINED"]))
 
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
@@ -132,12 +144,12 @@ def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
     N, T, HV, V = draft.log.u.shape
     args = (storage.states, storage.scales, storage.residual, draft.slots.contiguous(), pool.generation, accepted.contiguous(),
             *draft.log, draft.generation, T, HV)  # fmt: skip
-    constants = dict(
-        K=s.K, V=V, KP=triton.next_power_of_2(s.K), BV=cut.block_v, TP=padded_tokens(T), V_FIRST=s.state_v_first, FEEDBACK=s.feedback
-    )
+    chain = chained(storage.states.device)
+    constants = dict(K=s.K, V=V, KP=triton.next_power_of_2(s.K), BV=cut.block_v, TP=padded_tokens(T), V_FIRST=s.state_v_first,
+                     FEEDBACK=s.feedback, CHAINED=chain)  # fmt: skip
     if draft.log.u.numel():
         with on_device(storage.states):
-            launches.launch(commit_kernel, N * HV * -(-V // cut.block_v), args, constants, num_warps=cut.warps)
+            launches.launch(commit_kernel, N * HV * -(-V // cut.block_v), args, constants, num_warps=cut.warps, **_chain(chain))
 
 
 def _activations(problem: Problem) -> dict[str, Any]:
