@@ -6,7 +6,8 @@ A backend is a module with
     default_config(problem, device)                how it would run it (tile sizes and the like); plain Python, no device needed
     forward(problem, arrays, config) -> (Result, saved)
     backward(problem, arrays, saved, d_o, d_final_state, config) -> Arrays          or None
-    step(problem, arrays, config) -> Result                                         or None: the token recurrence
+    step(problem, arrays, config) -> Result                                         or None: the token recurrence; of a torch backend
+                                                                also with final_state=, where the state goes, perhaps over the initial one
     saved_specs(problem, device) -> [(shape, dtype name)]       torch backends: the tensors that `forward` saves when problem.needs_grad
 
 and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -57,7 +59,7 @@ def load(name: str) -> ModuleType:
     """The backend's module, imported on first use."""
     for backend in BACKENDS:
         if backend.name == name:
-            return importlib.import_module(backend.module)
+            return sys.modules.get(backend.module) or importlib.import_module(backend.module)
     raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
 
 

@@ -8,9 +8,11 @@ and activation checkpointing see as single calls.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,12 +119,16 @@ def fused_recurrent_kda(
     cu_seqlens_cpu: Tensor | None = None,
     safe_gate: bool = False,
     backend: str = "auto",
+    inplace_final_state: bool = False,
     **compatibility: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA token by token, for decoding and short sequences. Arguments and results as in `chunk_kda`, positions as in fla.ops.kda.
 
     initial_state may also be bfloat16 or float16: arithmetic is float32, and final_state comes back in the same dtype. Gradients are those
     of `chunk_kda`.
+
+    inplace_final_state: the final state is written over initial_state, which is also what comes back as final_state. Not for calls that
+    are differentiated: their backward would need what has been overwritten.
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)
@@ -132,7 +138,9 @@ def fused_recurrent_kda(
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, state_v_first=state_v_first,
     )  # fmt: skip
-    return _call("recurrent", arrays, options, backend)
+    if not isinstance(inplace_final_state, bool):
+        raise TypeError(f"inplace_final_state must be True or False, got {inplace_final_state!r}")
+    return _call_in_place(arrays, options, backend) if inplace_final_state else _call("recurrent", arrays, options, backend)
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
@@ -231,15 +239,33 @@ def autocast(arrays: Arrays) -> Arrays:
     return arrays._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
 
 
-def _call(op: str, arrays: Arrays, options: Options, backend: str):
+def _check_tensors(arrays: Arrays, backend: str) -> bool:
+    """Whether the call will be differentiated, if these are tensors at all."""
     check_backend_name(backend)
     for name, array in zip(Arrays._fields, arrays, strict=True):
         if array is not None and not isinstance(array, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(array).__name__}")
         if array is None and name in ("q", "k", "v", "g", "beta"):
             raise TypeError(f"{name} must be a torch.Tensor, got None")
-    needs_grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
-    o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, needs_grad)
+    return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
+
+
+def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tensor, Tensor]:
+    if _check_tensors(arrays, backend):
+        raise ValueError("inplace_final_state=True overwrites initial_state, which a backward would need: call it under torch.no_grad(), "
+                         "got tensors that require gradients")  # fmt: skip
+    if arrays.initial_state is None:
+        raise ValueError("inplace_final_state=True requires initial_state, which it overwrites, got None")
+    o = torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend)
+    return o, arrays.initial_state
+
+
+def _call(op: str, arrays: Arrays, options: Options, backend: str):
+    if _check_tensors(arrays, backend):
+        o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
+    else:
+        o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
+        final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None
     final = final_state if options.output_final_state else None
     return (o, final, states) if options.return_intermediate_states else (o, final)
 
@@ -253,15 +279,43 @@ _LIBRARY.define(
     f"forward({_SCHEMA_ARRAYS}, str op, str options, str backend, bool needs_grad) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define(f"inference({_SCHEMA_ARRAYS}, str op, str options, str backend) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.define(
     f"backward({_SCHEMA_ARRAYS}, Tensor[] saved, Tensor d_o, Tensor? d_final_state, str op, str options, str backend) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_LIBRARY.define(
+    f"step_({_SCHEMA_ARRAYS.replace('Tensor? initial_state', 'Tensor(a!) initial_state')}, str options, str backend) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class _Spec(NamedTuple):
+    """As much of a tensor as `make_problem` looks at."""
+
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
     check_devices(arrays)
     return make_problem(op, arrays, Options.decode(options), needs_grad)
+
+
+def _describe_real(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
+    """`_describe` for tensors whose sizes are plain numbers: a call like an earlier one is not described, nor checked, anew."""
+    check_devices(arrays)
+    return _described(op, options, needs_grad, *[None if x is None else (x.shape, x.dtype) for x in arrays])
+
+
+@lru_cache(maxsize=1024)
+def _described(op: str, options: str, needs_grad: bool, *specs: tuple[torch.Size, torch.dtype] | None) -> Problem:
+    arrays = Arrays(*(None if x is None else _Spec(*x) for x in specs))
+    return make_problem(op, arrays, Options.decode(options), needs_grad)
+
+
+def _without_autocast(kind: str):
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def _check_values(problem: Problem, arrays: Arrays) -> None:
@@ -279,16 +333,28 @@ def _empty(like: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "forward", "CompositeExplicitAutograd")
 def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad)
-    module = dispatch.select("torch", problem, q.device, backend)
-    _check_values(problem, arrays)
-    config = module.default_config(problem, q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        if op == "recurrent":
-            result, saved = module.step(problem, arrays, config), []
-        else:
-            result, saved = module.forward(problem, arrays, config)
+    result, saved = _run(arrays, op, options, backend, needs_grad)
     return result.o, *(_empty(q) if x is None else x for x in result[1:]), saved
+
+
+@torch.library.impl(_LIBRARY, "inference", "CompositeExplicitAutograd")
+def _inference(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend):
+    """`forward` for calls that are not differentiated: what PyTorch does around an operator with a derivative takes as long as a short
+    sequence. Returns o, and the final state and the states before each chunk where they are asked for."""
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    return [x for x in _run(arrays, op, options, backend, False)[0] if x is not None]
+
+
+def _run(arrays: Arrays, op: str, options: str, backend: str, needs_grad: bool):
+    problem = _describe_real(arrays, op, options, needs_grad)
+    device = arrays.q.device
+    module = dispatch.select("torch", problem, device, backend)
+    _check_values(problem, arrays)
+    config = module.default_config(problem, device)
+    with _without_autocast(device.type):
+        if op == "recurrent":
+            return module.step(problem, arrays, config), []
+        return module.forward(problem, arrays, config)
 
 
 @torch.library.register_fake("kdakit::forward", lib=_LIBRARY)
@@ -308,14 +374,40 @@ def _forward_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, c
     return o, final, states, saved
 
 
+@torch.library.register_fake("kdakit::inference", lib=_LIBRARY)
+def _inference_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend):
+    arrays = q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu
+    o, final_state, states, _ = _forward_fake(*arrays, op, options, backend, False)
+    wanted = Options.decode(options)
+    return [o] + [final_state] * wanted.output_final_state + [states] * wanted.return_intermediate_states
+
+
+@torch.library.impl(_LIBRARY, "step_", "CompositeExplicitAutograd")
+def _step_(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, options, backend):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    problem = _describe_real(arrays, "recurrent", options, False)
+    module = dispatch.select("torch", problem, q.device, backend)
+    _check_values(problem, arrays)
+    torch.autograd.graph.increment_version(initial_state)
+    with _without_autocast(q.device.type):
+        return module.step(problem, arrays, module.default_config(problem, q.device), final_state=initial_state).o
+
+
+@torch.library.register_fake("kdakit::step_", lib=_LIBRARY)
+def _step_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, options, backend):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    dispatch.select("torch", _describe(arrays, "recurrent", options, False), q.device, backend)
+    return q.new_empty(v.shape, dtype=v.dtype)
+
+
 @torch.library.impl(_LIBRARY, "backward", "CompositeExplicitAutograd")
 def _backward(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
 ):  # fmt: skip
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad=True)
+    problem = _describe_real(arrays, op, options, needs_grad=True)
     module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))
     return [_empty(q) if x is None else x.contiguous() for x in grads[: len(DIFFERENTIABLE)]]
 
@@ -332,6 +424,7 @@ def _setup_context(ctx, inputs, output):
     arrays, (ctx.op, ctx.options, ctx.backend, _) = inputs[:10], inputs[10:]
     ctx.has_final_state = Options.decode(ctx.options).output_final_state
     ctx.save_for_backward(*arrays, *output[3])
+    ctx.set_materialize_grads(False)  # what is saved counts as output: its gradients would be written out as zeros
 
 
 def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):

@@ -148,26 +148,8 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
-def test_what_no_gpu_has_shown_waits(monkeypatch):
-    """Without KDAKIT_UNCHECKED, gradients of a kind that was not compared on a GPU are refused there, and forwards take the older form."""
-    gpu = torch.device("cuda")
-    shown = CASES["lower_bound"].problem("bfloat16").replace(H=96, HV=96, K=128, V=128, needs_grad=True)
-    others = [
-        shown.replace(dtype="float16"), shown.replace(dtype="float32"), shown.replace(K=64), shown.replace(V=64),
-        shown.replace(l2norm=False), shown.replace(varlen="cu_seqlens"),
-        CASES["softplus"].problem("bfloat16").replace(K=128, V=128, needs_grad=True),
-    ]  # fmt: skip
-    for unchecked in (False, True):
-        monkeypatch.setattr(configs, "UNCHECKED", unchecked)
-        assert triton_gpu.supports(shown, gpu) is None
-        assert all((triton_gpu.supports(p, gpu) is None) == unchecked for p in others)
-        assert all(triton_gpu.supports(p.replace(needs_grad=False), gpu) is None for p in others)
-        assert configs.choose(others[-1], configs.CHIPS["sm_90"]).normed == unchecked
-
-
-def test_number_of_parts(monkeypatch):
+def test_number_of_parts():
     """Few heads and long sequences are split, others not."""
-    monkeypatch.setattr(configs, "UNCHECKED", True)
     chip = configs.CHIPS["sm_90"]
 
     def number(H, T):
@@ -204,6 +186,19 @@ def test_strides_are_honoured():
     moved[0] = torch.nn.functional.pad(arrays.q, (3, 5))[..., 3:-5]
     got = run(problem, Arrays(*moved, *arrays[5:]))
     assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["v_first", "varlen"])
+def test_state_in_place(name, dtype):
+    """Some sequences are empty; a state may be half precision, or lie otherwise in memory than the kernel wants it."""
+    problem, arrays = CASES[name].problem("float32", op="recurrent").replace(state_dtype=dtype), tensors(CASES[name], "float32")
+    arrays = arrays._replace(initial_state=arrays.initial_state.to(getattr(torch, dtype)))
+    want = run(problem, arrays)
+    for state in (arrays.initial_state.clone(), arrays.initial_state.mT.contiguous().mT):
+        got = triton_gpu.step(problem, arrays._replace(initial_state=state), triton_gpu.default_config(problem, "cpu"), state)
+        assert got.final_state is state and torch.equal(state, want.final_state) and torch.equal(got.o, want.o)
 
 
 @interpreter
@@ -286,3 +281,19 @@ def test_configurations_hold_together():
                 c = configs.choose(case.problem(dtype), chip)
                 assert c.chunk in (c.half, 2 * c.half) and c.half % c.group == 0 and c.diagonal % c.group == 0, (name, dtype, chip.name)
                 assert c.diagonal <= c.half, (name, dtype, chip.name)
+
+
+@interpreter
+def test_tuning_refuses_what_is_wrong(monkeypatch):
+    """`kdakit bench --tune` holds every candidate against float64: here a decoding step, right and then with a dropped update."""
+    from kdakit.cases import Shape
+    from kdakit.cli import tuned_calls
+    from kdakit.cli.contestants import Job
+
+    calls = tuned_calls.Calls(torch.device("cpu"))
+    job = Job(Shape(1, 1, 32), "decode", "bfloat16")
+    assert calls.verify(job, dict(step_block_v=16)) is None
+    monkeypatch.setattr(triton_gpu, "step", lambda problem, x, config: launch.step(problem, x._replace(beta=x.beta - 9), config))
+    assert calls.verify(job, dict(step_block_v=16)).startswith("wrong: ")
+    monkeypatch.setattr(triton_gpu, "step", None)
+    assert calls.verify(job, dict(step_block_v=16)).startswith("raised TypeError")
