@@ -231,7 +231,7 @@ def gradient_normed_kernel(
     p_g += (i_b * s_gb + start * s_gt + i_h * s_gh) * ALIGN
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
-    a = gate_slope(p_A_log, i_h, False, HAS_A_LOG)
+    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
     if BOUNDED:
         b_bias, b_A = chunk_gradient(
             p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_parts + i_p * 192 * KP, p_d_decay + i_p * KP,

@@ -35,8 +35,8 @@ def load_rows(p_x, p_y, FIRST: tl.constexpr, s_x, s_y, length, other, R: tl.cons
 
 @triton.jit
 def nothing(GATE: tl.constexpr):
-    """A gate's input that decays nothing."""
-    return 0.0 if GATE == "log_decay" else -1e30
+    """A gate's input that decays nothing; finite, since it goes through a product."""
+    return 0.0 if GATE == "log_decay" else -3e38
 
 
 @triton.jit
