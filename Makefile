@@ -44,14 +44,16 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
 	$(BIN)/kdakit doctor --table README.md docs/backends.md
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*.json)) --table docs/performance.md --section gpu
 	$(BIN)/kdakit compile --render $(sort $(wildcard benchmarks/results/tpu/*.json)) --table docs/tpu.md
 
 cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)
 	$(BIN)/python -m kdakit.backends.cuda.build $(if $(ARCH),--arch $(ARCH))
 
-test-cuda: cuda  ## on a GPU: the contract, compute-sanitizer and the C program for the CUDA library
-	$(BIN)/python -m pytest tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py
-	$(BIN)/python -m pytest tests/test_contract.py -k cuda
+test-cuda:  ## on a machine with a GPU, with PYTHON's own torch: the CUDA library built, the contract, compute-sanitizer, the C program
+	PYTHONPATH=src $(PYTHON) -m kdakit.backends.cuda.build --jobs $(WORKERS) $(if $(ARCH),--arch $(ARCH))
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py $(ARGS)
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/test_contract.py -k cuda $(ARGS)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -318,7 +318,7 @@ def warm_training(job):
         if part == "forward":
             launch.forward(problem, arrays, config)
         elif part in ("rebuild", "replay"):
-            training.replay(problem, arrays, x, kept[0], kept[2], config)
+            training.replay(problem, arrays, x, training.rebuild(problem, arrays, x, kept[0], config), kept[2], config)
         elif part == "reverse":
             training.reverse(problem, arrays, y, kept[1], d_o, d_final, config)
         else:
@@ -335,30 +335,25 @@ def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
     space = launch.prepare(problem, arrays, x, config)
     ahead = lambda: launch.scan(problem, arrays, x, space, config)
     ahead()
-    again = lambda: training.replay(problem, arrays, x, space.lower, space.checkpoints, config)
-    replayed = again()
+    tiles = lambda: training.rebuild(problem, arrays, x, space.lower, config)
+    replayed = tiles()
+    again = lambda: training.replay(problem, arrays, x, replayed, space.checkpoints, config)
+    again()
     back = lambda: training.reverse(problem, arrays, replayed, space.solved, d_o, d_final, config)
     d_states, d_v, _ = back()
     over_v = lambda: training.products(problem, arrays, replayed, space.lower, d_states, d_o, d_v, d_final, config)
     z = over_v()
     last = lambda: training.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
-    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, replay=again, reverse=back, products=over_v,
-                 gradient=last)  # fmt: skip
-    times = {name: median(call, 15, 3) for name, call in calls.items() if name == only or (only is None and name != "replay")}
-    if only in (None, "rebuild", "replay"):
-        times |= dict(zip(("rebuild", "replay"), split_replay(again), strict=True))
-    return times
 
+    def both():
+        with launch.beside(d_o) as aside:
+            back()
+            with aside():
+                again()
 
-def split_replay(call):
-    """Milliseconds of the two launches of `training.replay`."""
-    kept, launched = training.launch.launch, []
-    training.launch.launch = lambda *a, **o: (launched.append((a, o)), kept(*a, **o))
-    try:
-        call()
-    finally:
-        training.launch.launch = kept
-    return [median(lambda a=a, o=o: kept(*a, **o), 15, 3) for a, o in launched]
+    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, rebuild=tiles, replay=again, reverse=back,
+                 replay_and_reverse=both, products=over_v, gradient=last)  # fmt: skip
+    return {name: median(call, 15, 3) for name, call in calls.items() if only in (name, None)}
 
 
 def whole(chunk_kda, problem, arrays, d_o, d_final):

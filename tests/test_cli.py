@@ -13,7 +13,7 @@ import pytest
 
 from kdakit import accuracy, dispatch
 from kdakit.cases import CASES, SEGMENT_CASES, Shape
-from kdakit.cli import bench, checking, contestants, doctor, generated, machine, plots, results, timing, tpu_schedule, verify, worker
+from kdakit.cli import bench, checking, contestants, doctor, generated, machine, peers, plots, results, timing, tpu_schedule, verify, worker
 from kdakit.cli.choices import UsageError, pick
 from kdakit.cli.main import main
 from kdakit.dispatch import Backend
@@ -316,7 +316,7 @@ def test_bench_times_writes_and_renders(tmp_path, capsys):
 def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
     frameworks_of("torch")
     monkeypatch.setattr(
-        contestants.importlib.util, "find_spec", lambda name: None if name == "fla" else importlib.machinery.ModuleSpec(name, None)
+        peers.importlib.util, "find_spec", lambda name: None if name == "fla" else importlib.machinery.ModuleSpec(name, None)
     )
     assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 0
     assert "fla did not run fwd B1 T64 H1 K16: fla is not installed: pip install fla-core" in capsys.readouterr().out
@@ -325,7 +325,7 @@ def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
 def test_bench_against_fla(capsys):
     frameworks_of("torch", "einops")
     try:
-        contestants.load_fla()
+        peers.load_fla()
     except contestants.Unavailable as reason:
         pytest.skip(str(reason))
     args = bench_args(
@@ -348,7 +348,7 @@ def test_bench_against_fla(capsys):
 )
 def test_peer_refuses_what_it_cannot_do(job, reason, monkeypatch):
     frameworks_of("torch")
-    monkeypatch.setattr(contestants, "load_fla", lambda: types.SimpleNamespace(naive_chunk_kda=None, naive_recurrent_kda=None))
+    monkeypatch.setattr(peers, "load_fla", lambda: types.SimpleNamespace(naive_chunk_kda=None, naive_recurrent_kda=None))
     with pytest.raises(contestants.Unavailable, match=reason):
         contestants.prepare("fla", job)
 

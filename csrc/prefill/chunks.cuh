@@ -43,14 +43,9 @@ struct Sequences {
   }
 };
 
-// What `intra` hands to `state`, all [rows, slots, ..] float32.
 struct Intermediates {
-  float *w;          // [C, K]
-  float *u;          // [C, V]
-  float *q_decayed;  // [C, K]  scale q exp(G)
-  float *k_decayed;  // [C, K]  k exp(G_C - G)
-  float *A_qk;       // [C, C]  lower triangle, zeros above
-  float *decay;      // [K]     exp(G_C)
+  float *w, *u;   // [rows, slots, C, K or V], given out if not NULL
+  void *records;  // [rows, slots] of Record<K, V, C>
 };
 
 struct Params {

@@ -8,55 +8,66 @@
 // tokens of every odd block of b (rows, decayed from the block's start) meet those of the even block before it (columns, decayed to the
 // block's end): both factors are <= 1 whatever the gate. The q and k rows of 8 odd tokens fill one 16-row tile of the tensor core.
 //
-// The solve is block substitution: 16 x 16 diagonal blocks are inverted exactly, row by row; the rest is products.
+// The solve is block substitution: 16 x 16 diagonal blocks are inverted exactly, row by row; the rest is products. The results go into
+// the chunk's record as tiles (tiles.cuh).
 #pragma once
 
 #include "gate.cuh"
-#include "mma.cuh"
+#include "tiles.cuh"
 
 namespace kda {
 
 constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 template <int K, int V, int C>
 struct Intra {
   static_assert(K % 32 == 0 && V % 32 == 0 && (C == 32 || C == 64), "unsupported sizes");
-  static constexpr int SLICE = 16;  // channels at a time
-  static constexpr int OWN = 4;     // consecutive tokens of a thread
-  static constexpr int GROUPS = C / OWN;
-  static constexpr int THREADS = SLICE * GROUPS;
-  static constexpr int WARPS = THREADS / 32;
+  static constexpr int SLICE = 32;      // channels at a time, one per lane
+  static constexpr int OWN = 8;         // consecutive tokens of a warp
+  static constexpr int WARPS = C / OWN;
+  static constexpr int THREADS = WARPS * 32;
   static constexpr int LEVELS = log2_of(C);
-  static constexpr int HALF = C / 2;  // rows, and columns, of a level
+  static constexpr int UNITS = C / 2 / 8;  // eight rows, or columns, of a level
+  static constexpr int PLANE = SLICE * UNITS;
   // Row strides in floats: multiples of 4, and such that a fragment's 32 loads fall into 32 banks.
-  static constexpr int LD_LEVEL = SLICE + 4;
-  static constexpr int LD_K = K + 8;
-  static constexpr int LD_V = V + 8;
+  static constexpr int LD_K = K + 4;
+  static constexpr int LD_V = V + 4;
   static constexpr int LD_A = C + 8;
   static constexpr int LD_INV = 20;
-  static constexpr int PART = HALF * LD_LEVEL;  // q rows, k rows or columns of one level
   static constexpr int TILES = (LEVELS - 1 < 4 ? LEVELS : 4) * (C / 16) + (C >= 32 ? (C / 16) * 2 : 0) + (C >= 64 ? (C / 16) * 4 : 0);
   static constexpr int WARP_TILES = TILES / WARPS;
   static_assert(TILES % WARPS == 0, "every warp has as many tiles");
+  static constexpr int LOWER = C / 16 * (C / 16 - 1) / 2;  // tiles of A_kk below the diagonal blocks
 
   struct Shared {
-    float levels[larger(LEVELS * 3 * PART, C * LD_V)];  // later the right sides and solution u
+    union {
+      uint4 levels[LEVELS][3][2][PLANE];  // q rows, k rows, columns; hi, lo; [channel, row], a channel's units permuted
+      struct {
+        float u[C * LD_V];  // right sides, then the solution
+        float A[C * LD_A];  // A_qk below and on the diagonal, A_kk transposed above it
+        float inverse[C * LD_INV];
+        Tile lower[LOWER], inverse_tiles[C / 16];
+        float lower_power[LOWER], inverse_power[C / 16];
+      };
+    };
     float w[C * LD_K];
-    float A[C * LD_A];  // A_qk below and on the diagonal, A_kk transposed above it
-    float inverse[C * LD_INV];
-    float totals[GROUPS * SLICE];
-    float beta[C];
-    float q_norm[C];
-    float k_norm[C];
+    float totals[WARPS * SLICE];
+    alignas(16) float beta[C];
+    alignas(16) float q_norm[C];
+    alignas(16) float k_norm[C];
+    float q_power[WARPS], k_power[WARPS];  // 1 / m of a warp's tokens, in the levels
+    float k_largest[WARPS];
   };
+
+  // Where a channel has its unit: eight neighbouring channels' units of the same number fall into 32 banks.
+  __device__ static int place(int channel, int unit) { return channel * UNITS + (unit ^ (UNITS == 4 ? channel / 2 % 4 : channel / 4 % 2)); }
 };
 
 // Tile `id` of the pair products: level b, 8 odd tokens (rows), 8 even tokens (columns). Levels 1, 2, 4, 8 have C/16 tiles each.
 template <int C>
 struct PairTile {
   int level, rows, columns;
-  __device__ explicit PairTile(int id) {
+  __device__ explicit PairTile(unsigned id) {
     constexpr int N = C / 16;
     if (id < 4 * N) {
       level = id / N, rows = columns = id % N;
@@ -67,6 +78,15 @@ struct PairTile {
       id -= 6 * N;
       level = 5, rows = id / 4, columns = id % 4;
     }
+  }
+  // The warp that has made row g, and columns 2t and 2t + 1.
+  __device__ int row_maker(int g) const {
+    if (level < 3) return 2 * rows + g / 4;
+    return (rows >> (level - 3) << (level - 2)) + (1 << (level - 3)) + (rows & ((1 << (level - 3)) - 1));
+  }
+  __device__ int column_maker(int t) const {
+    if (level < 3) return 2 * columns + t / 2;
+    return (columns >> (level - 3) << (level - 2)) + (columns & ((1 << (level - 3)) - 1));
   }
 };
 
@@ -101,61 +121,162 @@ __device__ void invert_diagonal(const float *A, float *inverse, int block, int c
   }
 }
 
-// X <- (I + A_kk)^-1 X for N * 8 columns of X, by one warp.
-template <int C, int N, int LD_A, int LD_INV, int LD_X>
-__device__ void solve_columns(const float *A, const float *inverse, float *X) {
+// X <- (I + A_kk)^-1 X for N * 8 columns of X, by one warp. X is float32; as they are read, rows give way to their hi and lo, which take
+// the same place. `done(i, x)` is given the C fragments of row block i.
+template <int N, int LD, typename Shared, typename Done>
+__device__ __forceinline__ void solve_columns(const Shared &sh, int blocks, float *X, const Done &done) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  for (int i = 0; i < C; i += 16) {
-    float sum[N][4] = {};
-    for (int j = 0; j < i; j += 8) {
-      const float *L = A + (j + t) * LD_A + i + g;
-      const FragA a = frag_a(L[0], L[8], L[4 * LD_A], L[4 * LD_A + 8]);
+  uint32_t *words = reinterpret_cast<uint32_t *>(X);
+  const Rows<LD> rows{words, words + N * 4};
+  const uint32_t *lane_row = rows.lane_in_order();
+  float power[4];  // 1 / m of the solved blocks
 #pragma unroll
-      for (int n = 0; n < N; ++n) mma3(sum[n], a, frag_b(X[(j + t) * LD_X + n * 8 + g], X[(j + t + 4) * LD_X + n * 8 + g]));
-    }
+  for (int i = 0; i < 4; ++i) {
+    if (i >= blocks) break;
+    float sum[N][4], x[N][4] = {};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float2 *x = reinterpret_cast<float2 *>(&X[(i + g + half * 8) * LD_X + n * 8 + 2 * t]);
-        const float2 before = *x;
-        *x = make_float2(before.x - sum[n][2 * half], before.y - sum[n][2 * half + 1]);
-        sum[n][2 * half] = sum[n][2 * half + 1] = 0.f;
+        const float2 right = *reinterpret_cast<const float2 *>(&X[(i * 16 + g + half * 8) * LD + n * 8 + 2 * t]);
+        sum[n][2 * half] = right.x, sum[n][2 * half + 1] = right.y;
       }
     }
-    __syncwarp();
+    auto add_product = [&](float (&to)[N][4], const Tile &left, int block, float factor) {
+      TileA a;
+      a.read(left);
 #pragma unroll
-    for (int j = 0; j < 16; j += 8) {
-      float x[4];
-      load_blocks(x, inverse + i * LD_INV + j + frag_a_offset<LD_INV>());
-      const FragA a = frag_a(x);
+      for (int n = 0; n < N; ++n) {
+        uint32_t b[4];
+        load_transposed(b, lane_row + block * 16 * LD + n * 4);
+        multiply_add(to[n], a, b, factor, factor);
+      }
+    };
 #pragma unroll
-      for (int n = 0; n < N; ++n) mma3(sum[n], a, frag_b(X[(i + j + t) * LD_X + n * 8 + g], X[(i + j + t + 4) * LD_X + n * 8 + g]));
+    for (int j = 0; j < i; ++j) {
+      const int tile = i * (i - 1) / 2 + j;
+      add_product(sum, sh.lower[tile], j, -sh.lower_power[tile] * power[j]);
     }
     __syncwarp();
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        *reinterpret_cast<float2 *>(&X[(i + g + half * 8) * LD_X + n * 8 + 2 * t]) = make_float2(sum[n][2 * half], sum[n][2 * half + 1]);
-    }
+    const float right = rows.put(i * 16, sum);
+    __syncwarp();
+    add_product(x, sh.inverse_tiles[i], i, sh.inverse_power[i] * right);
+    __syncwarp();
+    power[i] = rows.put(i * 16, x);
+    done(i, x);
     __syncwarp();
   }
 }
 
-// [C, N * 8] columns of shared memory to rows of D floats in device memory, by one warp, 16 bytes a lane.
-template <int C, int N, int LD_X, int D>
-__device__ void store_columns(const float *X, float *out) {
-  constexpr int QUADS = N * 2;
-  for (int e = threadIdx.x % 32; e < C * QUADS; e += 32) {
-    const int row = e / QUADS, column = e % QUADS * 4;
-    *reinterpret_cast<float4 *>(out + row * D + column) = *reinterpret_cast<const float4 *>(X + row * LD_X + column);
+// A warp's eight tokens of 32 channels, as the upper or lower half of two tiles that have tokens as rows. Two lanes with neighbouring channels
+// share the work: the even one has the first four tokens, the odd one the others. Returns 1 / m.
+__device__ __forceinline__ float store_row_tiles(Tile *tiles, const float (&x)[8], int half) {
+  const int lane = threadIdx.x % 32, pair = lane % 16 / 2;
+  const bool odd = lane % 2;
+  const Power power(warp_largest(largest_of(x)));
+  Tile &tile = tiles[lane / 16];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float mine = odd ? x[4 + i] : x[i], other = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[4 + i], 1);
+    uint32_t hi, lo;
+    split_pair(odd ? other : mine, odd ? mine : other, power.m, hi, lo);
+    const int to = ((odd ? 4 : 0) + i) * 4 + pair % 4, word = half + pair / 4 * 2;
+    reinterpret_cast<uint32_t *>(&tile[0][to])[word] = hi;
+    reinterpret_cast<uint32_t *>(&tile[1][to])[word] = lo;
+  }
+  return power.inverse;
+}
+
+// The same for tiles that have channels as rows, `apart` tiles from each other: half of the columns. Lanes with channels 8 apart share the work.
+__device__ __forceinline__ void store_column_tiles(Tile *tiles, int apart, const float (&x)[8], int half, float m) {
+  const int lane = threadIdx.x % 32;
+  const bool low = lane % 16 >= 8;  // of the tile's rows
+  Tile &tile = tiles[lane / 16 * apart];
+  uint32_t hi[4], lo[4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float mine0 = low ? x[4 + 2 * i] : x[2 * i], mine1 = low ? x[5 + 2 * i] : x[2 * i + 1];
+    const float other0 = __shfl_xor_sync(0xffffffffu, low ? x[2 * i] : x[4 + 2 * i], 8);
+    const float other1 = __shfl_xor_sync(0xffffffffu, low ? x[2 * i + 1] : x[5 + 2 * i], 8);
+    split_pair(low ? other0 : mine0, low ? other1 : mine1, m, hi[2 * i], lo[2 * i]);
+    split_pair(low ? mine0 : other0, low ? mine1 : other1, m, hi[2 * i + 1], lo[2 * i + 1]);
+  }
+  const int to = lane % 8 * 4 + half * 2 + low;
+  tile[0][to] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+  tile[1][to] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+}
+
+// A_qk, the lower triangle of A [C, C], as tiles, a warp per tile.
+template <int C, int LD_A>
+__device__ __forceinline__ void store_triangle(const float *A, Tile *tiles, float2 *powers, int start, int step) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int tile = start; tile < (C / 16) * (C / 16 + 1) / 2; tile += step) {
+    int i = 0;
+    while ((i + 1) * (i + 2) / 2 <= tile) ++i;
+    const int first = (tile - i * (i + 1) / 2) * 16 + 4 * t;  // token
+    float x[8];  // row g's two pairs at 0 and 4, row g + 8's at 2 and 6
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = i * 16 + g + half * 8;
+      const float4 a = *reinterpret_cast<const float4 *>(A + row * LD_A + first);
+      const float four[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e / 2 * 4 + half * 2 + e % 2] = first + e <= row ? four[e] : 0.f;
+    }
+    const Power power(warp_largest(largest_of(x)));
+    store_tile(tiles[tile], x, power.m);
+    if (lane == 0) powers[tile] = make_float2(power.inverse, power.inverse);
   }
 }
 
-// Blocks that share a multiprocessor: two have the shared memory on sm_90 and sm_100.
+// C fragments to 16 rows of D floats in device memory.
+template <int N, int D>
+__device__ __forceinline__ void store_rows(float *to, const float (&x)[N][4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *reinterpret_cast<float2 *>(to + (g + half * 8) * D + n * 8 + 2 * t) = make_float2(x[n][2 * half], x[n][2 * half + 1]);
+  }
+}
+
+// The blocks of A_kk below the diagonal blocks as tiles: column j of A holds A_kk[j, ..].
+template <int C, int LD_A, typename Shared>
+__device__ __forceinline__ void split_lower(Shared &sh, int first, int step) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int tile = first; tile < C / 16 * (C / 16 - 1) / 2; tile += step) {
+    int i = 1;
+    while (i * (i + 1) / 2 <= tile) ++i;
+    const float *from = sh.A + ((tile - i * (i - 1) / 2) * 16 + 2 * t) * LD_A + i * 16 + g;
+    const float x[8] = {from[0],        from[LD_A],     from[8],            from[LD_A + 8],
+                        from[8 * LD_A], from[9 * LD_A], from[8 * LD_A + 8], from[9 * LD_A + 8]};
+    const Power power(warp_largest(largest_of(x)));
+    store_tile(sh.lower[tile], x, power.m);
+    if (lane == 0) sh.lower_power[tile] = power.inverse;
+  }
+}
+
+// Diagonal block `block`: a warp inverts it, half a warp per block, and makes tiles of both.
+template <int LD_A, int LD_INV, typename Shared>
+__device__ __forceinline__ void invert_two(Shared &sh, int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  invert_diagonal<LD_A, LD_INV>(sh.A, sh.inverse, 2 * warp + lane / 16, lane % 16);
+  __syncwarp();
+#pragma unroll
+  for (int block = 2 * warp; block < 2 * warp + 2; ++block) {
+    const float *from = sh.inverse + (block * 16 + g) * LD_INV + 2 * t;
+    const float x[8] = {from[0], from[1], from[8 * LD_INV],     from[8 * LD_INV + 1],
+                        from[8], from[9], from[8 * LD_INV + 8], from[8 * LD_INV + 9]};
+    const Power power(warp_largest(largest_of(x)));
+    store_tile(sh.inverse_tiles[block], x, power.m);
+    if (lane == 0) sh.inverse_power[block] = power.inverse;
+  }
+}
+
+// Blocks that share a multiprocessor: as many as have the shared memory on sm_90 and sm_100.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define KDA_INTRA_BLOCKS 2
+#define KDA_INTRA_BLOCKS (C == 64 ? 2 : 4)
 #else
 #define KDA_INTRA_BLOCKS 1
 #endif
@@ -165,6 +286,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   using S = Intra<K, V, C>;
   extern __shared__ __align__(16) unsigned char memory[];
   typename S::Shared &sh = *reinterpret_cast<typename S::Shared *>(memory);
+  let_next_kernel_start();
 
   const int64_t cell = blockIdx.x;  // [rows, slots]
   const int64_t row = cell / p.sequences.slots, slot = cell % p.sequences.slots;
@@ -173,8 +295,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   if (tokens.length <= 0) return;
   const int length = int(tokens.length < C ? tokens.length : C);
 
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g8 = lane / 4, t4 = lane % 4;
-  const int channel = tid % S::SLICE, group = tid / S::SLICE;
+  const int tid = threadIdx.x, warp = tid / 32 % S::WARPS, lane = tid % 32, g8 = lane / 4, t4 = lane % 4;
 
   for (int i = tid; i < C; i += S::THREADS) {
     sh.beta[i] = i < length ? write_strength(p.beta_kind, *row_of(p.beta, tokens.batch, head, tokens.first + i)) : 0.f;
@@ -187,57 +308,82 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
     __syncthreads();
   }
 
-  float *pair_place = sh.levels + 2 * group * S::LD_LEVEL + channel;  // of levels 1 and 2
   const float a = p.A_log != nullptr ? expf(p.A_log[head]) : 1.f;
-  const int token0 = group * S::OWN;
-  const float *q_from = row_of(p.q, tokens.batch, key_head, tokens.first + token0) + channel;
-  const float *k_from = row_of(p.k, tokens.batch, key_head, tokens.first + token0) + channel;
-  const float *g_from = row_of(p.g, tokens.batch, head, tokens.first + token0) + channel;
-  float q_next[S::OWN], k_next[S::OWN], g_next[S::OWN];
-  auto load = [&]() {  // the next slice
+  const int token0 = warp * S::OWN, own = length - token0;  // own: how many of the eight tokens there are
+  const float *q_from = row_of(p.q, tokens.batch, key_head, tokens.first + token0) + lane;
+  const float *k_from = row_of(p.k, tokens.batch, key_head, tokens.first + token0) + lane;
+  const float *g_from = row_of(p.g, tokens.batch, head, tokens.first + token0) + lane;
+  float q[S::OWN], k[S::OWN], prefix[S::OWN];
+  const int q_stride = int(p.q.token_stride), k_stride = int(p.k.token_stride), g_stride = int(p.g.token_stride);
+  auto load = [&]() {  // q, k and g of the next slice
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
-      q_next[i] = token0 + i < length ? q_from[i * p.q.token_stride] : 0.f;
-      k_next[i] = token0 + i < length ? k_from[i * p.k.token_stride] : 0.f;
-      g_next[i] = token0 + i < length ? g_from[i * p.g.token_stride] : 0.f;
+      q[i] = i < own ? q_from[int64_t(i) * q_stride] : 0.f;
+      k[i] = i < own ? k_from[int64_t(i) * k_stride] : 0.f;
+      prefix[i] = i < own ? g_from[int64_t(i) * g_stride] : 0.f;
     }
     q_from += S::SLICE, k_from += S::SLICE, g_from += S::SLICE;
   };
-  const int64_t out = (cell * C + token0) * K + channel;
+  Record<K, V, C> &record = static_cast<Record<K, V, C> *>(p.mid.records)[cell];
 
+  // Of this warp's tiles: where this lane's rows and columns are in the levels (13 bits each), and which warps made them.
+  uint32_t where[S::WARP_TILES];
+#pragma unroll
+  for (int n = 0; n < S::WARP_TILES; ++n) {
+    const PairTile<C> tile(warp + n * S::WARPS);
+    const uint32_t rows = (tile.level * 3 + lane / 8 % 2) * 2 * S::PLANE + S::place(lane / 16 * 8 + lane % 8, tile.rows);
+    const uint32_t columns = ((tile.level * 3 + 2) * 2 + lane / 16) * S::PLANE + S::place(lane % 16, tile.columns);
+    where[n] = rows | columns << 13 | tile.row_maker(g8) << 26 | tile.column_maker(t4) << 29;
+  }
+  static_assert(S::LEVELS * 6 * S::PLANE <= 1 << 13 && S::WARPS <= 8, "it fits");
   float pairs[S::WARP_TILES][4] = {};
   float diagonal[S::OWN] = {};
   load();
   for (int base = 0; base < K; base += S::SLICE) {
-    const int d = base + channel;
-    float q[S::OWN], k[S::OWN], kb[S::OWN], prefix[S::OWN], suffix[S::OWN];
-    const float bias = p.dt_bias != nullptr ? p.dt_bias[head * K + d] : 0.f;
+    const int d = base + lane;
+    float kb[S::OWN], suffix[S::OWN];
+    if (p.gate != KDA_GATE_LOG_DECAY) {
+      const float bias = p.dt_bias != nullptr ? p.dt_bias[head * K + d] : 0.f;
+#pragma unroll
+      for (int i = 0; i < S::OWN; ++i) prefix[i] = log_decay(p.gate, prefix[i] + bias, a, p.lower_bound);
+    }
+    float q_largest = 0.f, k_largest = 0.f;
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
-      const int token = token0 + i;
-      q[i] = p.scale * (q_next[i] * sh.q_norm[token]);
-      k[i] = k_next[i] * sh.k_norm[token];
-      kb[i] = k[i] * sh.beta[token];
-      prefix[i] = token0 + i < length ? expf(log_decay(p.gate, g_next[i] + bias, a, p.lower_bound)) : 1.f;
+      q[i] *= p.scale * sh.q_norm[token0 + i];
+      k[i] *= sh.k_norm[token0 + i];
+      kb[i] = k[i] * sh.beta[token0 + i];
+      prefix[i] = i < own ? expf(prefix[i]) : 1.f;
       suffix[i] = 1.f;
       diagonal[i] = fmaf(q[i], k[i], diagonal[i]);
+      q_largest = fmaxf(q_largest, fabsf(q[i]));
+      k_largest = fmaxf(k_largest, fmaxf(fabsf(k[i]), fabsf(kb[i])));
     }
-    // Row `i` of the thread's place in a level: tokens of odd blocks are rows, of even ones columns.
-    auto put_row = [&](float *at, int i, float decay) {
-      at[0] = q[i] * decay;
-      at[S::PART] = kb[i] * decay;
-    };
-    auto put_column = [&](float *at, int i, float decay) { at[2 * S::PART] = k[i] * decay; };
-    // Levels 1 and 2: pairs inside the thread's four tokens.
+    const Power q_power(warp_largest(q_largest)), k_power(warp_largest(k_largest));
 #pragma unroll
-    for (int level = 0; level < 2; ++level) {
+    for (int i = 0; i < S::OWN; ++i) q[i] *= q_power.m, k[i] *= k_power.m, kb[i] *= k_power.m;
+    if (lane == 0) sh.q_power[warp] = q_power.inverse, sh.k_power[warp] = k_power.inverse;
+
+    // Levels 1, 2 and 4: pairs inside the warp's eight tokens. Tokens of odd blocks are rows, of even ones columns.
+    const int near = S::place(lane, warp / 2);
+#pragma unroll
+    for (int level = 0; level < 3; ++level) {
       const int b = 1 << level;
+      float rows_q[4], rows_k[4], columns[4];
 #pragma unroll
       for (int i = 0; i < S::OWN; ++i) {
-        float *at = pair_place + level * 3 * S::PART + (i / (2 * b) * b + i % b) * S::LD_LEVEL;
-        if (i / b % 2) put_row(at, i, prefix[i]);
-        else put_column(at, i, suffix[i]);
+        const int r = i / (2 * b) * b + i % b;
+        if (i / b % 2) rows_q[r] = q[i] * prefix[i], rows_k[r] = kb[i] * prefix[i];
+        else columns[r] = k[i] * suffix[i];
       }
+      auto put = [&](int which, const float (&x)[4]) {
+        uint2 hi, lo;
+        split_pair(x[0], x[1], 1.f, hi.x, lo.x);
+        split_pair(x[2], x[3], 1.f, hi.y, lo.y);
+        reinterpret_cast<uint2 *>(&sh.levels[level][which][0][near])[warp % 2] = hi;
+        reinterpret_cast<uint2 *>(&sh.levels[level][which][1][near])[warp % 2] = lo;
+      };
+      put(0, rows_q), put(1, rows_k), put(2, columns);
 #pragma unroll
       for (int i = 0; i < S::OWN; ++i)
         if (i / b % 2 == 0) suffix[i] *= prefix[i / b * b + 2 * b - 1];
@@ -245,48 +391,69 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
       for (int i = S::OWN - 1; i >= 0; --i)
         if (i / b % 2) prefix[i] *= prefix[i / b * b - 1];
     }
-    sh.totals[group * S::SLICE + channel] = prefix[S::OWN - 1];
+    sh.totals[warp * S::SLICE + lane] = prefix[S::OWN - 1];
     __syncthreads();
-    // Levels 4 and up: pairs of blocks of groups.
+    // Levels 8 and up: pairs of blocks of warps.
     float before = 1.f, after = 1.f;
 #pragma unroll
-    for (int level = 2; level < S::LEVELS; ++level) {
-      const int b = 1 << (level - 2), block = group >> (level - 2);
+    for (int level = 3; level < S::LEVELS; ++level) {
+      const int b = 1 << (level - 3), block = warp >> (level - 3);
       float sibling = 1.f;
 #pragma unroll
-      for (int i = 0; i < b; ++i) sibling *= sh.totals[((block ^ 1) * b + i) * S::SLICE + channel];
-      float *at = sh.levels + level * 3 * S::PART + ((block / 2 * b + group % b) * S::OWN) * S::LD_LEVEL + channel;
+      for (int i = 0; i < b; ++i) sibling *= sh.totals[((block ^ 1) * b + i) * S::SLICE + lane];
+      const int far = S::place(lane, block / 2 * b + warp % b);
+      auto put = [&](int which, const float (&x)[S::OWN], const float (&decay)[S::OWN], float more) {
+        uint4 hi, lo;
+        split_pair(x[0] * (decay[0] * more), x[1] * (decay[1] * more), 1.f, hi.x, lo.x);
+        split_pair(x[2] * (decay[2] * more), x[3] * (decay[3] * more), 1.f, hi.y, lo.y);
+        split_pair(x[4] * (decay[4] * more), x[5] * (decay[5] * more), 1.f, hi.z, lo.z);
+        split_pair(x[6] * (decay[6] * more), x[7] * (decay[7] * more), 1.f, hi.w, lo.w);
+        sh.levels[level][which][0][far] = hi;
+        sh.levels[level][which][1][far] = lo;
+      };
       if (block % 2) {
-#pragma unroll
-        for (int i = 0; i < S::OWN; ++i) put_row(at + i * S::LD_LEVEL, i, prefix[i] * before);
+        put(0, q, prefix, before), put(1, kb, prefix, before);
         before *= sibling;
       } else {
-#pragma unroll
-        for (int i = 0; i < S::OWN; ++i) put_column(at + i * S::LD_LEVEL, i, suffix[i] * after);
+        put(2, k, suffix, after);
         after *= sibling;
       }
     }
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
       prefix[i] *= before;
-      p.mid.q_decayed[out + i * K + base] = q[i] * prefix[i];
-      p.mid.k_decayed[out + i * K + base] = k[i] * (suffix[i] * after);
-      sh.w[(token0 + i) * S::LD_K + d] = kb[i] * prefix[i];
+      sh.w[(token0 + i) * S::LD_K + d] = kb[i] * prefix[i] * k_power.inverse;
+      q[i] *= prefix[i];
+      k[i] *= suffix[i] * after;
     }
-    if (group == S::GROUPS - 1) p.mid.decay[cell * K + d] = prefix[S::OWN - 1];
+    if (warp == S::WARPS - 1) record.small.decay[d] = prefix[S::OWN - 1];
+    const int row_tile = warp / 2 * (K / 16) + base / 16;
+    const float stored = store_row_tiles(record.q + row_tile, q, warp % 2) * q_power.inverse;
+    if (lane % 16 == 0) reinterpret_cast<float *>(&record.small.q[row_tile + lane / 16])[warp % 2] = stored;
+#pragma unroll
+    for (int i = 0; i < S::OWN; ++i) k[i] *= k_power.inverse;
+    const float k_stored = warp_largest(largest_of(k));
+    if (lane == 0) sh.k_largest[warp] = k_stored;
     __syncthreads();
+    const Power power(fmaxf(sh.k_largest[warp & ~1], sh.k_largest[warp | 1]));
+    const int column_tile = base / 16 * (C / 16) + warp / 2;
+    store_column_tiles(record.k + column_tile, C / 16, k, warp % 2, power.m);
+    if (lane % 16 == 0 && warp % 2 == 0) record.small.k[column_tile + lane / 16 * (C / 16)] = make_float2(power.inverse, power.inverse);
     if (base + S::SLICE < K) load();
 #pragma unroll
     for (int n = 0; n < S::WARP_TILES; ++n) {
-      const PairTile<C> tile(warp + n * S::WARPS);
-      const float *level = sh.levels + tile.level * 3 * S::PART;
-      float columns[4];  // B of both steps
-      load_blocks(columns, level + 2 * S::PART + (tile.columns * 8 + lane % 8) * S::LD_LEVEL + lane / 8 * 4);
+      const uint4 *levels = &sh.levels[0][0][0][0], *rows = levels + (where[n] & 0x1fff), *columns = levels + (where[n] >> 13 & 0x1fff);
+      const int maker = where[n] >> 26 & 7;
+      const float common = sh.k_power[where[n] >> 29];
+      const float upper = sh.q_power[maker] * common, lower = sh.k_power[maker] * common;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float rows[4];  // q above k
-        load_blocks(rows, level + lane / 8 % 2 * S::PART + (tile.rows * 8 + lane % 8) * S::LD_LEVEL + j * 8 + lane / 16 * 4);
-        mma3(pairs[n], frag_a(rows), frag_b(columns[2 * j], columns[2 * j + 1]));
+      for (int step = 0; step < S::SLICE / 16; ++step) {
+        TileA left;  // q above k
+        uint32_t b[4];
+        load_transposed(left.hi, rows + step * 16 * S::UNITS);
+        load_transposed(left.lo, rows + step * 16 * S::UNITS + S::PLANE);
+        load_transposed(b, columns + step * 16 * S::UNITS);
+        multiply_add(pairs[n], left, b, upper, lower);
       }
     }
     __syncthreads();
@@ -296,10 +463,10 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
 #pragma unroll
   for (int n = 0; n < S::WARP_TILES; ++n) {
     const PairTile<C> tile(warp + n * S::WARPS);
-    const int b = 1 << tile.level, r = tile.rows * 8 + g8, i = (r >> tile.level) * 2 * b + b + r % b;
+    const int b = 1 << tile.level, r = tile.rows * 8 + g8, i = (r >> tile.level) * 2 * b + b + (r & (b - 1));
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int c = tile.columns * 8 + 2 * t4 + e, j = (c >> tile.level) * 2 * b + c % b;
+      const int c = tile.columns * 8 + 2 * t4 + e, j = (c >> tile.level) * 2 * b + (c & (b - 1));
       if (r >> tile.level == c >> tile.level) {
         sh.A[i * S::LD_A + j] = pairs[n][e];
         sh.A[j * S::LD_A + i] = pairs[n][2 + e];
@@ -309,33 +476,46 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
 #pragma unroll
   for (int i = 0; i < S::OWN; ++i) {
 #pragma unroll
-    for (int step = S::SLICE / 2; step > 0; step /= 2) diagonal[i] += __shfl_xor_sync(0xffffffffu, diagonal[i], step);
-    if (channel == i) sh.A[(group * S::OWN + i) * (S::LD_A + 1)] = diagonal[i];
+    for (int step = 16; step > 0; step /= 2) diagonal[i] += __shfl_xor_sync(0xffffffffu, diagonal[i], step);
+    if (lane == i) sh.A[(token0 + i) * (S::LD_A + 1)] = diagonal[i];
   }
-  float *u = sh.levels;
   for (int e = tid; e < C * (V / 4); e += S::THREADS) {
     const int i = e / (V / 4), d = e % (V / 4) * 4;
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
     if (i < length) x = *reinterpret_cast<const float4 *>(row_of(p.v, tokens.batch, head, tokens.first + i) + d);
     const float beta = sh.beta[i];
-    *reinterpret_cast<float4 *>(u + i * S::LD_V + d) = make_float4(beta * x.x, beta * x.y, beta * x.z, beta * x.w);
+    *reinterpret_cast<float4 *>(sh.u + i * S::LD_V + d) = make_float4(beta * x.x, beta * x.y, beta * x.z, beta * x.w);
   }
   __syncthreads();
-  if (tid < C) invert_diagonal<S::LD_A, S::LD_INV>(sh.A, sh.inverse, tid / 16, tid % 16);
-  for (int e = tid; e < C * C; e += S::THREADS) {
-    const int i = e / C, j = e % C;
-    p.mid.A_qk[cell * C * C + e] = j <= i ? sh.A[i * S::LD_A + j] : 0.f;
+  constexpr int INVERTING = C / 32, OTHERS = S::WARPS - INVERTING;
+  if (warp < INVERTING) {
+    invert_two<S::LD_A, S::LD_INV>(sh, warp);
+  } else {
+    split_lower<C, S::LD_A>(sh, warp - INVERTING, OTHERS);
+    store_triangle<C, S::LD_A>(sh.A, record.A, record.small.A, warp - INVERTING, OTHERS);
   }
   __syncthreads();
 
-  constexpr int N = (K + V) / S::WARPS / 8 < 4 ? (K + V) / S::WARPS / 8 : 4;  // 8-column tiles at a time
+  constexpr int N = (K + V) / S::WARPS / 8 < 4 ? (K + V) / S::WARPS / 8 : 4;  // 8-column tiles at a time, an even number
   for (int column = warp * N * 8; column < K + V; column += S::WARPS * N * 8) {
     if (column < K) {
-      solve_columns<C, N, S::LD_A, S::LD_INV, S::LD_K>(sh.A, sh.inverse, sh.w + column);
-      store_columns<C, N, S::LD_K, K>(sh.w + column, p.mid.w + cell * C * K + column);
+      solve_columns<N, S::LD_K>(sh, C / 16, sh.w + column, [&](int i, const float (&x)[N][4]) {
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+          const float both[8] = {x[n][0], x[n][1], x[n][2], x[n][3], x[n + 1][0], x[n + 1][1], x[n + 1][2], x[n + 1][3]};
+          const Power power(warp_largest(largest_of(both)));
+          const int tile = i * (K / 16) + column / 16 + n / 2;
+          store_tile(record.w[tile], both, power.m);
+          if (lane == 0) record.small.w[tile] = make_float2(power.inverse, power.inverse);
+        }
+        if (p.mid.w != nullptr) store_rows<N, K>(p.mid.w + (cell * C + i * 16) * K + column, x);
+      });
     } else {
-      solve_columns<C, N, S::LD_A, S::LD_INV, S::LD_V>(sh.A, sh.inverse, u + column - K);
-      store_columns<C, N, S::LD_V, V>(u + column - K, p.mid.u + cell * C * V + column - K);
+      solve_columns<N, S::LD_V>(sh, C / 16, sh.u + column - K, [&](int i, const float (&x)[N][4]) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) record.u[i * (V / 8) + (column - K) / 8 + n][lane] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
+        if (p.mid.u != nullptr) store_rows<N, V>(p.mid.u + (cell * C + i * 16) * V + column - K, x);
+      });
     }
   }
 }

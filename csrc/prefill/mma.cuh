@@ -55,10 +55,10 @@ __device__ __forceinline__ FragB frag_b(float x0, float x1) {
 
 // c += a b
 __device__ __forceinline__ void mma3(float (&c)[4], const FragA &a, const FragB &b) {
-  float part[4] = {0.f, 0.f, 0.f, 0.f};
-  mma_tf32(part, a.lo, b.hi);
-  mma_tf32(part, a.hi, b.lo);
-  mma_tf32(part, a.hi, b.hi);
+  float part[4];
+  mma_tf32(part, a.lo, b.hi, {0.f, 0.f, 0.f, 0.f});
+  mma_tf32(part, a.hi, b.lo, part);
+  mma_tf32(part, a.hi, b.hi, part);
 #pragma unroll
   for (int i = 0; i < 4; ++i) c[i] += part[i];
 }

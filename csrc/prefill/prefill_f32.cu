@@ -1,4 +1,6 @@
 // Host side of the float32 prefill: sizes, workspace, and the launches.
+#include <cstdlib>
+
 #include "intra.cuh"
 #include "params.cuh"
 #include "prefill.h"
@@ -37,59 +39,49 @@ static kda_status prepare(const char *name, Kernel kernel, size_t bytes, int dev
   return KDA_OK;
 }
 
-template <int K, int C, int BV, int FIRST, int SECOND>
+template <int K, int C, int BV>
 static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
+  int capability = 0;
+  KDA_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device));
   using I = Intra<K, K, C>;
-  using S = State<K, K, C, BV, FIRST, SECOND>;
+  using S = State<K, K, C, BV>;
   static_assert(sizeof(typename I::Shared) <= 112 * 1024, "two blocks share a multiprocessor of sm_90");
-#ifndef KDA_BV
-  static_assert(sizeof(typename S::Shared) <= 227 * 1024, "a block of sm_90");
-#endif
-  static_assert(FIRST > 1 || BV == 32 || sizeof(typename S::Shared) <= (C == 64 && K == 128 ? 150 : 92) * 1024, "more than the Python side knows of");
+  static_assert(sizeof(typename S::Shared) <= 48 * 1024, "state needs less than intra");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
-  KDA_TRY(prepare("state", state_kernel<K, K, C, BV, FIRST, SECOND>, sizeof(typename S::Shared), device));
+  KDA_TRY(prepare("state", state_kernel<K, K, C, BV>, sizeof(typename S::Shared), device));
   if (plan.cells > 0) {
     intra_kernel<K, K, C><<<unsigned(plan.cells), I::THREADS, sizeof(typename I::Shared), stream>>>(params);
     KDA_CUDA(cudaGetLastError());
   }
   const int64_t blocks = args.sequences * args.value_heads * (K / BV);
   if (blocks > 0) {
-    state_kernel<K, K, C, BV, FIRST, SECOND><<<unsigned(blocks), S::THREADS, sizeof(typename S::Shared), stream>>>(params);
-    KDA_CUDA(cudaGetLastError());
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(S::THREADS);
+    config.dynamicSmemBytes = sizeof(typename S::Shared), config.stream = stream;
+    cudaLaunchAttribute early{};  // its blocks may start as soon as intra's last ones run
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early, config.numAttrs = plan.cells > 0 && capability >= 9;
+    KDA_CUDA(cudaLaunchKernelEx(&config, state_kernel<K, K, C, BV>, params));
   }
   return KDA_OK;
 }
 
-// Two or three chunks in flight where the device's shared memory holds them.
-template <int K, int C, int BV>
-static kda_status launch_with_room(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
-  constexpr int FIRST = Places<K, K, C, BV>::FIRST, SECOND = Places<K, K, C, BV>::SECOND;
-  int limit = 0;
-  KDA_CUDA(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  if (sizeof(typename State<K, K, C, BV, FIRST, SECOND>::Shared) <= size_t(limit))
-    return launch_with<K, C, BV, FIRST, SECOND>(args, plan, params, device);
-  return launch_with<K, C, BV, 1, 1>(args, plan, params, device);
-}
-
-// The state kernel is one chain of chunks per block: narrow blocks fill the chip when there are few heads, wide ones read w, q and k less often.
+// The state kernel is one chain of chunks per block: narrow blocks fill the chip when there are few heads, wide ones read the records less often.
 template <int K, int C>
 static kda_status launch(const kda_prefill_args &args, const Plan &plan, const Params &params) {
   int device = 0, processors = 0;
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-#ifdef KDA_BV
-  return launch_with_room<K, C, KDA_BV>(args, plan, params, device);
-#else
-  if (args.sequences * args.value_heads * (K / 16) > processors / 2) return launch_with_room<K, C, 16>(args, plan, params, device);
-  return launch_with_room<K, C, 8>(args, plan, params, device);
-#endif
+  const char *forced = getenv("KDA_BV");
+  if (forced ? atoi(forced) : args.sequences * args.value_heads * 4 > processors / 4) return launch_with<K, C, K / 4>(args, plan, params, device);
+  return launch_with<K, C, K / 8>(args, plan, params, device);
 }
 
 kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes) {
   Plan plan;
   KDA_TRY(make_plan(args, plan));
-  bytes = Layout(args, plan).total * sizeof(float);
+  bytes = size_t(plan.cells) * record_bytes(args, plan);
   return KDA_OK;
 }
 
@@ -98,6 +90,8 @@ kda_status prefill_f32(const kda_prefill_args &args) {
   KDA_TRY(make_plan(args, plan));
   KDA_TRY(check_alignment("v", args.v, 4));
   KDA_TRY(check_alignment("o", args.o, 2));
+  for (const kda_tensor *x : {&args.q, &args.k, &args.g})
+    if (x->token_stride > INT32_MAX) return fail(KDA_UNSUPPORTED, "a token stride must be below 2^31 elements, got %lld", (long long)x->token_stride);
   if (reinterpret_cast<uintptr_t>(args.w) % 16 || reinterpret_cast<uintptr_t>(args.u) % 16)
     return fail(KDA_INVALID_ARGUMENT, "w and u must be aligned to 16 bytes, got %p and %p", args.w, args.u);
   const Params params = make_params(args, plan);

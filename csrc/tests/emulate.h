@@ -22,6 +22,9 @@
 #define __grid_constant__
 #define __shared__
 #define __align__(n)
+struct uint2 {
+  uint32_t x, y;
+};
 
 struct float2 {
   float x, y;
@@ -32,6 +35,7 @@ struct alignas(16) float4 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint32_t __float_as_uint(float x) {
@@ -57,8 +61,8 @@ alignas(16) inline unsigned char memory[232448];
 namespace emulate {
 
 struct Copy {
-  float *to;
-  const float *from;
+  void *to;
+  const void *from;
 };
 
 struct Fiber {
@@ -130,9 +134,20 @@ inline void run_block(unsigned block, int threads, int order, const std::functio
   }
 }
 
+inline float truncated(double x) {
+  const float cut = float(x);
+  return std::fabs(double(cut)) > std::fabs(x) ? std::nextafter(cut, 0.f) : cut;
+}
+
+inline void check_aligned(const void *address, const char *what) {
+  if (reinterpret_cast<uintptr_t>(address) % 16 == 0) return;
+  fprintf(stderr, "%s of an address that is not aligned to 16 bytes\n", what);
+  abort();
+}
+
 }  // namespace emulate
 
-inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const float (&c)[4]) {
   using namespace emulate;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   for (int i = 0; i < 4; ++i) operands[warp][lane][i] = a[i] & 0xffffe000u;
@@ -144,37 +159,99 @@ inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
     for (int k = 0; k < 8; ++k)
       sum += double(__uint_as_float(operands[warp][row % 8 * 4 + k % 4][row / 8 + k / 4 * 2])) *
              __uint_as_float(operands[warp][column * 4 + k % 4][4 + k / 4]);
-    float cut = float(sum);
-    if (std::fabs(double(cut)) > std::fabs(sum)) cut = std::nextafter(cut, 0.f);
-    c[e] = cut;
+    d[e] = truncated(sum);
   }
   wait(Fiber::WARP);
+}
+
+inline uint32_t pack_half(float a, float b) {
+  const _Float16 x[2] = {_Float16(a), _Float16(b)};
+  uint32_t bits;
+  memcpy(&bits, x, 4);
+  return bits;
+}
+
+inline float2 unpack_half(uint32_t bits) {
+  _Float16 x[2];
+  memcpy(x, &bits, 4);
+  return {float(x[0]), float(x[1])};
+}
+
+inline void mma_half(float (&d)[4], const uint4 &a, uint32_t b0, uint32_t b1, const float (&c)[4]) {
+  using namespace emulate;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t mine[6] = {a.x, a.y, a.z, a.w, b0, b1};
+  memcpy(operands[warp][lane], mine, sizeof mine);
+  wait(Fiber::WARP);
+  for (int e = 0; e < 4; ++e) {
+    const int row = g + e / 2 * 8, column = 2 * t + e % 2;
+    double sum = c[e];
+    for (int k = 0; k < 16; k += 2) {
+      const float2 x = unpack_half(operands[warp][row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2]);
+      const float2 y = unpack_half(operands[warp][column * 4 + k % 8 / 2][4 + k / 8]);
+      sum += double(x.x) * y.x + double(x.y) * y.y;
+    }
+    d[e] = truncated(sum);
+  }
+  wait(Fiber::WARP);
+}
+
+inline void load_transposed(uint32_t (&x)[4], const void *row) {
+  using namespace emulate;
+  static const unsigned char *rows[1024];
+  const int lane = threadIdx.x % 32, first = threadIdx.x - lane, g = lane / 4, t = lane % 4;
+  rows[threadIdx.x] = static_cast<const unsigned char *>(row);
+  check_aligned(row, "ldmatrix");
+  wait(Fiber::WARP);
+  for (int block = 0; block < 4; ++block) {
+    uint16_t pair[2];
+    for (int i = 0; i < 2; ++i) memcpy(pair + i, rows[first + block * 8 + 2 * t + i] + 2 * g, 2);
+    x[block] = pair[0] | uint32_t(pair[1]) << 16;
+  }
+  wait(Fiber::WARP);
+}
+
+inline void load_transposed(uint4 &x, const void *row) {
+  uint32_t words[4];
+  load_transposed(words, row);
+  x = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+inline void let_next_kernel_start() {}
+inline void wait_for_previous_kernel() {}
+
+inline uint4 load_once(const uint4 *from) { return *from; }
+
+inline float warp_largest(float x) {
+  using namespace emulate;
+  static float all[1024];
+  const int first = threadIdx.x / 32 * 32;
+  all[threadIdx.x] = x;
+  wait(Fiber::WARP);
+  for (int lane = 0; lane < 32; ++lane) x = all[first + lane] > x ? all[first + lane] : x;
+  wait(Fiber::WARP);
+  return x;
 }
 
 inline void load_blocks(float (&x)[4], const float *row) {
   using namespace emulate;
   static const float *rows[1024];
   const int lane = threadIdx.x % 32, first = threadIdx.x - lane;
-  if (reinterpret_cast<uintptr_t>(row) % 16) {
-    fprintf(stderr, "ldmatrix of an address that is not aligned to 16 bytes\n");
-    abort();
-  }
+  check_aligned(row, "ldmatrix");
   rows[threadIdx.x] = row;
   wait(Fiber::WARP);
   for (int block = 0; block < 4; ++block) x[block] = rows[first + block * 8 + lane / 4][lane % 4];
   wait(Fiber::WARP);
 }
 
-inline void copy_async(float *to, const float *from) {
+inline void copy_async(void *to, const void *from) {
   const auto *byte = reinterpret_cast<const unsigned char *>(to);
   if (byte < memory || byte + 16 > memory + sizeof memory) {
     fprintf(stderr, "cp.async outside of shared memory\n");
     abort();
   }
-  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) {
-    fprintf(stderr, "cp.async of an address that is not aligned to 16 bytes\n");
-    abort();
-  }
+  emulate::check_aligned(to, "cp.async");
+  emulate::check_aligned(from, "cp.async");
   emulate::fibers[threadIdx.x].copies.back().push_back({to, from});
 }
 

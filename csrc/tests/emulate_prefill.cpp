@@ -9,15 +9,20 @@
 
 using namespace kda;
 
-template <int K, int C, int BV, int FIRST, int SECOND>
+template <int K, int C, int BV>
 static void run(const kda_prefill_args &args, const Plan &plan, const Params &params, int order) {
   using I = Intra<K, K, C>;
-  using S = State<K, K, C, BV, FIRST, SECOND>;
+  using S = State<K, K, C, BV>;
   static_assert(sizeof(typename I::Shared) <= sizeof memory && sizeof(typename S::Shared) <= sizeof memory, "shared memory of sm_90");
   for (int64_t cell = 0; cell < plan.cells; ++cell) emulate::run_block(unsigned(cell), I::THREADS, order, [&] { intra_kernel<K, K, C>(params); });
   const int64_t blocks = args.sequences * args.value_heads * (K / BV);
-  for (int64_t block = 0; block < blocks; ++block)
-    emulate::run_block(unsigned(block), S::THREADS, order, [&] { state_kernel<K, K, C, BV, FIRST, SECOND>(params); });
+  for (int64_t block = 0; block < blocks; ++block) emulate::run_block(unsigned(block), S::THREADS, order, [&] { state_kernel<K, K, C, BV>(params); });
+}
+
+extern "C" size_t kda_emulate_record_bytes(const kda_prefill_args *args) {
+  Plan plan;
+  plan.C = args->chunk_size;
+  return record_bytes(*args, plan);
 }
 
 // `args` complete: strides, scale, chunk_size, sequences and a workspace large enough. Returns 0, or 1 for sizes without a kernel.
@@ -26,11 +31,11 @@ extern "C" int kda_emulate_prefill_f32(const kda_prefill_args *args, int wide, i
   plan.C = args->chunk_size;
   plan_slots(*args, plan);
   const Params params = make_params(*args, plan);
-#define KDA_CASE(K_, C_)                                                                 \
-  if (args->key_dim == K_ && args->chunk_size == C_) {                                   \
-    if (wide) run<K_, C_, 16, Places<K_, K_, C_, 16>::FIRST, Places<K_, K_, C_, 16>::SECOND>(*args, plan, params, order); \
-    else run<K_, C_, 8, 1, 1>(*args, plan, params, order);                               \
-    return 0;                                                                            \
+#define KDA_CASE(K_, C_)                                                \
+  if (args->key_dim == K_ && args->chunk_size == C_) {                  \
+    if (wide) run<K_, C_, K_ / 4>(*args, plan, params, order);          \
+    else run<K_, C_, K_ / 8>(*args, plan, params, order);               \
+    return 0;                                                           \
   }
   KDA_CASE(64, 32)
   KDA_CASE(64, 64)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -58,7 +59,7 @@ def load(name: str) -> ModuleType:
     """The backend's module, imported on first use."""
     for backend in BACKENDS:
         if backend.name == name:
-            return importlib.import_module(backend.module)
+            return sys.modules.get(backend.module) or importlib.import_module(backend.module)
     raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
 
 

@@ -178,6 +178,7 @@ def _setup_context(ctx, inputs, output):
     arrays, (ctx.op, ctx.options, ctx.backend, _) = inputs[:10], inputs[10:]
     ctx.has_final_state = Options.decode(ctx.options).output_final_state
     ctx.save_for_backward(*arrays, *output[3])
+    ctx.set_materialize_grads(False)  # what is saved counts as output: its gradients would be written out as zeros
 
 
 def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):

@@ -43,7 +43,9 @@ def kernels(tmp_path_factory):
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(target)).kda_emulate_prefill_f32
+    library = ctypes.CDLL(str(target))
+    library.kda_emulate_record_bytes.restype = ctypes.c_size_t
+    return library
 
 
 def padded(x, D, axes=(-1,)):
@@ -73,7 +75,8 @@ def run(kernels, case, D=64, C=32, wide=0, order=1, arrays=None):
     out, final = Guarded((B, T, HV, D)), Guarded((N, HV, D, D))
     slots = T // C + N if problem.varlen else -(-T // C)
     w, u = (None, None) if problem.varlen else (Guarded((B, HV, slots, C, D)), Guarded((B, HV, slots, C, D)))
-    space = Guarded((B * HV * slots * (4 * C * D + C * C + D) + 1024,))
+    sizes = library.PrefillArgs(key_dim=D, value_dim=D, chunk_size=C)
+    space = Guarded((B * HV * slots * kernels.kda_emulate_record_bytes(ctypes.byref(sizes)) // 4,))
     q, k, v, g = (padded(x, D) for x in arrays[:4])
     beta = np.ascontiguousarray(arrays.beta.astype(np.float32))
     A_log = None if arrays.A_log is None else arrays.A_log.astype(np.float32)
@@ -94,7 +97,7 @@ def run(kernels, case, D=64, C=32, wide=0, order=1, arrays=None):
         lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=pointer(arrays.cu_seqlens),
         cu_seqlens_64=1,
     )  # fmt: skip
-    assert kernels(ctypes.byref(args), wide, order) == 0
+    assert kernels.kda_emulate_prefill_f32(ctypes.byref(args), wide, order) == 0
     assert all(x.untouched() for x in (out, final, w, u, space) if x is not None), "written past an end"
     rows, columns = problem.state_shape[2:]
     results = {"o": out.array[..., : problem.V], "final_state": final.array[..., :rows, :columns]}

@@ -187,7 +187,7 @@ def test_custom_call_is_lowered(built):
     target = built[0].with_name(ffi.NAME)
     build.build_jax(target)
     ctypes.CDLL(str(built[0]))
-    assert ctypes.CDLL(str(target)).kdakit_xla_prefill_f32
+    assert ctypes.CDLL(str(target)).kdakit_xla_prefill
     case = CASES["softplus"]
     problem = case.problem()
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32"), case.arrays())
@@ -237,14 +237,14 @@ def test_dispatch_knows_the_library_in_both_frameworks():
 
 
 def test_bench_names_peers_alone(capsys):
-    """FLA's kernels without ours, and the reason where they cannot run."""
+    """A peer without ours, and the reason where it cannot run."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: FLA would tune itself for minutes")
     from kdakit.cli.main import main
 
-    assert main(["bench", "--backend", "fla_chunk", "--shape", "1x64x1x16", "--mode", "fwd", "--repeat", "1"]) == 1
-    assert "fla_chunk did not run" in capsys.readouterr().out
+    assert main(["bench", "--backend", "flash_kda", "--shape", "1x64x1x16", "--mode", "fwd", "--repeat", "1"]) == 1
+    assert "flash_kda did not run" in capsys.readouterr().out
 
 
 def test_operators_know_their_shapes():

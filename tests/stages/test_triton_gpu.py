@@ -297,3 +297,19 @@ def test_configurations_hold_together():
                 c = configs.choose(case.problem(dtype), chip)
                 assert c.chunk in (c.half, 2 * c.half) and c.half % c.group == 0 and c.diagonal % c.group == 0, (name, dtype, chip.name)
                 assert c.diagonal <= c.half, (name, dtype, chip.name)
+
+
+@interpreter
+def test_tuning_refuses_what_is_wrong(monkeypatch):
+    """`kdakit bench --tune` holds every candidate against float64: here a decoding step, right and then with a dropped update."""
+    from kdakit.cases import Shape
+    from kdakit.cli import tuned_calls
+    from kdakit.cli.contestants import Job
+
+    calls = tuned_calls.Calls(torch.device("cpu"))
+    job = Job(Shape(1, 1, 32), "decode", "bfloat16")
+    assert calls.verify(job, dict(step_block_v=16)) is None
+    monkeypatch.setattr(triton_gpu, "step", lambda problem, x, config: launch.step(problem, x._replace(beta=x.beta - 9), config))
+    assert calls.verify(job, dict(step_block_v=16)).startswith("wrong: ")
+    monkeypatch.setattr(triton_gpu, "step", None)
+    assert calls.verify(job, dict(step_block_v=16)).startswith("raised TypeError")

@@ -74,6 +74,11 @@ def packed_with_states(problem: Problem) -> bool:
     return problem.varlen == "cu_seqlens" and (problem.has_initial_state or o.output_final_state or o.return_intermediate_states)
 
 
+def steps_hold_sequences(problem: Problem) -> bool:
+    """Whether a packed call with states can do with a step per chunk (`packed`): nobody asks for the states between."""
+    return packed_with_states(problem) and not problem.needs_grad and not problem.options.return_intermediate_states
+
+
 def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
@@ -89,7 +94,7 @@ def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Ti
     C = chunk_length(problem) if tokens is None else tokens
     dtype = kernel_dtype(problem)
     narrow = dtype == "bfloat16"
-    tables = packed_with_states(problem) or (tokens is not None and problem.varlen == "cu_seqlens")
+    tables = problem.varlen == "cu_seqlens" if tokens is not None else packed_with_states(problem) and not steps_hold_sequences(problem)
     return Tile(
         C=C, K=padded(problem.K), V=padded(problem.V), heads=config.heads, dtype=dtype,
         operand="bfloat16" if narrow else "float32",

@@ -35,6 +35,7 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
 
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
+    Constants that it does not name are left out.
     """
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
     record = _recorded.get()
@@ -292,3 +293,21 @@ def on_device(x: torch.Tensor):
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
+
+
+_second: dict[int, torch.cuda.Stream] = {}  # by device
+
+
+@contextlib.contextmanager
+def beside(x: torch.Tensor):
+    """Yields a context whose launches run beside the others of this one: they see what came before it, and what follows sees them."""
+    if not x.is_cuda:
+        yield contextlib.nullcontext
+        return
+    main = torch.cuda.current_stream()
+    second = _second.get(main.device_index)
+    if second is None:
+        second = _second[main.device_index] = torch.cuda.Stream()
+    second.wait_stream(main)
+    yield lambda: torch.cuda.stream(second)
+    main.wait_stream(second)
