@@ -58,7 +58,7 @@ def half_tiles(
     c: tl.constexpr = KP // J
     C: tl.constexpr = 64
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, False)
+    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, False, "log_decay")
     b_norm = norms(b_qk, p_norms, C) * tl.where(tl.arange(0, 8) < 4, scale, 1.0)[None, :]
     b_bias = tl.zeros([8 * J, 1, c], tl.float32)
     if HAS_DT_BIAS:
