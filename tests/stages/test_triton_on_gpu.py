@@ -198,8 +198,8 @@ def test_decoding_in_place(T, dtype):
 def test_more_than_2_to_the_31_elements():
     """The second row of a batch, all of it past the 2^31st element of every tensor or reaching there, has the bits that it has alone."""
     B, T, H, K = 2, 90112, 96, 128
-    if torch.cuda.mem_get_info()[0] < 75 * 2**30:
-        pytest.skip("needs 75 GiB of free GPU memory")
+    if torch.cuda.mem_get_info()[0] < 100 * 2**30:
+        pytest.skip("needs 100 GiB of free GPU memory")
     assert B * T * H * K > 2**31
     generator = torch.Generator("cuda").manual_seed(0)
 
