@@ -275,6 +275,38 @@ def test_gradients_against_float64(name, dtype):
 
 
 @interpreter
+@pytest.mark.parametrize("case", (MODEL[1], MODEL[3]), ids=lambda case: case.name)
+def test_gradients_of_normed_keys_against_float64(case):
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), gradients(case, "bfloat16", tensors(case, "bfloat16")))
+
+
+@interpreter
+def test_gradients_with_every_gate_at_its_bound():
+    """A bounded gate's gradient is a sum in which most terms cancel; here, e^-5 of them is left, at every token."""
+    case = MODEL[0]
+    values = case.arrays("bfloat16")
+    values.g[...] = -5
+    arrays = tensors(case, "bfloat16")
+    assert_right(case, "bfloat16", values, gradients(case, "bfloat16", arrays._replace(g=torch.full_like(arrays.g, -5))))
+
+
+@interpreter
+def test_gradients_have_no_scale_of_their_own():
+    """2^k times the cotangents give 2^k times the gradients, bit for bit."""
+    case = MODEL[0]
+    problem, arrays = case.problem("bfloat16", needs_grad=True), tensors(case, "bfloat16")
+    config = triton_gpu.default_config(problem, "cpu")
+    kept = triton_gpu.forward(problem, arrays, config)[1]
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents("bfloat16"))
+    scaled = []
+    for scale in (1.0, 2.0**-40):
+        copies = [x.clone() for x in kept]
+        grads = triton_gpu.backward(problem, arrays, copies, (d_o * scale).to(arrays.v.dtype), (d_final * scale).float(), config)
+        scaled.append([x.double() / scale for x in grads if x is not None])
+    assert all(torch.equal(first, second) for first, second in zip(*scaled, strict=True))
+
+
+@interpreter
 def test_gradients_across_checkpoints(monkeypatch):
     """States are replayed from checkpoints, here one for every second slot, wherever in a sequence that lies."""
     monkeypatch.setattr(launch, "CHECKPOINT", 2)

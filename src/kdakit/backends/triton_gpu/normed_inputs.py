@@ -1,4 +1,4 @@
-"""Inputs, outputs and gates of a half of 32 tokens, for the gradient kernels of `normed_gradient` and `normed_levels`."""
+"""Inputs, outputs and gates of a half of 32 tokens, for the gradient kernel of `normed_gradient`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def load_rows(p_x, p_y, FIRST: tl.constexpr, s_x, s_y, length, other, R: tl.cons
 
 @triton.jit
 def nothing(GATE: tl.constexpr):
-    """A gate's input that decays nothing."""
-    return 0.0 if GATE == "log_decay" else -1e30
+    """A gate's input that decays nothing; finite, since it goes through a product."""
+    return 0.0 if GATE == "log_decay" else -3e38
 
 
 @triton.jit
@@ -76,12 +76,6 @@ def store_rows(p_x, p_y, FIRST: tl.constexpr, HV, length, b_x, b_y, K: tl.conste
     if K < KP:
         m_d = m_d & (o_k < K)[None, :]
     tl.store(p_d, tl.trans(narrow(side_by_side(b_x, b_y), p_x.dtype.element_ty)), mask=m_d)
-
-
-@triton.jit
-def across(b_d, b_x, b_r):
-    """d - r^2 (x . d) x, r = 1 / |x|: normalising takes from a gradient what lies along x."""
-    return b_d - tl.sum(b_d * b_x, 0, keep_dims=True) * (b_r * b_r) * b_x
 
 
 @triton.jit
