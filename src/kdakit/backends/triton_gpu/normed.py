@@ -374,12 +374,17 @@ def prepare_normed_kernel(
     m_0 = (o_i < 32)[:, None]
     b_A_qk = tl.where(o_t[None, :] <= o_i[:, None], beside(b_A1, tl.where(m_0, b_A0, b_A10)), 0.0)  # [64, 64]
     b_A_kk = tl.where(o_t[None, :] < o_t[:, None], beside(b_A1, tl.where(m_0, b_A10, b_A0)), 0.0)
+    p_square = p_squares + i_p * C * C + o_t[None, :] + o_i[:, None] * C
+    p_parked = p_square.to(tl.pointer_type(SOLVE), bitcast=True)  # A_qk waits there: it would fill a quarter of the registers
+    tl.store(p_parked, narrow(b_A_qk, SOLVE))
     b_beta = tl.load(p_betas + o_t)
     b_T = unit_lower_inverse(b_A_kk * b_beta[:, None], SOLVE, PRECISION)
-    o_square = i_p * C * C + o_t[None, :]
+    tl.debug_barrier()
+    b_A_qk = tl.load(p_parked)
     if HAS_LOWER:
+        o_square = i_p * C * C + o_t[None, :]
         b_Tn = narrow(b_T, SOLVE)
-        tl.store(p_solved + o_square + o_i[:, None] * C, narrow(product(narrow(b_A_qk, SOLVE), b_Tn, PRECISION), DTYPE))
+        tl.store(p_solved + o_square + o_i[:, None] * C, narrow(product(b_A_qk, b_Tn, PRECISION), DTYPE))
         b_lower = product(narrow(b_A_kk, SOLVE), b_Tn, PRECISION)
         b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
         b_lower = tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T) / b_beta[:, None], b_lower)
@@ -387,7 +392,7 @@ def prepare_normed_kernel(
     p_tail += o_t[:, None] * KP
     b_k, b_decay = tl.load(p_tail), tl.load(p_decay + o_k)
     b_T = narrow(b_T * tl.load(p_betas + o_t)[None, :], SOLVE)
-    tl.store(p_squares + o_square + o_i[:, None] * C, narrow(product(narrow(b_A_qk, SOLVE), b_T, PRECISION), DTYPE))
+    tl.store(p_square, narrow(product(b_A_qk, b_T, PRECISION), DTYPE))
     b_k = tl.where((o_t < 32)[:, None], b_k.to(tl.float32) * b_decay[None, :], b_k.to(tl.float32)).to(SOLVE)  # decayed to the chunk's end
     tl.store(p_tail, narrow(product(tl.trans(b_T), b_k, PRECISION), DTYPE))
     tl.debug_barrier()
