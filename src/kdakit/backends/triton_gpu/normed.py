@@ -289,19 +289,16 @@ def unit_lower_inverse(b_L, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "FIRST", "CHUNKS", "HEAD", "HEADS"])  # fmt: skip
+                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def prepare_normed_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay, p_betas, p_lower, p_solved,
     T, N, NT, H, HV, scale, lower_bound,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, FIRST, CHUNKS, HEAD, HEADS,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
     BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-    PTX: tl.constexpr, HAS_LOWER: tl.constexpr, EARLY: tl.constexpr,
+    PTX: tl.constexpr, HAS_LOWER: tl.constexpr,
 ):  # fmt: skip
-    """What `intra.prepare_kernel` makes, rows in the order of tokens, of a piece: HEADS value heads from HEAD on, and of sequences that are
-    not packed CHUNKS chunks from FIRST on. Grid: (chunks or slots * HEADS,), heads fastest. With EARLY the first piece waits for
-    whatever made the inputs; the others may begin while the piece before is scanned, and one program of theirs waits for that, so that
-    what follows waits for both.
+    """What `intra.prepare_kernel` makes, rows in the order of tokens. Grid: (slots * HV,), heads fastest.
 
     A half's rows are q above k, or in the second half k above q, so that the rows of A_qk and A_kk that a warp needs are those that it has.
     """
@@ -309,19 +306,11 @@ def prepare_normed_kernel(
     J: tl.constexpr = 4
     c: tl.constexpr = KP // J
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    if EARLY:  # noqa: SIM102 - the compiler decides the one, the device the other
-        if (FIRST + HEAD == 0) | (tl.program_id(0) == 0):
-            tl.extra.cuda.gdc_wait()
-    i_s = tl.program_id(0) // HEADS
-    i_h = HEAD + tl.program_id(0) - i_s * HEADS
+    i_s = tl.program_id(0) // HV
+    i_h = tl.program_id(0) - i_s * HV
     if VARLEN:
         i_s = i_s.to(tl.int64)
-        i_b, _, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
-    else:
-        i_b = i_s // CHUNKS
-        i_c = FIRST + i_s - i_b * CHUNKS
-        i_s = i_b * NT + i_c
-        bos, eos = 0, T
+    i_b, _, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = tl.cast(bos, tl.int64) + i_c * C
     if start >= eos:
         return
