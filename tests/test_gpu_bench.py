@@ -179,7 +179,8 @@ def test_untuned_kernels_take_the_first_configuration_that_runs():
         if not fits:
             raise ValueError("out of shared memory")
 
-    tuner = types.SimpleNamespace(fn=types.SimpleNamespace(run=run))
+    hooks = dict(pre_hook=lambda values: None, post_hook=lambda values, exception: None)
+    tuner = types.SimpleNamespace(fn=types.SimpleNamespace(run=run), nargs={}, **hooks)
     tries = [types.SimpleNamespace(all_kwargs=lambda fits=fits: {"fits": fits}) for fits in (False, True, True)]
     timings: list[float] = []
     with peers.untuned():
