@@ -33,7 +33,7 @@ class Run:
 
 
 def torch_run(function, tensors, cotangents, mode: str) -> Run:
-    """`function(tensors)` is the public call. On a GPU decode goes through a CUDA graph. 'eager' is forwards in a row, by the host's clock."""
+    """`function(tensors)` is the public call. On a GPU decode is a CUDA graph. 'eager': forwards in a row, by the host's clock."""
     import torch
 
     gpu = tensors.q.device.type == "cuda"
