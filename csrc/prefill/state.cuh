@@ -34,6 +34,11 @@ struct State {
   };
 };
 
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
 template <int K, int V, int C, int BV>
 __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(const __grid_constant__ Params p) {
   using S = State<K, V, C, BV>;
@@ -53,40 +58,34 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
   const int64_t cell0 = (batch * p.value_heads + head) * p.sequences.slots + (packed ? p.sequences.first_slot(sequence, C) : 0);
   const R *record = static_cast<const R *>(p.mid.records) + cell0;
 
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+  const int tid = threadIdx.x, warp = tid / 32 % S::WARPS, lane = tid % 32, g = lane / 4, t = lane % 4;
   const bool output = warp >= ROWS;  // this warp forms q_decayed S and o, the others w S and v_new
   const int row = warp % ROWS;       // of tiles
 
   const int64_t state_offset = index * K * V;
   auto state_at = [&](int k, int v) { return state_offset + (p.state_v_first ? int64_t(v) * K + k : int64_t(k) * V + v); };
 
-  TileA rows[STEPS];    // of w or q_decayed
+  // What this lane needs of the record: its tiles lie 64 pieces of 16 bytes apart.
+  TileA rows[STEPS];  // of w or q_decayed
   TileA keys[S::OWN][ROWS];
   uint4 rest[S::REST];  // u, or the tiles of A_qk
-  auto load_row = [&](const R &from, int j) { rows[j].load((output ? from.q : from.w)[row * STEPS + j]); };
-  auto load_keys = [&](const R &from, int m, int j) {
-    const int tile = warp + m * S::WARPS;
-    if (STEPS % S::WARPS == 0 || tile < STEPS) keys[m][j].load(from.k[tile * ROWS + j]);
+  const uint4 *rows_from = &(output ? record->q : record->w)[row * STEPS][0][lane], *keys_from = &record->k[0][0][lane] + warp * ROWS * 64;
+  const uint4 *rest_from = output ? &record->A[row * (row + 1) / 2][0][lane] : reinterpret_cast<const uint4 *>(&record->u[row * (V / 8) + v0 / 8][lane]);
+  auto load_row = [&](int j) { rows[j].load(rows_from + j * 64); };
+  auto load_keys = [&](int m, int j) {
+    if (STEPS % S::WARPS == 0 || warp + m * S::WARPS < STEPS) keys[m][j].load(keys_from + (m * S::WARPS * ROWS + j) * 64);
   };
-  auto load_rest = [&](const R &from) {
+  auto load_rest = [&] {
     if (output) {
 #pragma unroll
-      for (int j = 0; j < ROWS; ++j) {
-        if (j > row) continue;
-        const Tile &tile = from.A[row * (row + 1) / 2 + j];
-        rest[2 * j] = load_once(&tile[0][lane]);
-        rest[2 * j + 1] = load_once(&tile[1][lane]);
-      }
+      for (int i = 0; i < 2 * ROWS; ++i)
+        if (i / 2 <= row) rest[i] = load_once(rest_from + i * 32);
     } else {
 #pragma unroll
-      for (int n = 0; n < N; ++n) rest[n] = load_once(reinterpret_cast<const uint4 *>(&from.u[row * (V / 8) + v0 / 8 + n][lane]));
+      for (int n = 0; n < N; ++n) rest[n] = load_once(rest_from + n * 32);
     }
   };
-  auto copy_small = [&](const R &from, int place) {
-    for (int i = tid; i < int(sizeof(typename R::Small) / 16); i += S::THREADS)
-      copy_async(reinterpret_cast<uint4 *>(&sh.small[place]) + i, reinterpret_cast<const uint4 *>(&from.small) + i);
-    copies_commit();
-  };
+
   const Rows<S::LD> state_rows{sh.state[0], sh.state[1]}, v_new_rows{sh.v_new[0], sh.v_new[1]};
   float state[S::OWN][N][4];
 #pragma unroll
@@ -105,33 +104,41 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
   }
 
   wait_for_previous_kernel();
-  // Into the L2 cache, AHEAD chunks before it is needed; the blocks of a head share the work.
-  auto prefetch = [&](int64_t chunk) {
-    if (chunk >= chunks) return;
-    for (int i = int(part) + tid * (V / BV); i < int(sizeof(R) / 128); i += S::THREADS * (V / BV))
-      prefetch_line(reinterpret_cast<const char *>(record + chunk) + i * 128);
-  };
-  for (int ahead = 0; ahead < S::AHEAD; ++ahead) prefetch(ahead);
-  if (chunks > 0) {
-    copy_small(record[0], 0);
+  // By the output warps: the small parts of a chunk to shared memory, and a record AHEAD of that into the L2 cache; a head's blocks share this.
+  auto fetch = [&](int64_t chunk) {
+    const int thread = tid - S::THREADS / 2;
+    if (chunk < chunks) {
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) load_row(record[0], j);
-    load_rest(record[0]);
+      for (int i = 0; i < int(sizeof(typename R::Small) / 16); i += S::THREADS / 2)
+        if (i + thread < int(sizeof(typename R::Small) / 16))
+          copy_async(reinterpret_cast<uint4 *>(&sh.small[chunk % 2]) + i + thread, reinterpret_cast<const uint4 *>(&record[chunk].small) + i + thread);
+    }
+    copies_commit();
+    if (chunk + S::AHEAD < chunks) {
+      const char *lines = reinterpret_cast<const char *>(record + chunk + S::AHEAD);
+      for (int i = int(part) + thread * (V / BV); i < int(sizeof(R) / 128); i += S::THREADS / 2 * (V / BV)) prefetch_line(lines + i * 128);
+    }
+  };
+  if (chunks > 0) {
+    if (output) fetch(0);
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) load_row(j);
+    load_rest();
 #pragma unroll
     for (int m = 0; m < S::OWN; ++m) {
 #pragma unroll
-      for (int j = 0; j < ROWS; ++j) load_keys(record[0], m, j);
+      for (int j = 0; j < ROWS; ++j) load_keys(m, j);
     }
   }
 
+  float *o = const_cast<float *>(row_of(p.o, batch, head, first + row * 16 + g)) + v0 + 2 * t;
   const uint32_t *state_row = state_rows.lane_in_order(), *v_new_row = v_new_rows.lane_of_tokens();
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     copies_wait<0>();
     __syncthreads();  // the state and this chunk's small parts are there
-    prefetch(chunk + S::AHEAD);
-    const R &next = record[chunk + 1 < chunks ? chunk + 1 : chunk];
+    const int64_t on = chunk + 1 < chunks ? int64_t(sizeof(R) / 16) : 0;  // to the next record; the last is loaded twice
+    rows_from += on, keys_from += on, rest_from += on;
     const typename R::Small &small = sh.small[chunk % 2];
-    if (chunk + 1 < chunks) copy_small(next, int((chunk + 1) % 2));
 
     float sum[N][4] = {};
 #pragma unroll
@@ -144,7 +151,7 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
         load_transposed(b, state_row + j * 16 * S::LD + n * 4);
         multiply_add(sum[n], rows[j], b, upper, lower);
       }
-      load_row(next, j);
+      load_row(j);
     }
     if (!output) {
 #pragma unroll
@@ -157,6 +164,8 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       const Split<N> split(sum);
       v_new_rows.put(row * 16, split);
       if (lane == 0) sh.v_new_power[row] = split.inverse;
+    } else {
+      fetch(chunk + 1);
     }
     __syncthreads();  // v_new is there; the state may be overwritten
 #pragma unroll
@@ -173,7 +182,7 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
           load_transposed(b, v_new_row + j * 16 * S::LD + n * 4);
           multiply_add(added[n], keys[m][j], b, power, power);
         }
-        load_keys(next, m, j);
+        load_keys(m, j);
       }
       const float decay[2] = {small.decay[tile * 16 + g], small.decay[tile * 16 + g + 8]};
 #pragma unroll
@@ -186,29 +195,34 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       if (lane == 0) sh.state_power[tile] = split.inverse;
     }
     if (output) {
+      auto add_inside = [&](auto count) {  // o += A_qk v_new, `count` tiles
 #pragma unroll
-      for (int j = 0; j < ROWS; ++j) {
-        if (j > row) continue;
-        const float2 power = small.A[row * (row + 1) / 2 + j];
-        const float upper = power.x * sh.v_new_power[j], lower = power.y * sh.v_new_power[j];
+        for (int j = 0; j < count.value; ++j) {
+          const float2 power = small.A[row * (row + 1) / 2 + j];
+          const float upper = power.x * sh.v_new_power[j], lower = power.y * sh.v_new_power[j];
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          uint32_t b[4];
-          load_transposed(b, v_new_row + j * 16 * S::LD + n * 4);
-          multiply_add(sum[n], TileA{rest[2 * j], rest[2 * j + 1]}, b, upper, lower);
+          for (int n = 0; n < N; ++n) {
+            uint32_t b[4];
+            load_transposed(b, v_new_row + j * 16 * S::LD + n * 4);
+            multiply_add(sum[n], TileA{rest[2 * j], rest[2 * j + 1]}, b, upper, lower);
+          }
         }
-      }
+      };
+      if (row == 0) add_inside(Count<1>{});
+      else if (row == 1) add_inside(Count<2>{});
+      else if (row == 2) add_inside(Count<ROWS < 3 ? 1 : 3>{});
+      else add_inside(Count<ROWS < 4 ? 1 : 4>{});
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t token = chunk * C + row * 16 + g + half * 8;
-        if (token < length) {
-          float *o = const_cast<float *>(row_of(p.o, batch, head, first + token)) + v0 + 2 * t;
+        if (chunk * C + row * 16 + g + half * 8 < length) {
+          float *to = o + half * 8 * p.o.token_stride;
 #pragma unroll
-          for (int n = 0; n < N; ++n) *reinterpret_cast<float2 *>(o + n * 8) = make_float2(sum[n][2 * half], sum[n][2 * half + 1]);
+          for (int n = 0; n < N; ++n) *reinterpret_cast<float2 *>(to + n * 8) = make_float2(sum[n][2 * half], sum[n][2 * half + 1]);
         }
       }
+      o += C * p.o.token_stride;
     }
-    load_rest(next);
+    load_rest();
   }
   if (p.final_state != nullptr) {
 #pragma unroll
