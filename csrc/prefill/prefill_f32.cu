@@ -45,7 +45,7 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
   KDA_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device));
   using I = Intra<K, K, C>;
   using S = State<K, K, C, BV>;
-  static_assert(sizeof(typename I::Shared) <= 112 * 1024, "two blocks share a multiprocessor of sm_90");
+  static_assert(sizeof(typename I::Shared) <= (C == 32 ? 48 : K == 64 ? 92 : 108) * 1024, "more than the Python side knows of");
   static_assert(sizeof(typename S::Shared) <= 48 * 1024, "state needs less than intra");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
