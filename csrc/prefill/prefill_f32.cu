@@ -1,6 +1,4 @@
 // Host side of the float32 prefill: sizes, workspace, and the launches.
-#include <cstdlib>
-
 #include "intra.cuh"
 #include "params.cuh"
 #include "prefill.h"
@@ -73,8 +71,7 @@ static kda_status launch(const kda_prefill_args &args, const Plan &plan, const P
   int device = 0, processors = 0;
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const char *forced = getenv("KDA_BV");
-  if (forced ? atoi(forced) : args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4>(args, plan, params, device);
+  if (args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4>(args, plan, params, device);
   return launch_with<K, C, K / 8>(args, plan, params, device);
 }
 

@@ -104,23 +104,28 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
   }
 
   wait_for_previous_kernel();
-  // By the output warps: the small parts of a chunk to shared memory, and a record AHEAD of that into the L2 cache; a head's blocks share this.
-  auto fetch = [&](int64_t chunk) {
+  // Bring a record into the L2 cache: the blocks of a head share this.
+  auto bring = [&](int64_t chunk) {
+    constexpr int BYTES = sizeof(R) / (V / BV);
+    static_assert(BYTES % 16 == 0 && BYTES * (V / BV) == sizeof(R), "equal parts");
+    if (chunk < chunks) prefetch(reinterpret_cast<const char *>(record + chunk) + part * BYTES, BYTES);
+  };
+  // By the output warps: the small parts of a chunk to shared memory.
+  auto copy_small = [&](int64_t chunk) {
+    constexpr int PIECES = sizeof(typename R::Small) / 16;
     const int thread = tid - S::THREADS / 2;
     if (chunk < chunks) {
 #pragma unroll
-      for (int i = 0; i < int(sizeof(typename R::Small) / 16); i += S::THREADS / 2)
-        if (i + thread < int(sizeof(typename R::Small) / 16))
+      for (int i = 0; i < PIECES; i += S::THREADS / 2)
+        if (i + thread < PIECES)
           copy_async(reinterpret_cast<uint4 *>(&sh.small[chunk % 2]) + i + thread, reinterpret_cast<const uint4 *>(&record[chunk].small) + i + thread);
     }
     copies_commit();
-    if (chunk + S::AHEAD < chunks) {
-      const char *lines = reinterpret_cast<const char *>(record + chunk + S::AHEAD);
-      for (int i = int(part) + thread * (V / BV); i < int(sizeof(R) / 128); i += S::THREADS / 2 * (V / BV)) prefetch_line(lines + i * 128);
-    }
   };
   if (chunks > 0) {
-    if (output) fetch(0);
+    if (output) copy_small(0);
+    if (tid == 0)
+      for (int ahead = 1; ahead < S::AHEAD; ++ahead) bring(ahead);
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) load_row(j);
     load_rest();
@@ -165,7 +170,8 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       v_new_rows.put(row * 16, split);
       if (lane == 0) sh.v_new_power[row] = split.inverse;
     } else {
-      fetch(chunk + 1);
+      copy_small(chunk + 1);
+      if (tid == S::THREADS - 1) bring(chunk + S::AHEAD);
     }
     __syncthreads();  // v_new is there; the state may be overwritten
 #pragma unroll
