@@ -5,7 +5,7 @@
 // Half of the warps form w S, the other half q_decayed S, 16 tokens each; then all form their part of k_decayed^T v_new. The state lives
 // in registers, 16 key channels a tile, and S and v_new pass through shared memory once per chunk as hi and lo (tiles.cuh), with a power of
 // two per 16 rows. Every tile of a record has one warp that uses it, which loads it from device memory straight into registers: the
-// place of a tile is refilled with the next chunk's as soon as it was used, so loads run one whole chunk ahead.
+// place of a tile is refilled with a later chunk's as soon as it was used. The L2 cache is asked for records in advance.
 #pragma once
 
 #include "chunks.cuh"
@@ -21,7 +21,8 @@ struct State {
   static constexpr int THREADS = WARPS * 32;
   static constexpr int N = BV / 8;
   static constexpr int OWN = (R::STEPS + WARPS - 1) / WARPS;  // tiles of the state per warp
-  static constexpr int AHEAD = 4;
+  static constexpr int DEPTH = K == 64 && C == 32 ? 2 : 1;  // chunks that the registers hold
+  static constexpr int AHEAD = 4;                           // chunks that the L2 cache is ahead
   static constexpr int REST = N > 2 * R::ROWS ? N : 2 * R::ROWS;
   static constexpr int LD = BV == 8 ? 4 : BV / 2 + 4;  // words of two numbers; the eight rows of a block fall into 32 banks
 
@@ -66,25 +67,27 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
   auto state_at = [&](int k, int v) { return state_offset + (p.state_v_first ? int64_t(v) * K + k : int64_t(k) * V + v); };
 
   // What this lane needs of the record: its tiles lie 64 pieces of 16 bytes apart.
-  TileA rows[STEPS];  // of w or q_decayed
-  TileA keys[S::OWN][ROWS];
-  uint4 rest[S::REST];  // u, or the tiles of A_qk
+  TileA rows[S::DEPTH][STEPS];  // of w or q_decayed
+  TileA keys[S::DEPTH][S::OWN][ROWS];
+  uint4 rest[S::DEPTH][S::REST];  // u, or the tiles of A_qk
   const uint4 *rows_from = &(output ? record->q : record->w)[row * STEPS][0][lane], *keys_from = &record->k[0][0][lane] + warp * ROWS * 64;
   const uint4 *rest_from = output ? &record->A[row * (row + 1) / 2][0][lane] : reinterpret_cast<const uint4 *>(&record->u[row * (V / 8) + v0 / 8][lane]);
-  auto load_row = [&](int j) { rows[j].load(rows_from + j * 64); };
-  auto load_keys = [&](int m, int j) {
-    if (STEPS % S::WARPS == 0 || warp + m * S::WARPS < STEPS) keys[m][j].load(keys_from + (m * S::WARPS * ROWS + j) * 64);
+  auto load_row = [&](int d, int64_t at, int j) { rows[d][j].load(rows_from + at + j * 64); };
+  auto load_keys = [&](int d, int64_t at, int m, int j) {
+    if (STEPS % S::WARPS == 0 || warp + m * S::WARPS < STEPS) keys[d][m][j].load(keys_from + at + (m * S::WARPS * ROWS + j) * 64);
   };
-  auto load_rest = [&] {
+  auto load_rest = [&](int d, int64_t at) {
     if (output) {
 #pragma unroll
       for (int i = 0; i < 2 * ROWS; ++i)
-        if (i / 2 <= row) rest[i] = load_once(rest_from + i * 32);
+        if (i / 2 <= row) rest[d][i] = load_once(rest_from + at + i * 32);
     } else {
 #pragma unroll
-      for (int n = 0; n < N; ++n) rest[n] = load_once(rest_from + n * 32);
+      for (int n = 0; n < N; ++n) rest[d][n] = load_once(rest_from + at + n * 32);
     }
   };
+  // Where a chunk's record is, in pieces; beyond the last, the last.
+  auto piece_of = [&](int64_t chunk) { return (chunk < chunks ? chunk : chunks - 1) * int64_t(sizeof(R) / 16); };
 
   const Rows<S::LD> state_rows{sh.state[0], sh.state[1]}, v_new_rows{sh.v_new[0], sh.v_new[1]};
   float state[S::OWN][N][4];
@@ -127,22 +130,25 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
     if (tid == 0)
       for (int ahead = 1; ahead < S::AHEAD; ++ahead) bring(ahead);
 #pragma unroll
-    for (int j = 0; j < STEPS; ++j) load_row(j);
-    load_rest();
+    for (int d = 0; d < S::DEPTH; ++d) {
+      const int64_t at = piece_of(d);
 #pragma unroll
-    for (int m = 0; m < S::OWN; ++m) {
+      for (int j = 0; j < STEPS; ++j) load_row(d, at, j);
+      load_rest(d, at);
 #pragma unroll
-      for (int j = 0; j < ROWS; ++j) load_keys(m, j);
+      for (int m = 0; m < S::OWN; ++m) {
+#pragma unroll
+        for (int j = 0; j < ROWS; ++j) load_keys(d, at, m, j);
+      }
     }
   }
 
   float *o = const_cast<float *>(row_of(p.o, batch, head, first + row * 16 + g)) + v0 + 2 * t;
   const uint32_t *state_row = state_rows.lane_in_order(), *v_new_row = v_new_rows.lane_of_tokens();
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+  auto step = [&](int64_t chunk, int d) {
     copies_wait<0>();
     __syncthreads();  // the state and this chunk's small parts are there
-    const int64_t on = chunk + 1 < chunks ? int64_t(sizeof(R) / 16) : 0;  // to the next record; the last is loaded twice
-    rows_from += on, keys_from += on, rest_from += on;
+    const int64_t next = piece_of(chunk + S::DEPTH);
     const typename R::Small &small = sh.small[chunk % 2];
 
     float sum[N][4] = {};
@@ -154,17 +160,17 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       for (int n = 0; n < N; ++n) {
         uint32_t b[4];
         load_transposed(b, state_row + j * 16 * S::LD + n * 4);
-        multiply_add(sum[n], rows[j], b, upper, lower);
+        multiply_add(sum[n], rows[d][j], b, upper, lower);
       }
-      load_row(j);
+      load_row(d, next, j);
     }
     if (!output) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        sum[n][0] = __uint_as_float(rest[n].x) - sum[n][0];
-        sum[n][1] = __uint_as_float(rest[n].y) - sum[n][1];
-        sum[n][2] = __uint_as_float(rest[n].z) - sum[n][2];
-        sum[n][3] = __uint_as_float(rest[n].w) - sum[n][3];
+        sum[n][0] = __uint_as_float(rest[d][n].x) - sum[n][0];
+        sum[n][1] = __uint_as_float(rest[d][n].y) - sum[n][1];
+        sum[n][2] = __uint_as_float(rest[d][n].z) - sum[n][2];
+        sum[n][3] = __uint_as_float(rest[d][n].w) - sum[n][3];
       }
       const Split<N> split(sum);
       v_new_rows.put(row * 16, split);
@@ -186,9 +192,9 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
         for (int n = 0; n < N; ++n) {
           uint32_t b[4];
           load_transposed(b, v_new_row + j * 16 * S::LD + n * 4);
-          multiply_add(added[n], keys[m][j], b, power, power);
+          multiply_add(added[n], keys[d][m][j], b, power, power);
         }
-        load_keys(m, j);
+        load_keys(d, next, m, j);
       }
       const float decay[2] = {small.decay[tile * 16 + g], small.decay[tile * 16 + g + 8]};
 #pragma unroll
@@ -210,7 +216,7 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
           for (int n = 0; n < N; ++n) {
             uint32_t b[4];
             load_transposed(b, v_new_row + j * 16 * S::LD + n * 4);
-            multiply_add(sum[n], TileA{rest[2 * j], rest[2 * j + 1]}, b, upper, lower);
+            multiply_add(sum[n], TileA{rest[d][2 * j], rest[d][2 * j + 1]}, b, upper, lower);
           }
         }
       };
@@ -228,7 +234,12 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       }
       o += C * p.o.token_stride;
     }
-    load_rest();
+    load_rest(d, next);
+  };
+  for (int64_t chunk = 0; chunk < chunks; chunk += S::DEPTH) {
+#pragma unroll
+    for (int d = 0; d < S::DEPTH; ++d)
+      if (chunk + d < chunks) step(chunk + d, d);
   }
   if (p.final_state != nullptr) {
 #pragma unroll
