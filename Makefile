@@ -27,10 +27,10 @@ demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remem
 test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu:  ## on a machine with a GPU, with PYTHON's own torch and triton: the contract, then every case and the times of training
-	KDAKIT_UNCHECKED=1 PYTHONPATH=src $(PYTHON) -m pytest -q tests/test_contract.py -k triton_gpu $(ARGS)
+test-gpu:  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py check
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py train
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/test_contract.py -k triton_gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) -m pytest -q tests/stages/test_triton_on_gpu.py $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
@@ -44,6 +44,7 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
 	$(BIN)/kdakit doctor --table README.md docs/backends.md
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*.json)) --table docs/performance.md --section gpu
 	$(BIN)/kdakit compile --render $(sort $(wildcard benchmarks/results/tpu/*.json)) --table docs/tpu.md
 
 cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)
@@ -51,8 +52,8 @@ cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind
 
 test-cuda:  ## on a machine with a GPU, with PYTHON's own torch: the CUDA library built, the contract, compute-sanitizer, the C program
 	PYTHONPATH=src $(PYTHON) -m kdakit.backends.cuda.build --jobs $(WORKERS) $(if $(ARCH),--arch $(ARCH))
-	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py $(ARGS)
-	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/test_contract.py -k cuda $(ARGS)
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py $(ARGS)
+	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/test_contract.py -k cuda $(ARGS)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,15 +20,13 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("KDAKIT_UNCHECKED", "1")  # before the backend is imported: to check what has not been checked
-
 import numpy as np
 import torch
 from gpu_timing import median
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
-from kdakit.backends.triton_gpu import launch, training
+from kdakit.backends.triton_gpu import ahead, launch, training
 from kdakit.cases import CASES, FUSED, SHAPES, Case
 from kdakit.cli import checking
 from kdakit.problem import Arrays
@@ -42,6 +40,7 @@ LARGE = {
         Case("model", "K = V = 128, bounded", T=600, options=FUSED_BOUNDED, **MODEL),
         Case("model_softplus", "K = V = 128, softplus", T=600, options=FUSED, **MODEL),
         Case("model_grouped", "K = V = 128, packed, grouped", T=300, HV=4, lengths=(0, 130, 5, 165), options=FUSED_BOUNDED, **MODEL),
+        Case("model_long", "K = V = 128, scanned in parts", T=2500, H=1, HV=1, options=FUSED_BOUNDED, **MODEL),
         Case("model_many", "K = V = 128, many heads", T=130, H=70, HV=70, options=FUSED_BOUNDED, **MODEL),
     )
 }
@@ -107,38 +106,35 @@ def check_case(job):
     return dict(case=name, dtype=dtype, op=op, seconds=round(time.time() - start, 2), **ratios)
 
 
-def launches(job, chosen=None, device="cpu"):
-    """What the kernels that a case launches are compiled for, in order; nothing runs. Compiles those whose index is `chosen`."""
+def launches(job):
+    """A case's launches, and for each what its kernel is compiled for; nothing runs."""
     name, dtype, op = job
-    case, keys, kept = (CASES | LARGE)[name], [], launch.launch
+    case = (CASES | LARGE)[name]
     problem = case.problem(dtype, op=op, needs_grad=op == "chunk")
     shapes = zip(case.arrays(dtype), case.dtypes(dtype), strict=True)
-    arrays = Arrays(*(None if x is None else torch.empty(x.shape, dtype=getattr(torch, d), device=device) for x, d in shapes))
-    config = triton_gpu.default_config(problem, "cuda")
+    arrays = Arrays(*(None if x is None else torch.empty(x.shape, dtype=getattr(torch, d), device="meta") for x, d in shapes))
+    made = ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cuda"))
+    keys = [
+        str((k.__name__, *map(launch._specialised, args), *constants.values(), *options.items())) for k, args, constants, options in made
+    ]
+    return made, keys
 
-    def record(kernel, grid, args, constants, **options):
-        constants = {n: constants[n] for n in kernel.arg_names[len(args) :]}
-        keys.append(str((kernel.__name__, *map(launch._specialised, args), *constants.values(), *options.items())))
-        if len(keys) - 1 == chosen:
-            kernel.warmup(*args, **constants, **options, grid=(grid,))
 
-    launch.launch = record
-    try:
-        if op == "recurrent":
-            launch.step(problem, arrays, config)
-        else:
-            saved = launch.forward(problem, arrays, config)[1]
-            d_final = torch.empty(problem.state_shape) if problem.options.output_final_state else None
-            training.backward(problem, arrays, saved, torch.empty_like(arrays.v), d_final, config)
-    finally:
-        launch.launch = kept
-    return keys
+def kernel_keys(job):
+    return launches(job)[1]
+
+
+def slowest_first(item):
+    """What takes longest to compile goes first: kernels of many small products, above all in float32 (as float16's gradients are)."""
+    key, ((_, dtype, _), _) = item
+    return -(("gradient" in key) * 2 + ("prepare" in key)) * (1 if dtype == "bfloat16" else 3)
 
 
 def compile_one(task):
     job, index = task
     try:
-        launches(job, index)
+        kernel, args, constants, options = launches(job)[0][index]
+        kernel.warmup(*args, **constants, **options, grid=(1,))
     except Exception as error:
         return f"{task}: {error!r}"[:200]
     return None
@@ -154,12 +150,15 @@ def check(chosen):
     names, dtypes = some(LARGE | CASES), some(("bfloat16", "float32", "float16"))
     jobs = [(name, dtype, op) for dtype in dtypes for op in some(("chunk", "recurrent")) for name in names]
     context, rows = multiprocessing.get_context("spawn"), []
-    with context.Pool(12) as compilers, context.Pool(5, maxtasksperchild=4) as pool:  # an illegal access takes its process along
-        needs, tasks = dict(zip(jobs, compilers.map(launches, jobs), strict=True)), {}
+    with (
+        context.Pool(os.cpu_count() - 2) as compilers,
+        context.Pool(5, maxtasksperchild=4) as pool,
+    ):  # an illegal access takes its process along
+        needs, tasks = dict(zip(jobs, compilers.map(kernel_keys, jobs), strict=True)), {}
         for job in jobs:
             for i in sorted(range(len(needs[job])), key=lambda i: -len(needs[job][i])):
                 tasks.setdefault(needs[job][i], (job, i))
-        made = {key: compilers.apply_async(compile_one, (task,)) for key, task in tasks.items()}
+        made = {key: compilers.apply_async(compile_one, (task,)) for key, task in sorted(tasks.items(), key=slowest_first)}
         running = []
         while jobs or running:
             able = [job for job in jobs if all(made[key].ready() for key in needs[job])]
@@ -319,7 +318,7 @@ def warm_training(job):
         if part == "forward":
             launch.forward(problem, arrays, config)
         elif part in ("rebuild", "replay"):
-            training.replay(problem, arrays, x, kept[0], kept[2], config)
+            training.replay(problem, arrays, x, training.rebuild(problem, arrays, x, kept[0], config), kept[2], config)
         elif part == "reverse":
             training.reverse(problem, arrays, y, kept[1], d_o, d_final, config)
         else:
@@ -336,30 +335,25 @@ def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
     space = launch.prepare(problem, arrays, x, config)
     ahead = lambda: launch.scan(problem, arrays, x, space, config)
     ahead()
-    again = lambda: training.replay(problem, arrays, x, space.lower, space.checkpoints, config)
-    replayed = again()
+    tiles = lambda: training.rebuild(problem, arrays, x, space.lower, config)
+    replayed = tiles()
+    again = lambda: training.replay(problem, arrays, x, replayed, space.checkpoints, config)
+    again()
     back = lambda: training.reverse(problem, arrays, replayed, space.solved, d_o, d_final, config)
     d_states, d_v, _ = back()
     over_v = lambda: training.products(problem, arrays, replayed, space.lower, d_states, d_o, d_v, d_final, config)
     z = over_v()
     last = lambda: training.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
-    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, replay=again, reverse=back, products=over_v,
-                 gradient=last)  # fmt: skip
-    times = {name: median(call, 15, 3) for name, call in calls.items() if name == only or (only is None and name != "replay")}
-    if only in (None, "rebuild", "replay"):
-        times |= dict(zip(("rebuild", "replay"), split_replay(again), strict=True))
-    return times
 
+    def both():
+        with launch.beside(d_o) as aside:
+            back()
+            with aside():
+                again()
 
-def split_replay(call):
-    """Milliseconds of the two launches of `training.replay`."""
-    kept, launched = training.launch.launch, []
-    training.launch.launch = lambda *a, **o: (launched.append((a, o)), kept(*a, **o))
-    try:
-        call()
-    finally:
-        training.launch.launch = kept
-    return [median(lambda a=a, o=o: kept(*a, **o), 15, 3) for a, o in launched]
+    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, rebuild=tiles, replay=again, reverse=back,
+                 replay_and_reverse=both, products=over_v, gradient=last)  # fmt: skip
+    return {name: median(call, 15, 3) for name, call in calls.items() if only in (name, None)}
 
 
 def whole(chunk_kda, problem, arrays, d_o, d_final):
@@ -463,6 +457,8 @@ def main():
                 sweep_backward=lambda: sweep_backward(rest))[mode]()  # fmt: skip
     if mode != "compare":
         save(mode, rows)
+    if mode == "check" and any(verdict(row).startswith("BAD") for row in rows):
+        sys.exit("some cases are wrong")
 
 
 if __name__ == "__main__":

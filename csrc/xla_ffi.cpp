@@ -1,5 +1,5 @@
-// kda_prefill_f32 as an XLA custom call: [B, T, H, D] row-major buffers, an empty buffer where an optional one is absent.
-// Built with the headers that ship with jaxlib and linked to libkdakit.so; no CUDA headers.
+// kda_prefill_f32 and kda_prefill_bf16 as one XLA custom call: [B, T, H, D] row-major buffers, an empty buffer where an optional one is absent.
+// q's dtype chooses. Built with the headers that ship with jaxlib and linked to libkdakit.so; no CUDA headers.
 #include <cstdint>
 #include <string>
 
@@ -8,12 +8,17 @@
 
 namespace ffi = xla::ffi;
 
+using Any = ffi::AnyBuffer;
 using F32 = ffi::Buffer<ffi::F32>;
 
-static kda_tensor tokens_first(void *data, const F32::Dimensions &dims) {
+static const int32_t UNKNOWN = -1;  // a dtype that the library refuses by name
+
+static kda_tensor tokens_first(const Any &x) {
+  const auto dims = x.dimensions();
   const int64_t T = dims[1], H = dims[2], D = dims.size() > 3 ? dims[3] : 1;
-  kda_tensor x = {data, KDA_FLOAT32, 0, T * H * D, D, H * D};
-  return x;
+  const int32_t dtype = x.element_type() == ffi::F32 ? int32_t(KDA_FLOAT32) : x.element_type() == ffi::BF16 ? int32_t(KDA_BFLOAT16) : UNKNOWN;
+  kda_tensor tensor = {x.untyped_data(), dtype, 0, T * H * D, D, H * D};
+  return tensor;
 }
 
 static const float *optional(const F32 &x) { return x.element_count() ? x.typed_data() : nullptr; }
@@ -22,30 +27,28 @@ static ffi::Error failure(kda_status status) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("kdakit: ") + kda_status_name(status) + ": " + kda_last_error());
 }
 
-static ffi::Error prefill_f32(void *stream, ffi::ScratchAllocator scratch, F32 q, F32 k, F32 v, F32 g, F32 beta, F32 A_log, F32 dt_bias,
-                              F32 initial_state, ffi::AnyBuffer cu_seqlens, ffi::Result<F32> o, ffi::Result<F32> final_state, int64_t chunk_size,
-                              float scale, int32_t gate, float lower_bound, int32_t beta_kind, int32_t l2norm, int32_t state_v_first) {
+static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, Any k, Any v, Any g, Any beta, F32 A_log, F32 dt_bias,
+                          F32 initial_state, Any cu_seqlens, ffi::Result<Any> o, ffi::Result<F32> final_state, int64_t chunk_size,
+                          float scale, int32_t gate, float lower_bound, int32_t safe_gate, int32_t beta_kind, int32_t l2norm,
+                          int32_t state_v_first) {
   kda_prefill_args args = KDA_PREFILL_ARGS_INIT;
   const auto shape = q.dimensions(), values = v.dimensions();
   if (shape.size() != 4 || values.size() != 4) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]");
+  const bool half = q.element_type() == ffi::BF16;
   args.batch = shape[0], args.tokens = shape[1], args.heads = shape[2], args.key_dim = shape[3];
   args.value_heads = values[2], args.value_dim = values[3], args.chunk_size = chunk_size;
-  args.q = tokens_first(q.untyped_data(), q.dimensions());
-  args.k = tokens_first(k.untyped_data(), k.dimensions());
-  args.v = tokens_first(v.untyped_data(), v.dimensions());
-  args.g = tokens_first(g.untyped_data(), g.dimensions());
-  args.beta = tokens_first(beta.untyped_data(), beta.dimensions());
-  args.o = tokens_first(o->untyped_data(), o->dimensions());
+  args.q = tokens_first(q), args.k = tokens_first(k), args.v = tokens_first(v), args.g = tokens_first(g);
+  args.beta = tokens_first(beta), args.o = tokens_first(*o);
   args.A_log = optional(A_log), args.dt_bias = optional(dt_bias), args.initial_state = optional(initial_state);
   args.final_state = final_state->typed_data();
-  args.scale = scale, args.gate = gate, args.lower_bound = lower_bound, args.beta_kind = beta_kind, args.l2norm = l2norm;
-  args.state_v_first = state_v_first;
+  args.scale = scale, args.gate = gate, args.lower_bound = lower_bound, args.safe_gate = safe_gate, args.beta_kind = beta_kind;
+  args.l2norm = l2norm, args.state_v_first = state_v_first;
   if (cu_seqlens.element_count()) {
     args.cu_seqlens = cu_seqlens.untyped_data();
     args.cu_seqlens_64 = cu_seqlens.element_type() == ffi::S64;
     args.sequences = int64_t(cu_seqlens.element_count()) - 1;
   }
-  kda_status status = kda_prefill_workspace_f32(&args, &args.workspace_size);
+  kda_status status = half ? kda_prefill_workspace_bf16(&args, &args.workspace_size) : kda_prefill_workspace_f32(&args, &args.workspace_size);
   if (status != KDA_OK) return failure(status);
   if (args.workspace_size) {
     auto memory = scratch.Allocate(args.workspace_size + 255);  // XLA's allocator promises less than the 256 bytes that are needed
@@ -53,30 +56,31 @@ static ffi::Error prefill_f32(void *stream, ffi::ScratchAllocator scratch, F32 q
     args.workspace = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(*memory) + 255) / 256 * 256);
   }
   args.stream = stream;
-  status = kda_prefill_f32(&args);
+  status = half ? kda_prefill_bf16(&args) : kda_prefill_f32(&args);
   return status == KDA_OK ? ffi::Error::Success() : failure(status);
 }
 
 #pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kdakit_xla_prefill_f32, prefill_f32,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kdakit_xla_prefill, prefill,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void *>>()
                                   .Ctx<ffi::ScratchAllocator>()
-                                  .Arg<F32>()             // q
-                                  .Arg<F32>()             // k
-                                  .Arg<F32>()             // v
-                                  .Arg<F32>()             // g
-                                  .Arg<F32>()             // beta
-                                  .Arg<F32>()             // A_log
-                                  .Arg<F32>()             // dt_bias
-                                  .Arg<F32>()             // initial_state
-                                  .Arg<ffi::AnyBuffer>()  // cu_seqlens
-                                  .Ret<F32>()             // o
-                                  .Ret<F32>()             // final_state
+                                  .Arg<Any>()  // q
+                                  .Arg<Any>()  // k
+                                  .Arg<Any>()  // v
+                                  .Arg<Any>()  // g
+                                  .Arg<Any>()  // beta
+                                  .Arg<F32>()  // A_log
+                                  .Arg<F32>()  // dt_bias
+                                  .Arg<F32>()  // initial_state
+                                  .Arg<Any>()  // cu_seqlens
+                                  .Ret<Any>()  // o
+                                  .Ret<F32>()  // final_state
                                   .Attr<int64_t>("chunk_size")
                                   .Attr<float>("scale")
                                   .Attr<int32_t>("gate")
                                   .Attr<float>("lower_bound")
+                                  .Attr<int32_t>("safe_gate")
                                   .Attr<int32_t>("beta_kind")
                                   .Attr<int32_t>("l2norm")
                                   .Attr<int32_t>("state_v_first"));

@@ -133,6 +133,13 @@ def test_measurements_are_those_recorded():
     assert generated.read(ROOT / "docs/performance.md", "measurements") == results.markdown(records), "run: make tables"
 
 
+def test_gpu_measurements_are_those_recorded():
+    records = [json.loads(p.read_text()) for p in sorted((ROOT / "benchmarks/results/gpu/suite").glob("*.json"))]
+    if not records:
+        pytest.skip("no measurements in benchmarks/results/gpu/suite")
+    assert generated.read(ROOT / "docs/performance.md", "gpu") == results.markdown(records), "run: make tables"
+
+
 def test_schedule_tables_are_the_records():
     files = [str(file) for file in sorted((ROOT / "benchmarks/results/tpu").glob("*.json"))]
     assert generated.read(ROOT / "docs/tpu.md", "schedule") == tpu_table.render(files), "run: make tables"

@@ -110,6 +110,53 @@ def test_compile_the_token_recurrence():
     assert torch.equal(compiled(*tensors), kt.fused_recurrent_kda(*tensors)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_final_state_in_place(dtype, layout):
+    """The same numbers, in the caller's own tensor; the other inputs stay as they are."""
+    *tensors, state = (x.detach() for x in inputs(T=3))
+    named = dict(zip(NAMES, (*tensors, state.to(dtype)), strict=True))
+    options = {n: x for n, x in FUSED.items() if n != "chunk_size"}
+    o, final = kt.fused_recurrent_kda(**named, **options)
+    mine = named["initial_state"].clone() if layout == "contiguous" else named["initial_state"].mT.contiguous().mT
+    assert mine.is_contiguous() == (layout == "contiguous")
+    before, version = {n: x.clone() for n, x in named.items()}, mine._version
+    out, back = kt.fused_recurrent_kda(**named | {"initial_state": mine}, **options, inplace_final_state=True)
+    assert back is mine and mine._version > version
+    assert torch.equal(out, o) and torch.equal(mine, final) and not torch.equal(mine, before["initial_state"])
+    assert all(torch.equal(named[n], x) for n, x in before.items())
+
+
+def test_final_state_in_place_compiles():
+    *tensors, state = (x.detach() for x in inputs(T=1))
+    named = dict(zip(NAMES, tensors, strict=False))
+    options = {n: x for n, x in FUSED.items() if n != "chunk_size"}
+
+    def step(state):
+        return kt.fused_recurrent_kda(**named, **options, initial_state=state, inplace_final_state=True)[0] + 0
+
+    first, second = state.clone(), state.clone()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(step(first), compiled(second)) and torch.equal(first, second)
+    arrays = Arrays(*tensors, state)
+    torch.library.opcheck(torch.ops.kdakit.step_.default, (*arrays[:10], make_options(arrays, **options).encode(), "auto"))
+
+
+def test_final_state_in_place_refuses():
+    *tensors, state = inputs(T=2)
+    named = dict(zip(NAMES, (x.detach() for x in (*tensors, state)), strict=True))
+    options = {n: x for n, x in FUSED.items() if n != "chunk_size"} | {"inplace_final_state": True}
+    with pytest.raises(ValueError, match="requires initial_state, which it overwrites, got None"):
+        kt.fused_recurrent_kda(**named | {"initial_state": None}, **options)
+    with pytest.raises(ValueError, match="a backward would need"):
+        kt.fused_recurrent_kda(**named | {"v": tensors[2]}, **options)
+    with pytest.raises(TypeError, match="inplace_final_state must be True or False, got 1"):
+        kt.fused_recurrent_kda(**named, **options | {"inplace_final_state": 1})
+    with torch.no_grad():
+        kt.fused_recurrent_kda(**named | {"v": tensors[2]}, **options)
+
+
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("op", ["chunk", "recurrent"])
 def test_operator_registration(op, needs_grad):
@@ -118,6 +165,8 @@ def test_operator_registration(op, needs_grad):
     if not needs_grad:
         tensors = [x.detach() for x in tensors]
     torch.library.opcheck(torch.ops.kdakit.forward.default, (*tensors, None, None, op, options.encode(), "auto", needs_grad))
+    if not needs_grad:
+        torch.library.opcheck(torch.ops.kdakit.inference.default, (*tensors, None, None, op, options.encode(), "auto"))
 
 
 def test_export():

@@ -108,6 +108,7 @@ GATES = {
     "resets": lambda rng, shape: _sometimes(rng, _mild(rng, shape), 0.08, -3000.0),
     "spikes": lambda rng, shape: np.where(rng.uniform(size=shape) < 0.05, rng.choice([-60.0, -2661.0], size=shape), _mild(rng, shape)),
     "raw": lambda rng, shape: rng.normal(size=shape),
+    "raw_slow": lambda rng, shape: rng.normal(-9, 1, size=shape),
     "raw_huge": lambda rng, shape: rng.normal(0, 60, size=shape),
 }
 
@@ -122,6 +123,7 @@ BETAS = {
     "one": lambda rng, shape: np.ones(shape),
     "up_to_two": lambda rng, shape: rng.uniform(0, 2, size=shape),
     "logits": lambda rng, shape: rng.normal(size=shape),
+    "logits_high": lambda rng, shape: rng.normal(6, 1, size=shape),
 }
 
 FUSED = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}

@@ -2,8 +2,7 @@
 
     from kdakit.torch import chunk_kda, fused_recurrent_kda
 
-Checks and choice of backend happen in the operators `kdakit::forward` and `kdakit::backward`, which torch.compile, torch.export, autocast
-and activation checkpointing see as single calls.
+Checks of shapes and the choice of a backend happen in the operators of `kdakit.torch_operators`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdakit import dispatch
-from kdakit.problem import (
-    DIFFERENTIABLE,
-    Arrays,
-    Options,
-    Problem,
-    check_backend_name,
-    check_cu_seqlens,
-    check_devices,
-    checks_enabled,
-    fold_compatibility,
-    make_options,
-    make_problem,
-)
+import kdakit.torch_operators  # noqa: F401 - registers torch.ops.kdakit
+from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options
 
 __all__ = ["chunk_kda", "fused_recurrent_kda", "kda_gate", "naive_chunk_kda", "naive_recurrent_kda"]
 
@@ -117,12 +104,16 @@ def fused_recurrent_kda(
     cu_seqlens_cpu: Tensor | None = None,
     safe_gate: bool = False,
     backend: str = "auto",
+    inplace_final_state: bool = False,
     **compatibility: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA token by token, for decoding and short sequences. Arguments and results as in `chunk_kda`, positions as in fla.ops.kda.
 
     initial_state may also be bfloat16 or float16: arithmetic is float32, and final_state comes back in the same dtype. Gradients are those
     of `chunk_kda`.
+
+    inplace_final_state: the final state is written over initial_state, which is also what comes back as final_state. Not for calls that
+    are differentiated: their backward would need what has been overwritten.
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)
@@ -132,7 +123,9 @@ def fused_recurrent_kda(
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, state_v_first=state_v_first,
     )  # fmt: skip
-    return _call("recurrent", arrays, options, backend)
+    if not isinstance(inplace_final_state, bool):
+        raise TypeError(f"inplace_final_state must be True or False, got {inplace_final_state!r}")
+    return _call_in_place(arrays, options, backend) if inplace_final_state else _call("recurrent", arrays, options, backend)
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
@@ -231,125 +224,32 @@ def autocast(arrays: Arrays) -> Arrays:
     return arrays._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
 
 
-def _call(op: str, arrays: Arrays, options: Options, backend: str):
+def _check_tensors(arrays: Arrays, backend: str) -> bool:
+    """Whether the call will be differentiated, if these are tensors at all."""
     check_backend_name(backend)
     for name, array in zip(Arrays._fields, arrays, strict=True):
         if array is not None and not isinstance(array, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(array).__name__}")
         if array is None and name in ("q", "k", "v", "g", "beta"):
             raise TypeError(f"{name} must be a torch.Tensor, got None")
-    needs_grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
-    o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, needs_grad)
+    return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
+
+
+def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tensor, Tensor]:
+    if _check_tensors(arrays, backend):
+        raise ValueError("inplace_final_state=True overwrites initial_state, which a backward would need: call it under torch.no_grad(), "
+                         "got tensors that require gradients")  # fmt: skip
+    if arrays.initial_state is None:
+        raise ValueError("inplace_final_state=True requires initial_state, which it overwrites, got None")
+    o = torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend)
+    return o, arrays.initial_state
+
+
+def _call(op: str, arrays: Arrays, options: Options, backend: str):
+    if _check_tensors(arrays, backend):
+        o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
+    else:
+        o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
+        final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None
     final = final_state if options.output_final_state else None
     return (o, final, states) if options.return_intermediate_states else (o, final)
-
-
-_SCHEMA_ARRAYS = (
-    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
-)
-_LIBRARY = torch.library.Library("kdakit", "DEF")
-_LIBRARY.define(
-    f"forward({_SCHEMA_ARRAYS}, str op, str options, str backend, bool needs_grad) -> (Tensor, Tensor, Tensor, Tensor[])",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    f"backward({_SCHEMA_ARRAYS}, Tensor[] saved, Tensor d_o, Tensor? d_final_state, str op, str options, str backend) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
-    check_devices(arrays)
-    return make_problem(op, arrays, Options.decode(options), needs_grad)
-
-
-def _check_values(problem: Problem, arrays: Arrays) -> None:
-    """cu_seqlens where the host can see it, or everywhere when checks are on."""
-    for name in ("cu_seqlens", "cu_seqlens_cpu"):
-        cu = getattr(arrays, name)
-        if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
-            check_cu_seqlens(cu.cpu().numpy(), problem.T, name)
-
-
-def _empty(like: Tensor) -> Tensor:
-    return like.new_empty(0)
-
-
-@torch.library.impl(_LIBRARY, "forward", "CompositeExplicitAutograd")
-def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
-    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad)
-    module = dispatch.select("torch", problem, q.device, backend)
-    _check_values(problem, arrays)
-    config = module.default_config(problem, q.device)
-    with torch.autocast(q.device.type, enabled=False):
-        if op == "recurrent":
-            result, saved = module.step(problem, arrays, config), []
-        else:
-            result, saved = module.forward(problem, arrays, config)
-    return result.o, *(_empty(q) if x is None else x for x in result[1:]), saved
-
-
-@torch.library.register_fake("kdakit::forward", lib=_LIBRARY)
-def _forward_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
-    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad)
-    module = dispatch.select("torch", problem, q.device, backend)
-    o = q.new_empty(v.shape, dtype=v.dtype)
-    final, states, saved = _empty(q), _empty(q), []
-    if problem.options.output_final_state:
-        final = q.new_empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype))
-    if problem.options.return_intermediate_states:
-        chunks = torch.library.get_ctx().new_dynamic_size() if problem.varlen else problem.chunks
-        states = q.new_empty(problem.B, chunks, *problem.state_shape[1:])
-    if needs_grad and op == "chunk":
-        saved = [q.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in module.saved_specs(problem, q.device)]
-    return o, final, states, saved
-
-
-@torch.library.impl(_LIBRARY, "backward", "CompositeExplicitAutograd")
-def _backward(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
-):  # fmt: skip
-    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe(arrays, op, options, needs_grad=True)
-    module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
-    with torch.autocast(q.device.type, enabled=False):
-        grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))
-    return [_empty(q) if x is None else x.contiguous() for x in grads[: len(DIFFERENTIABLE)]]
-
-
-@torch.library.register_fake("kdakit::backward", lib=_LIBRARY)
-def _backward_fake(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
-):  # fmt: skip
-    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return [_empty(q) if x is None else x.new_empty(x.shape) for x in inputs]
-
-
-def _setup_context(ctx, inputs, output):
-    arrays, (ctx.op, ctx.options, ctx.backend, _) = inputs[:10], inputs[10:]
-    ctx.has_final_state = Options.decode(ctx.options).output_final_state
-    ctx.save_for_backward(*arrays, *output[3])
-
-
-def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
-    kept = ctx.saved_tensors  # once: activation checkpointing unpacks them on access
-    arrays, saved = kept[:10], list(kept[10:])
-    if d_o is None:
-        d_o = torch.zeros_like(arrays[2])
-    d_final = d_final_state if ctx.has_final_state else None
-    grads = torch.ops.kdakit.backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
-    grads = [grad if x is not None and needed else None for x, grad, needed in zip(arrays, grads, ctx.needs_input_grad, strict=False)]
-    return *grads, None, None, None, None, None, None
-
-
-torch.library.register_autograd("kdakit::forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY)
-
-
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("KDA has no second derivative: call backward without create_graph=True")
-
-
-torch.library.register_autograd("kdakit::backward", _no_second_derivative, lib=_LIBRARY)

@@ -18,8 +18,9 @@ torch = pytest.importorskip("torch")
 
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
+from kdakit.backends.triton_gpu import ahead, launch  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
-from kdakit.backends.triton_gpu import launch  # noqa: E402
+from kdakit.backends.triton_gpu.config import Piece  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -148,26 +149,40 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
-def test_what_no_gpu_has_shown_waits(monkeypatch):
-    """Without KDAKIT_UNCHECKED, gradients of a kind that was not compared on a GPU are refused there, and forwards take the older form."""
-    gpu = torch.device("cuda")
-    shown = CASES["lower_bound"].problem("bfloat16").replace(H=96, HV=96, K=128, V=128, needs_grad=True)
-    others = [
-        shown.replace(dtype="float16"), shown.replace(dtype="float32"), shown.replace(K=64), shown.replace(V=64),
-        shown.replace(l2norm=False), shown.replace(varlen="cu_seqlens"),
-        CASES["softplus"].problem("bfloat16").replace(K=128, V=128, needs_grad=True),
-    ]  # fmt: skip
-    for unchecked in (False, True):
-        monkeypatch.setattr(configs, "UNCHECKED", unchecked)
-        assert triton_gpu.supports(shown, gpu) is None
-        assert all((triton_gpu.supports(p, gpu) is None) == unchecked for p in others)
-        assert all(triton_gpu.supports(p.replace(needs_grad=False), gpu) is None for p in others)
-        assert configs.choose(others[-1], configs.CHIPS["sm_90"]).normed == unchecked
+@interpreter
+@pytest.mark.parametrize("name, cut, wanted", [
+    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], True),
+    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], False),
+    ("varlen", [Piece(0, 3, 0, 1), Piece(0, 3, 1, 1)], True),
+])  # fmt: skip
+def test_in_pieces(name, cut, wanted, monkeypatch):
+    """Chunks, or the heads of packed sequences, prepared and scanned in pieces give the same bits, with and without a final state."""
+    case = dataclasses.replace(CASES[name], options=CASES[name].options | {"use_qk_l2norm_in_kernel": True})
+    if name == "varlen":
+        case = dataclasses.replace(case, T=70, lengths=(0, 65, 5))
+    problem, arrays = case.problem("bfloat16").replace(output_final_state=wanted), tensors(case, "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, pieces=True)
+    assert config.normed
+    want = triton_gpu.forward(problem, arrays, config)[0]
+    monkeypatch.setattr(launch, "pieces", lambda problem, config: cut)
+    got = triton_gpu.forward(problem, arrays, config)[0]
+    assert all(torch.equal(x, y) if x is not None else y is None for x, y in zip(got, want, strict=True))
 
 
-def test_number_of_parts(monkeypatch):
+def test_pieces():
+    """Pieces cover every chunk and head once; small problems are not cut."""
+    chip = configs.CHIPS["sm_90"]
+    for H, T, varlen, number in ((96, 8192, "", 4), (96, 8190, "cu_seqlens", 4), (96, 512, "", 1), (2, 512, "", 1), (16, 8192, "", 1)):
+        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T, varlen=varlen)
+        config = configs.choose(problem, chip)
+        cut = configs.pieces(problem, dataclasses.replace(config, pieces=not config.split))
+        assert len(cut) == number
+        seen = [(c, h) for p in cut for c in range(p.first, p.first + p.chunks) for h in range(p.head, p.head + p.heads)]
+        assert sorted(seen) == [(c, h) for c in range(-(-T // 64)) for h in range(H)]
+
+
+def test_number_of_parts():
     """Few heads and long sequences are split, others not."""
-    monkeypatch.setattr(configs, "UNCHECKED", True)
     chip = configs.CHIPS["sm_90"]
 
     def number(H, T):
@@ -204,6 +219,19 @@ def test_strides_are_honoured():
     moved[0] = torch.nn.functional.pad(arrays.q, (3, 5))[..., 3:-5]
     got = run(problem, Arrays(*moved, *arrays[5:]))
     assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
+
+
+@interpreter
+@pytest.mark.parametrize("name, dtype", [("v_first", "bfloat16"), ("varlen_no_state", "float32")])
+def test_state_in_place(name, dtype):
+    """Some sequences are empty; a state may be half precision, or lie otherwise in memory than the kernel wants it."""
+    case = dataclasses.replace(CASES[name], initial_state=True)
+    problem, arrays = case.problem("float32", op="recurrent").replace(state_dtype=dtype), tensors(case, "float32")
+    arrays = arrays._replace(initial_state=arrays.initial_state.to(getattr(torch, dtype)))
+    want = run(problem, arrays)
+    for state in (arrays.initial_state.clone(), arrays.initial_state.mT.contiguous().mT):
+        got = triton_gpu.step(problem, arrays._replace(initial_state=state), triton_gpu.default_config(problem, "cpu"), state)
+        assert got.final_state is state and torch.equal(state, want.final_state) and torch.equal(got.o, want.o)
 
 
 @interpreter
@@ -272,6 +300,22 @@ def test_kept_intermediates_give_the_same_bits():
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
+@pytest.mark.parametrize("name, dtype", [("varlen_fused", "bfloat16"), ("no_final", "float32")])
+def test_launches_known_ahead(name, dtype, monkeypatch):
+    """What a first call compiles at once is what it, and its backward, then launch."""
+    case, launched = CASES[name], []
+
+    def look(kernel, grid, args, constants, **options):
+        launched.append((kernel, list(map(launch._specialised, args)), {n: constants[n] for n in kernel.arg_names[len(args) :]}, options))
+
+    arrays, problem = tensors(case, dtype), case.problem(dtype, needs_grad=True)
+    known = ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))
+    monkeypatch.setattr(launch, "launch", look)
+    gradients(case, dtype, arrays)
+    known = [(kernel, list(map(launch._specialised, args)), constants, options) for kernel, args, constants, options in known]
+    assert [x for x in known if x[0].__name__ != "parts_kernel"] == launched and len(launched) >= 7
+
+
 def test_no_length_in_any_choice():
     """Two lengths of one model take the same configuration: nothing new is compiled."""
     problem = SHAPES["h32"].case().problem("bfloat16") if INTERPRETED else CASES["lower_bound"].problem("bfloat16")
@@ -286,3 +330,19 @@ def test_configurations_hold_together():
                 c = configs.choose(case.problem(dtype), chip)
                 assert c.chunk in (c.half, 2 * c.half) and c.half % c.group == 0 and c.diagonal % c.group == 0, (name, dtype, chip.name)
                 assert c.diagonal <= c.half, (name, dtype, chip.name)
+
+
+@interpreter
+def test_tuning_refuses_what_is_wrong(monkeypatch):
+    """`kdakit bench --tune` holds every candidate against float64: here a decoding step, right and then with a dropped update."""
+    from kdakit.cases import Shape
+    from kdakit.cli import tuned_calls
+    from kdakit.cli.contestants import Job
+
+    calls = tuned_calls.Calls(torch.device("cpu"))
+    job = Job(Shape(1, 1, 32), "decode", "bfloat16")
+    assert calls.verify(job, dict(step_block_v=16)) is None
+    monkeypatch.setattr(triton_gpu, "step", lambda problem, x, config: launch.step(problem, x._replace(beta=x.beta - 9), config))
+    assert calls.verify(job, dict(step_block_v=16)).startswith("wrong: ")
+    monkeypatch.setattr(triton_gpu, "step", None)
+    assert calls.verify(job, dict(step_block_v=16)).startswith("raised TypeError")

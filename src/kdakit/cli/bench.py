@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,29 @@ from typing import Any
 def add_arguments(parser) -> None:
     parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends, or peers, to time (default: all backends)")
     parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: cpu = 1x2048x4x128)")
-    parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode (default: fwd fwdbwd)")
+    parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode, eager (default: fwd fwdbwd)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
-    parser.add_argument("--gate", choices=("bounded", "softplus", "log_decay"), help="default: bounded, or log_decay with --against")
-    parser.add_argument("--against", nargs="+", metavar="PEER", help="flash-linear-attention: fla, its references; fla_chunk, its kernels")
+    parser.add_argument("--gate", choices=("bounded", "softplus", "log_decay"), help="default: bounded; on a CPU log_decay with --against")
+    parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128), help="default: 64")
+    parser.add_argument("--against", nargs="+", metavar="PEER", help="fla (on a CPU its references, on a GPU its kernels), flash_kda")
+    parser.add_argument("--suite", metavar="NAME", help="a named set of jobs for one run, with what it aims at: gpu, cuda")
+    parser.add_argument("--entry", nargs="+", metavar="NAME", help="only these entries of the suite")
+    parser.add_argument("--accuracy", action="store_true", help="also hold o and the final state of three heads against float64")
+    parser.add_argument("--errors", action="store_true", help="time nothing: errors against float64, with gradients, on hard inputs")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases of --errors")
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions of each contestant (default: 20)")
     parser.add_argument("--seconds", type=float, default=30, metavar="S", help="stop repeating after about S seconds (default: 30)")
     parser.add_argument("--memory", action="store_true", help="also run each contestant in a process of its own and report its peak memory")
     parser.add_argument("--scaling", action="store_true", help="T from 2048 to 32768, time and peak memory, a process per point")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="other lengths for --scaling and --ranks")
     parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="context parallel over N processes: time and bytes sent (torch)")
+    parser.add_argument("--tune", nargs="*", metavar="KERNEL", help="find tile sizes of the Triton kernels for this GPU (default: all)")
+    parser.add_argument("--tiles", metavar="FILE", help="with --tune: where the result goes (default: the chip's file inside kdakit)")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all medians to FILE")
     parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
     parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")
     parser.add_argument("--table", metavar="FILE", help="with --render: rewrite the generated section of a Markdown file")
+    parser.add_argument("--section", default="measurements", metavar="NAME", help="the section of that file (default: measurements)")
 
 
 def run(args) -> int:
@@ -36,15 +46,12 @@ def run(args) -> int:
 
     if args.table and not args.render:
         raise UsageError("--table writes recorded results: name them with --render JSON ...")
-    if args.render:
-        records = [json.loads(Path(path).read_text()) for path in args.render]
-    else:
-        records = [over_ranks(args) if args.ranks else scaling(args) if args.scaling else compete(args)]
+    recorded = [json.loads(Path(path).read_text()) for path in args.render or ()]
+    records = recorded or [_chosen_kind(args)(args)]
     for record in records:
         results.show(record)
     if args.json and not args.render:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(records[0], indent=1) + "\n")
+        save(records[0], args.json)
         print(f"wrote {args.json}")
     if args.plot:
         from kdakit.cli import plots
@@ -54,9 +61,23 @@ def run(args) -> int:
     if args.table:
         from kdakit.cli import generated
 
-        generated.write(args.table, "measurements", results.markdown(records))
-        print(f"wrote the measurements of {args.table}")
+        generated.write(args.table, args.section, results.markdown(records))
+        print(f"wrote the {args.section} of {args.table}")
     return 0 if all(record["results"] for record in records) else 1
+
+
+def save(record: dict[str, Any], path: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _chosen_kind(args):
+    from kdakit.cli import errors, tuning
+
+    if args.tune is not None:
+        return tuning.run
+    kinds = {"ranks": over_ranks, "scaling": scaling, "suite": run_suite, "errors": errors.sweep}
+    return next((run for name, run in kinds.items() if getattr(args, name)), compete)
 
 
 def _chosen(args, default_modes):
@@ -73,7 +94,10 @@ def _chosen(args, default_modes):
 
 
 def _gate(peers) -> str:
-    return "log_decay" if peers else "bounded"
+    """FLA's references take log-decays only; its kernels, on a GPU, take everything."""
+    from kdakit.cli import inputs
+
+    return "log_decay" if peers and inputs.gpu() is None else "bounded"
 
 
 def compete(args) -> dict[str, Any]:
@@ -86,9 +110,10 @@ def compete(args) -> dict[str, Any]:
         for text in args.shape or ["cpu"]:
             shape = contestants.parse_shape(text)
             for mode in modes:
-                job = contestants.Job(shape, mode, args.dtype, gate)
+                job = contestants.Job(shape, mode, args.dtype, gate, args.chunk_size)
                 task = bar.add_task(f"{text} {mode}", total=len(names) * args.repeat)
-                rows, out = race(names, job, args.repeat, args.seconds, lambda name, task=task: bar.update(task, advance=1))
+                tick = lambda name, task=task: bar.update(task, advance=1)
+                rows, out = race(names, job, args.repeat, args.seconds, tick, args.accuracy)
                 bar.remove_task(task)
                 for row in rows:
                     if args.memory:
@@ -98,18 +123,41 @@ def compete(args) -> dict[str, Any]:
     return _record("bench", args, gate, measured, missing)
 
 
-def race(names, job, repeat: int, seconds: float, tick=lambda name: None):
+def run_suite(args) -> dict[str, Any]:
+    """Every entry of a suite, its contestants taking turns; the JSON grows with every entry, so that a time limit loses only the rest."""
+    from kdakit.cli import console
+    from kdakit.cli.choices import pick
+    from kdakit.cli.suites import SUITES
+
+    suite = SUITES[pick("suite", [args.suite], SUITES)[0]]
+    chosen = pick("entry", args.entry, suite)
+    measured, missing = [], []
+    with console.progress() as bar:
+        task = bar.add_task(args.suite, total=len(chosen))
+        for name in chosen:
+            bar.update(task, advance=1, description=name)
+            names = [n for n in suite[name].contestants if n in (args.backend or suite[name].contestants)]
+            rows, out = race(names, suite[name].job, args.repeat, args.seconds, accuracy=args.accuracy)
+            measured += [{"entry": name, **row} for row in rows]
+            missing += [{"entry": name, **row} for row in out]
+            found = record("suite", {"suite": args.suite, "repeat": args.repeat}, measured, missing)
+            if args.json:
+                save(found, args.json)
+    return found
+
+
+def race(names, job, repeat: int, seconds: float, tick=lambda name: None, accuracy: bool = False):
     """One job, all contestants: rows of results, and of those who cannot take part with the reason."""
     import numpy as np
 
-    from kdakit.cli import contestants, timing
+    from kdakit.cli import contestants, inputs
 
     runs, outputs, missing = {}, {}, []
-    about = {"shape": _sizes(job.shape), "mode": job.mode}
+    about = {"shape": _sizes(job.shape), "mode": job.mode, "dtype": job.dtype, "gate": job.gate, "chunk_size": job.chunk_size}
     for name in names:
         try:
             run = contestants.prepare(name, job)
-            outputs[name] = np.asarray(_to_numpy(run()), np.float64)
+            outputs[name] = inputs.picked(run())
             runs[name] = run
         except contestants.Unavailable as problem:
             missing.append({"contestant": name, **about, "reason": str(problem)})
@@ -117,23 +165,42 @@ def race(names, job, repeat: int, seconds: float, tick=lambda name: None):
             missing.append({"contestant": name, **about, "reason": f"raised {type(problem).__name__}: {problem}"})
     if not runs:
         return [], missing
-    first = next(iter(outputs.values()))
-    samples = timing.interleaved(runs, repeat, seconds, tick)
+    first = next(iter(outputs.values()))[0]
+    truth = inputs.picked_truth(job) if accuracy else None
     rows = []
-    for name, taken in samples.items():
-        middle = timing.median(taken)
-        rows.append({
-            "contestant": name, **about, "median_ms": middle, "best_ms": min(taken), "samples_ms": taken,
-            "tokens_per_s": 1000 * job.tokens / middle,
-            "difference": float(np.linalg.norm(outputs[name] - first) / np.linalg.norm(first)),
-        })  # fmt: skip
+    for name, found in measured(runs, job, repeat, seconds, tick).items():
+        off = float(np.linalg.norm(outputs[name][0] - first) / np.linalg.norm(first))
+        rows.append({"contestant": name, **about, **found, "difference": off} | _errors(outputs[name], truth))
     return rows, missing
 
 
-def _to_numpy(o):
-    if type(o).__module__.startswith("torch"):
-        return o.double().cpu().numpy()
-    return o
+def measured(runs, job, repeat: int, seconds: float, tick) -> dict[str, dict[str, Any]]:
+    """Times of all runs; on a GPU also memory, and what the time means on that chip."""
+    from kdakit.cli import roofline, timing
+
+    found: dict[str, dict[str, Any]] = {}
+    if all(run.gpu for run in runs.values()):
+        for name, (taken, host) in timing.on_gpu(runs, repeat, seconds, tick).items():
+            found[name] = {"samples_ms": taken, "host_ms": timing.median(host)}
+            if runs[name].calls == 1:
+                found[name]["extra_mib"] = timing.gpu_extra_mib(runs[name])
+    else:
+        found = {name: {"samples_ms": taken} for name, taken in timing.interleaved(runs, repeat, seconds, tick).items()}
+    for row in found.values():
+        middle = timing.median(row["samples_ms"])
+        row |= {"median_ms": middle, "best_ms": min(row["samples_ms"]), "tokens_per_s": 1000 * job.tokens / middle}
+        if "host_ms" in row:
+            row |= roofline.compare(job, middle, _device())
+    return found
+
+
+def _errors(output, truth) -> dict[str, float | None]:
+    from kdakit import accuracy
+
+    if truth is None:
+        return {}
+    found = {f"error_{n}": accuracy.error(x, y) for n, x, y in zip(("o", "state"), output, truth, strict=True)}
+    return {n: x if math.isfinite(x) else None for n, x in found.items()}
 
 
 def scaling(args) -> dict[str, Any]:
@@ -181,10 +248,15 @@ def _sizes(shape) -> dict[str, Any]:
 
 
 def _record(kind: str, args, gate: str, measured, missing) -> dict[str, Any]:
-    from kdakit.cli import machine
+    return record(kind, {"dtype": args.dtype, "gate": gate, "repeat": args.repeat}, measured, missing)
 
-    settings = {"dtype": args.dtype, "gate": gate, "repeat": args.repeat}
-    return {"kind": kind, **machine.describe(_device()), "settings": settings, "results": measured, "missing": missing}
+
+def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
+    from kdakit.cli import machine, peers
+
+    described = machine.describe(_device())
+    described["versions"] |= peers.versions()
+    return {"kind": kind, **described, "settings": settings, "results": measured, "missing": missing}
 
 
 def _device() -> str:

@@ -149,6 +149,11 @@ def jax_precision(dtype: str):
 
 
 def _run_torch(backend, case, dtype, arrays, cotangents, op):
+    return run_torch(call("torch", backend, case, op), case, dtype, arrays, cotangents)
+
+
+def run_torch(function, case: Case, dtype: str, arrays: Arrays, cotangents=None) -> dict[str, np.ndarray]:
+    """`run_arrays` for a torch function of the arrays, ours or another's."""
     import torch
 
     device = default_device("torch")
@@ -156,7 +161,7 @@ def _run_torch(backend, case, dtype, arrays, cotangents, op):
     named = {n: getattr(tensors, n) for n in DIFFERENTIABLE if getattr(tensors, n) is not None}
     for x in named.values():
         x.requires_grad_(cotangents is not None)
-    out = dict(zip(OUTPUTS, call("torch", backend, case, op)(tensors), strict=False))
+    out = dict(zip(OUTPUTS, function(tensors), strict=False))
     out = {n: x for n, x in out.items() if x is not None}
     results = {n: x.detach().to("cpu", torch.float64).numpy() for n, x in out.items()}
     if cotangents is not None:

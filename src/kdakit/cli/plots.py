@@ -22,10 +22,14 @@ def save(record: dict[str, Any], path: str) -> None:
 
     if not record["results"]:
         raise UsageError("there is nothing to plot: no contestant ran")
+    if record["kind"] in ("errors", "tune"):
+        raise UsageError(f"--plot draws times; of {record['kind']} there is a table")
     draw = _scaling if record["kind"] == "scaling" else _bars
     figure = draw(plt, record)
     machine, settings = record["machine"], record["settings"]
-    note = f"{machine['cpu']}, {machine['cores']} cores; {settings['dtype']}, {settings['gate']} gate; {record['date']}"
+    place = f"{machine['cpu']}, {machine['cores']} cores" if machine.get("device", "cpu") == "cpu" else machine["device"]
+    what = f"suite {settings['suite']}" if "suite" in settings else f"{settings['dtype']}, {settings['gate']} gate"
+    note = f"{place}; {what}; {record['date']}"
     figure.text(0.01, 0.01, note, fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -36,10 +40,14 @@ def save(record: dict[str, Any], path: str) -> None:
 def _bars(plt, record):
     groups: dict[str, list] = {}
     for row in record["results"]:
-        groups.setdefault(label(row), []).append(row)
+        groups.setdefault(row.get("entry") or label(row), []).append(row)
     names = list(dict.fromkeys(r["contestant"] for r in record["results"]))
-    figure, panels = plt.subplots(1, len(groups), figsize=(max(4.2 * len(groups), 5), 3.6), squeeze=False)
-    for panel, (title, rows) in zip(panels[0], groups.items(), strict=True):
+    across = min(len(groups), 4)
+    down = -(-len(groups) // across)
+    figure, panels = plt.subplots(down, across, figsize=(max(4.2 * across, 5), 3.6 * down), squeeze=False)
+    for panel in panels.flat[len(groups) :]:
+        panel.set_visible(False)
+    for panel, (title, rows) in zip(panels.flat, groups.items(), strict=False):
         times = [r["median_ms"] for r in rows]
         bars = panel.bar([r["contestant"] for r in rows], times, color=[COLOURS[names.index(r["contestant"]) % len(COLOURS)] for r in rows])
         panel.set_ylim(top=max(times) * 1.25)

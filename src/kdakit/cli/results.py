@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kdakit.cli import console, generated
+from kdakit.cli import console, generated, gpu_results
+
+# The packages that every measurement names.
+NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
 
 
 def show(record: dict[str, Any]) -> None:
@@ -33,14 +36,18 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def provenance(record: dict[str, Any]) -> str:
     """Machine, versions and commit in one line."""
     m = record["machine"]
-    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in ("python", "torch", "jax", "numpy", "fla-core"))
+    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in NAMED)
     commit = (record.get("commit") or "unknown")[:12]
-    return f"{record['date']}: {m['cpu']} ({m['cores']} cores, {m['architecture']}); {software}; commit {commit}; `{record['command']}`"
+    place = f"{m['cpu']} ({m['cores']} cores, {m['architecture']})"
+    if m.get("device", "cpu") != "cpu":
+        place = f"{m['device']}, {place}; triton {record['versions'].get('triton')}"
+    return f"{record['date']}: {place}; {software}; commit {commit}; `{record['command']}`"
 
 
 def tables(record: dict[str, Any]):
-    """(title, header, rows of strings) for each shape and mode, for each contestant of a scaling run, or for each mode over ranks."""
-    return {"scaling": _scaling_tables, "ranks": _rank_tables}.get(record["kind"], _bench_tables)(record)
+    """(title, header, rows of strings) of what was measured, in one table or several."""
+    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables} | gpu_results.KINDS
+    return kinds.get(record["kind"], _bench_tables)(record)
 
 
 def _bench_tables(record):
@@ -48,16 +55,22 @@ def _bench_tables(record):
     for row in record["results"]:
         groups.setdefault(label(row), []).append(row)
     for title, rows in groups.items():
+        if all("host_ms" in r for r in rows):
+            yield gpu_results.table(f"{title}, {record['settings']['dtype']}, {record['settings']['gate']} gate", rows)
+            continue
         slowest = max(rows, key=lambda r: r["median_ms"])
         header = ["contestant", "median ms", "best ms", "runs", "tokens/s", f"times as fast as {slowest['contestant']}", "o differs by"]
         memory = any("peak_mib" in r for r in rows)
         header += ["peak MiB", "extra MiB"] if memory else []
+        compared = all("error_o" in r for r in rows)
+        header += ["error of o", "of state"] if compared else []
         made = []
         for r in sorted(rows, key=lambda r: r["median_ms"]):
             made.append([
                 r["contestant"], f"{r['median_ms']:.2f}", f"{r['best_ms']:.2f}", str(len(r["samples_ms"])), f"{r['tokens_per_s']:,.0f}",
                 f"{slowest['median_ms'] / r['median_ms']:.2f}", f"{r['difference']:.0e}",
-            ] + ([f"{r[n]:.0f}" if n in r else "–" for n in ("peak_mib", "extra_mib")] if memory else []))  # fmt: skip
+            ] + ([f"{r[n]:.0f}" if n in r else "–" for n in ("peak_mib", "extra_mib")] if memory else [])
+              + ([gpu_results.error(r[n]) for n in ("error_o", "error_state")] if compared else []))  # fmt: skip
         yield f"{title}, {record['settings']['dtype']}, {record['settings']['gate']} gate", header, made
 
 
@@ -104,6 +117,8 @@ def _exponents(rows) -> str:
 
 
 def label(row) -> str:
+    if "case" in row:
+        return f"{row['case']} in {row['dtype']}"
     s = row["shape"]
     sizes = f"B{s['B']} H{s['H']} K{s['K']}" if row["mode"] == "decode" else f"B{s['B']} T{s['T']} H{s['H']} K{s['K']}"
     return f"{row['mode']} {sizes}" + (f" in {len(s['lengths'])} sequences" if s["lengths"] else "")

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kdakit.cli import tpu_branches
 from kdakit.cli.tpu_kernels import CHIPS, Job
 
 DUMPED = ".*final.*"  # of some 70 texts of each kernel, the last
@@ -32,7 +33,11 @@ def missing() -> str | None:
 
 
 def schedule(job: Job, target: str) -> dict[str, Any]:
-    """{'kernels': [..], 'xla_cycles': n, 'cycles': n, 'milliseconds': x} of the job on a chip, or {'reason': ..}."""
+    """{'kernels': [..], 'xla_cycles': n, 'cycles': n, 'milliseconds': x, 'weighted_cycles': n} of the job on a chip, or {'reason': ..}.
+
+    cycles: as if each grid step ran all of a kernel's code. weighted_cycles: branches as often as they are taken (`tpu_branches`); None if
+    that is not known.
+    """
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={DUMPED}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "LIBTPU_INIT_ARGS": flags}
@@ -45,6 +50,8 @@ def schedule(job: Job, target: str) -> dict[str, Any]:
         found = json.loads(done.stdout.splitlines()[-1])
         for kernel in found["kernels"]:
             kernel |= read_schedule(Path(folder), kernel["name"])
+            code = _only(Path(folder), kernel["name"], "final_bundles.txt")
+            kernel["weighted_bundles_per_step"] = tpu_branches.weighted(job, kernel["bundles_per_step"], code)
     return totals(found, target)
 
 
@@ -55,8 +62,11 @@ def why(message: str) -> str:
 
 
 def totals(found: dict[str, Any], target: str) -> dict[str, Any]:
-    cycles = found["xla_cycles"] + sum(k["bundles_per_step"] * k["steps"] for k in found["kernels"])
-    return found | {"cycles": cycles, "milliseconds": round(cycles / CHIPS[target].ghz / 1e6, 4)}
+    kernels, outside = found["kernels"], found["xla_cycles"]
+    cycles = outside + sum(k["bundles_per_step"] * k["steps"] for k in kernels)
+    each = [k["weighted_bundles_per_step"] for k in kernels]
+    weighted = None if None in each else round(outside + sum(n * k["steps"] for n, k in zip(each, kernels, strict=True)))
+    return found | {"cycles": cycles, "milliseconds": round(cycles / CHIPS[target].ghz / 1e6, 4), "weighted_cycles": weighted}
 
 
 def read_schedule(folder: Path, kernel: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The native library behind JAX: the same float32 kernels as an XLA custom call on NVIDIA GPUs. Gradients are those of `xla`.
+"""The native library behind JAX: the same kernels as an XLA custom call on NVIDIA GPUs. Gradients are those of `xla`.
 
 Needs libkdakit.so and libkdakit_jax.so beside it (`make cuda`).
 """
@@ -13,25 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kdakit.backends.cuda import HEAD_DIMS, Config, library, unsupported
+from kdakit.backends.cuda import HEAD_DIMS, Config, library, operand_dtype, unsupported
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
+
+__all__ = ["backward", "default_config", "forward", "gradients", "operand_dtype", "step", "supports"]
 
 backward = None
 gradients = "xla"
 step = None
 
 NAME = "libkdakit_jax.so"
-TARGET = "kdakit_prefill_f32"
+TARGET = "kdakit_prefill"
 
 
 def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if str(device) not in ("gpu", "cuda"):
         return f"needs an NVIDIA GPU; the arrays are on {device}"
-    if problem.dtype == "bfloat16":
-        return "computes float32 inputs; bfloat16 kernels are behind kdakit.torch alone"
-    reason = unsupported(problem) or library.missing()
+    reason = unsupported(problem) or _old_device(problem.dtype == "bfloat16") or library.missing()
     if reason is not None:
         return reason
     try:
@@ -46,21 +46,33 @@ def _register(where: str) -> None:
     """Open the library and make its call known to XLA, once."""
     if not library.path().with_name(NAME).exists():
         raise FileNotFoundError(f"{where} is not there: build it with `make cuda` (needs nvcc, g++ and jax)")
-    handler = ctypes.CDLL(where).kdakit_xla_prefill_f32
+    handler = ctypes.CDLL(where).kdakit_xla_prefill
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
 
 
+@lru_cache(maxsize=1)
+def _capability() -> str:
+    """Of the first device; "0.0" where it has none."""
+    return str(getattr(jax.devices()[0], "compute_capability", "0.0"))
+
+
+def _old_device(hopper: bool) -> str | None:
+    if hopper and _capability() != "9.0":
+        return f"computes bfloat16 on compute capability 9.0 only, this device has {_capability()}"
+    return None
+
+
 def default_config(problem: Problem, device: Any) -> Config:
-    """Chunks of 32 fit the shared memory of every device that can run the kernels."""
+    """bfloat16: one size. float32: chunks of 32 fit the shared memory of every device that can run the kernels."""
+    if problem.dtype == "bfloat16":
+        return Config("bf16", 128, 64)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     return Config("f32", D, 64 if problem.options.chunk_size > 32 and _large(D) else 32)
 
 
-@lru_cache(maxsize=4)
 def _large(D: int) -> bool:
     """Whether a block may have the shared memory of a chunk of 64: Ampere's and Hopper's data-centre parts, not Ada."""
-    capability = str(getattr(jax.devices()[0], "compute_capability", "0.0"))
-    return HEAD_DIMS[0] >= D or capability in ("8.0", "9.0", "10.0", "10.3")
+    return HEAD_DIMS[0] >= D or _capability() in ("8.0", "9.0", "10.0", "10.3")
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, None]:
@@ -76,13 +88,16 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, N
         none if initial is None else _padded(initial, D, D),
         jnp.zeros((0,), jnp.int32) if arrays.cu_seqlens is None else arrays.cu_seqlens,
     )
-    shapes = [(problem.B, problem.T, problem.HV, D), (problem.N, problem.HV, D, D)]
-    call = jax.ffi.ffi_call(TARGET, [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes], vmap_method="sequential")
+    results = (
+        jax.ShapeDtypeStruct((problem.B, problem.T, problem.HV, D), arrays.v.dtype),
+        jax.ShapeDtypeStruct((problem.N, problem.HV, D, D), jnp.float32),
+    )
+    call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
     gates = library.GATES[o.gate], library.BETAS[o.beta]
     out, final = call(
         *given, chunk_size=np.int64(config.chunk), scale=np.float32(o.scale), gate=np.int32(gates[0]),
-        lower_bound=np.float32(o.lower_bound or 0.0), beta_kind=np.int32(gates[1]), l2norm=np.int32(o.l2norm),
-        state_v_first=np.int32(o.state_v_first),
+        lower_bound=np.float32(o.lower_bound or 0.0), safe_gate=np.int32(o.safe_gate and o.lower_bound is not None),
+        beta_kind=np.int32(gates[1]), l2norm=np.int32(o.l2norm), state_v_first=np.int32(o.state_v_first),
     )  # fmt: skip
     rows, columns = problem.state_shape[2:]
     return Result(out[..., : problem.V], final[..., :rows, :columns] if o.output_final_state else None), None

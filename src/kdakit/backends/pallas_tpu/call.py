@@ -27,10 +27,12 @@ from kdakit.backends.pallas_tpu.launch import (
     state_operand,
     step_operand,
     token_operand,
+    whole_operand,
 )
+from kdakit.backends.pallas_tpu.packed import packed_kernel, scratch_shapes
 from kdakit.backends.pallas_tpu.sequences import states_of_chunks
 from kdakit.backends.pallas_tpu.step import TOKENS, step_kernel
-from kdakit.backends.pallas_tpu.tile import Config
+from kdakit.backends.pallas_tpu.tile import Config, steps_hold_sequences
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -49,6 +51,8 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
     if problem.T == 0 or problem.B == 0:
         return _nothing(problem, arrays), None
     launch = make_launch(problem, arrays, config)
+    if steps_hold_sequences(problem):
+        return _packed(launch, arrays), None
     t, (B, blocks, steps) = launch.tile, launch.grid
     keep = problem.needs_grad
     outputs = {"o": token_operand(launch, shape_of((B, problem.T, problem.HV, t.V), t.dtype))}
@@ -71,6 +75,20 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
         states = states if o.state_v_first else states.swapaxes(-1, -2)
     saved = Saved(**{n: checkpoint_name(out[n], f"kda_{n}") for n in Saved._fields if n in out}) if keep else None
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
+
+
+def _packed(launch: Launch, arrays: Arrays) -> Result:
+    """Packed sequences with states, where no gradient is needed."""
+    problem, t = launch.problem, launch.tile
+    inputs = input_operands(launch, arrays)
+    outputs = {"o": token_operand(launch, shape_of((problem.B, problem.T, problem.HV, t.V), t.dtype))}
+    if arrays.initial_state is not None:
+        inputs["initial"] = whole_operand(launch, inputs["initial"].value)
+    if problem.options.output_final_state:
+        outputs["final"] = whole_operand(launch, _final_operand(launch).value)
+    out = run(launch, partial(packed_kernel, t, problem.T), "kda_forward", inputs, outputs, list(scratch_shapes(t)))
+    final = _unpadded(problem, out["final"][:, : problem.HV]) if problem.options.output_final_state else None
+    return Result(out["o"][..., : problem.V].astype(problem.dtype), final)
 
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config) -> Arrays:

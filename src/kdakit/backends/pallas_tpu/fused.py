@@ -62,14 +62,14 @@ class Inputs(NamedTuple):
     members: Any = None  # [sums, pieces * C]; the token recurrence needs none
     gate: Any = None  # [heads, 2, K]: exp(A_log), dt_bias
     segments: Any = None  # [1, 1, 2, C]: each token's segment, counted from the first token's; whether that starts one
-    initial: Any = None  # [1, heads, K, V] or [1, heads, V, K]
+    initial: Any = None  # [1, heads, K, V] or [1, heads, V, K]; in `packed` all states, in HBM
 
 
 class Outputs(NamedTuple):
     """Blocks of the outputs; None: not asked for."""
 
     o: Any  # [1, C, heads, V]
-    final: Any = None  # [1, heads, K, V] or [1, heads, V, K]
+    final: Any = None  # as initial
     states: Any = None  # [1, 1, heads, V, K]: before the step
     matrices: Any = None  # [1, 1, groups, 3, C, g C]: A_qk, inverse, P
     values: Any = None  # [1, 1, heads, 2, C, V]: r = v - k_in S^T, v_new
@@ -88,8 +88,11 @@ def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
     return Rows(valid, enter, ids == last, keep, jnp.where(ids == row, 1.0, 0.0))
 
 
-def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
-    """Every head's inputs as the recurrence wants them; tokens that are not the step's write nothing and forget nothing."""
+def activate(tile: Tile, inputs: Inputs, rows: Rows, members=None) -> list[Head]:
+    """Every head's inputs as the recurrence wants them; tokens that are not the step's write nothing and forget nothing.
+
+    `members`: which gates the decays sum up, if not as `member_matrix` has it.
+    """
     q, k, v, g = (read_heads(tile, ref, rows.valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
     beta = activate_beta(tile, inputs.beta[0, 0].astype(jnp.float32)).T  # [C, heads]
     if rows.valid is not None:
@@ -100,7 +103,7 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows) -> list[Head]:
         gate = log_decay(tile, g[h], a, bias)
         gates.append(gate if rows.valid is None else jnp.where(rows.valid, gate, 0.0))
     heads = []
-    members = inputs.members[...]
+    members = inputs.members[...] if members is None else members
     for first in range(0, tile.heads, tile.group):
         group = slice(first, first + tile.group)
         pieces = gate_pieces(tile, gates[group])
@@ -157,6 +160,18 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
             state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if inputs.initial is None else state_block(tile, inputs.initial[0, h])
 
     rows = step_rows(tile, T, inputs, table, step)
+    chunk_step(tile, inputs, out, state, rows, None if table is None else rows.valid)
+
+    if out.final is not None:
+
+        @pl.when(last)
+        def _():
+            for h in range(tile.heads):
+                out.final[0, h] = state_block(tile, state[h])
+
+
+def chunk_step(tile: Tile, inputs: Inputs, out: Outputs, state, rows: Rows, only=None) -> None:
+    """One chunk, from the state before it to the one after; o is written where `only` [C, 1] is True, everywhere if None."""
     masks = make_masks(tile, rows.same)
     heads = activate(tile, inputs, rows)
     groups = groups_of(tile, heads)
@@ -175,11 +190,4 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
     for h, (head, u) in enumerate(zip(heads, v_new, strict=True)):
         state[h] = next_state(tile, state[h], chunk_decay(tile, head, rows), to_end(tile, head.x, head.d, rows.leave), u)
     outputs = [x + y for x, y in zip(reads, inside, strict=True)]
-    write_heads(tile, out.o, outputs, None if table is None else rows.valid)
-
-    if out.final is not None:
-
-        @pl.when(last)
-        def _():
-            for h in range(tile.heads):
-                out.final[0, h] = state_block(tile, state[h])
+    write_heads(tile, out.o, outputs, only)

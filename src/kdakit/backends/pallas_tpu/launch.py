@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdakit.backends.pallas_tpu.gate import member_matrix
-from kdakit.backends.pallas_tpu.sequences import Table, chunk_starts, make_table, packed_ids, segment_rows
-from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded
+from kdakit.backends.pallas_tpu.sequences import Chunks, Table, chunk_starts, make_chunks, make_table, packed_ids, segment_rows
+from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded, steps_hold_sequences
 from kdakit.problem import Arrays, Problem
 
 VMEM_LIMIT = 100 * 2**20
@@ -22,23 +22,27 @@ class Operand(NamedTuple):
     """An input (array) or output (its ShapeDtypeStruct) of a kernel, and how it is cut into blocks."""
 
     value: Any
-    block: tuple
-    index: Any  # (batch, head block, step, chunk, sequence) -> block indices
+    block: tuple | None  # None: it stays in HBM
+    index: Any = None  # (batch, head block, step, chunk, sequence) -> block indices
 
 
 class Launch(NamedTuple):
     problem: Problem
     tile: Tile
     config: Config
-    table: Table | None
+    table: Table | Chunks | None
     grid: tuple[int, int, int]
 
 
 def make_launch(problem: Problem, arrays: Arrays, config: Config, tokens: int | None = None) -> Launch:
     tile = make_tile(problem, config, tokens)
-    edges = chunk_starts(problem, arrays.cu_seqlens) if tile.tables and problem.options.return_intermediate_states else None
-    table = make_table(arrays.cu_seqlens, problem.T, tile.C, edges) if tile.tables else None
-    steps = -(-problem.T // tile.C) if table is None else table.block.shape[0]
+    table, steps = None, -(-problem.T // tile.C)
+    if tile.tables:
+        edges = chunk_starts(problem, arrays.cu_seqlens) if problem.options.return_intermediate_states else None
+        table = make_table(arrays.cu_seqlens, problem.T, tile.C, edges)
+        steps = table.block.shape[0]
+    elif steps_hold_sequences(problem):
+        table = make_chunks(arrays.cu_seqlens, problem.T, tile.C)
     return Launch(problem, tile, config, table, (problem.B, -(-problem.HV // tile.heads), steps))
 
 
@@ -74,12 +78,22 @@ def input_operands(launch: Launch, arrays: Arrays) -> dict[str, Operand]:
     if t.gate != "log_decay":
         found["gate"] = Operand(gate_rows(p, t, arrays), (t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (h, 0, 0))
     found["members"] = constant(jnp.asarray(member_matrix(t), jnp.bfloat16))
-    if t.segments:
+    if t.segments and launch.table is None:
         ids = packed_ids(arrays.cu_seqlens, p.T) if p.varlen == "cu_seqlens" else arrays.segment_ids
         found["segments"] = Operand(segment_rows(ids, t.C), (1, 1, 2, t.C), lambda b, h, s, chunk, sequence: (b, chunk, 0, 0))
     if arrays.initial_state is not None:
         found["initial"] = state_operand(launch, pad_state(t, arrays.initial_state))
     return found
+
+
+def whole_operand(launch: Launch, value) -> Operand:
+    """[N, HV, .., ..] in HBM, or its ShapeDtypeStruct, with heads made up to whole blocks: the kernel copies what it wants."""
+    heads = launch.grid[1] * launch.tile.heads
+    shape = (value.shape[0], heads, *value.shape[2:])
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return Operand(shape_of(shape, value.dtype), None)
+    value = value.astype(jnp.float32)
+    return Operand(value if value.shape == shape else jnp.pad(value, ((0, 0), (0, heads - value.shape[1]), (0, 0), (0, 0))), None)
 
 
 def constant(value) -> Operand:
@@ -131,18 +145,19 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
     def spec(operand: Operand):
         def index(b, h, s, *table):
             s = steps - 1 - s if reverse else s
-            return operand.index(b, h, s, table[0][s] if table else s, table[3][s] if table else b)
+            return operand.index(b, h, s, table[0][s] if by_visit else s, table[3][s] if by_visit else b)
 
-        return pl.BlockSpec(operand.block, index)
+        return pl.BlockSpec(memory_space=pl.ANY) if operand.block is None else pl.BlockSpec(operand.block, index)
 
-    table = () if launch.table is None else tuple(launch.table)
+    by_visit, table = isinstance(launch.table, Table), () if launch.table is None else tuple(launch.table)
     names = list(inputs), list(outputs)
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(table), grid=launch.grid, in_specs=[spec(x) for x in inputs.values()],
         out_specs=[spec(x) for x in outputs.values()], scratch_shapes=scratch,
     )  # fmt: skip
+    bound = partial(_bound, kernel, names, type(launch.table), len(table))
     call = pl.pallas_call(
-        partial(_bound, kernel, names, len(table)), name=name, grid_spec=grid_spec, out_shape=[x.value for x in outputs.values()],
+        bound, name=name, grid_spec=grid_spec, out_shape=[x.value for x in outputs.values()],
         input_output_aliases={len(table) + names[0].index(i): names[1].index(o) for i, o in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
@@ -152,9 +167,9 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
     return dict(zip(names[1], call(*table, *(x.value for x in inputs.values())), strict=True))
 
 
-def _bound(kernel, names, tables: int, *refs):
+def _bound(kernel, names, kind, tables: int, *refs):
     """kernel(table, inputs, outputs, scratch), the refs by name."""
-    table = Table(*refs[:tables]) if tables else None
+    table = kind(*refs[:tables]) if tables else None
     ends = tables + len(names[0]), tables + len(names[0]) + len(names[1])
     inputs = dict(zip(names[0], refs[tables : ends[0]], strict=True))
     outputs = dict(zip(names[1], refs[ends[0] : ends[1]], strict=True))

@@ -29,6 +29,13 @@ class Table(NamedTuple):
     last: Any
 
 
+class Chunks(NamedTuple):
+    """int32: which sequences a chunk holds. One without tokens lies in the chunk of the token that follows, or in the last."""
+
+    starts: Any  # [N + 1]: cu_seqlens
+    first: Any  # [chunks + 1]: a chunk's first sequence; N at last
+
+
 def visits(T: int, C: int, edges: int) -> int:
     """The most that `edges` places, of which one is the first token, can cut T tokens in blocks of C into."""
     return -(-T // C) + edges - 1
@@ -48,6 +55,13 @@ def make_table(cu_seqlens, T: int, C: int, edges=None) -> Table:
     number = lambda x: (used & x).astype(jnp.int32)
     low, high = (jnp.where(used, x - block * C, 0) for x in (starts, ends))
     return Table(block, low, high, sequence, number(starts == cu[sequence]), number(ends == cu[sequence + 1]))
+
+
+def make_chunks(cu_seqlens, T: int, C: int) -> Chunks:
+    cu, chunks = cu_seqlens.astype(jnp.int32), -(-T // C)
+    chunk = lax.broadcasted_iota(jnp.int32, (chunks + 1, cu.shape[0] - 1), 0)
+    over = (cu[:-1] < chunk * C) & (cu[1:] <= chunk * C) | (chunk == chunks)
+    return Chunks(cu, jnp.sum(over, 1, dtype=jnp.int32))
 
 
 def chunk_starts(problem: Problem, cu_seqlens):
@@ -82,7 +96,7 @@ def segment_rows(ids, C: int):
 
 def packed_ids(cu_seqlens, T: int):
     """[1, T]: each token's sequence."""
-    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=cu_seqlens.dtype), side="right")[None]
+    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=cu_seqlens.dtype), side="right", method="compare_all")[None]
 
 
 def own_tokens(tile: Tile, T: int, table: Table | None, step):

@@ -16,6 +16,7 @@ class Config:
     interpret: bool = False  # run in the TPU interpreter on the CPU
     race_seed: int | None = None  # interpreter: detect races, with this seed for the order of parallel grid steps
     eager_dma: bool = True  # interpreter: copies happen when they are started, or else when they are waited for
+    chunk: int = 128  # tokens per chunk at most, where the call's own chunks are nobody's business but the kernels'
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,29 @@ def packed_with_states(problem: Problem) -> bool:
     return problem.varlen == "cu_seqlens" and (problem.has_initial_state or o.output_final_state or o.return_intermediate_states)
 
 
+def steps_hold_sequences(problem: Problem) -> bool:
+    """Whether a packed call with states can do with a step per chunk (`packed`): nobody asks for the states between."""
+    return packed_with_states(problem) and not problem.needs_grad and not problem.options.return_intermediate_states
+
+
 def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-def chunk_length(problem: Problem) -> int:
+def chunk_length(problem: Problem, config: Config) -> int:
     """No longer than T needs, but for the block size."""
-    return min(problem.options.chunk_size, max(BLOCK, 1 << max(problem.T - 1, 0).bit_length()))
+    o = problem.options
+    most = o.chunk_size if o.return_intermediate_states else min(o.chunk_size, config.chunk)
+    return min(most, max(BLOCK, 1 << max(problem.T - 1, 0).bit_length()))
 
 
 def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Tile:
     """`tokens`: per grid step; the chunk length if None."""
     o = problem.options
-    C = chunk_length(problem) if tokens is None else tokens
+    C = chunk_length(problem, config) if tokens is None else tokens
     dtype = kernel_dtype(problem)
     narrow = dtype == "bfloat16"
-    tables = packed_with_states(problem) or (tokens is not None and problem.varlen == "cu_seqlens")
+    tables = problem.varlen == "cu_seqlens" if tokens is not None else packed_with_states(problem) and not steps_hold_sequences(problem)
     return Tile(
         C=C, K=padded(problem.K), V=padded(problem.V), heads=config.heads, dtype=dtype,
         operand="bfloat16" if narrow else "float32",

@@ -122,7 +122,11 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
     return Arrays(*map(plan.finish, grads), *(None if x is None else d.to(x.dtype) for x, d in parameters), d_state)
 
 
-def step(problem: Problem, arrays: Arrays, config: Any = None) -> Result:
+def step(problem: Problem, arrays: Arrays, config: Any = None, final_state: torch.Tensor | None = None) -> Result:
+    """final_state: where the state goes, perhaps over the initial one."""
+    if final_state is not None:
+        result = step(problem.replace(output_final_state=True), arrays)
+        return result._replace(final_state=final_state.copy_(result.final_state))
     x = activate(problem, arrays)
     q, k = (a.repeat_interleave(problem.group, 2) for a in (x.q * problem.options.scale, x.k))
     x = x._replace(q=q, k=k)

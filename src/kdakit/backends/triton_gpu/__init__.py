@@ -11,7 +11,7 @@ import importlib.util
 import os
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose, trusted_backward
+from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -26,11 +26,6 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    if problem.needs_grad and not trusted_backward(problem, chip_of(device)):
-        return (
-            "gradients are checked on Hopper for bfloat16, K = V = 128, one length, a bounded gate and norms in the kernel; "
-            "KDAKIT_UNCHECKED=1 runs the others"
-        )
     return None
 
 
@@ -46,7 +41,7 @@ def operand_dtype(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, device: Any) -> Config:
-    return choose(problem, chip_of(device))
+    return chosen(problem, chip_of(device))
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
@@ -68,10 +63,10 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
     return training.backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
-def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
+def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> Result:
     from kdakit.backends.triton_gpu import launch
 
-    return launch.step(problem, arrays, config)
+    return launch.step(problem, arrays, config, final_state)
 
 
 def _kind(device: Any) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padded, parts
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, Piece, bounded, padded, parts, pieces
 from kdakit.backends.triton_gpu.intra import prepare_kernel
 from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
 from kdakit.backends.triton_gpu.parts import parts_kernel
@@ -20,35 +23,56 @@ from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
+FAR_INT = 2**31
 FAR = 2**24  # elements: within a chunk offsets are 32-bit
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
+_recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
 
 
 def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> None:
-    """Run `kernel` on `grid` programs; `args` and `constants` together are its parameters.
+    """Run `kernel` on `grid` programs; `args` and those of `constants` that it has are its parameters.
 
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
+    Constants that it does not name are left out.
     """
-    constants = {name: constants[name] for name in kernel.arg_names[len(args) :]}
-    if INTERPRETED:
-        if grid:
-            kernel[(grid,)](*args, **constants)
+    values = [constants[name] for name in kernel.arg_names[len(args) :]]
+    record = _recorded.get()
+    if INTERPRETED or record is not None:
+        named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
+        if record is not None:
+            record.append((kernel, args, named, options))
+        elif grid:
+            kernel[(grid,)](*args, **named)
         return
-    key = (kernel, tuple(map(_specialised, args)), tuple(constants.values()), tuple(options.values()), torch.cuda.current_device())
+    key = kernel, torch.cuda.current_device(), *options.values(), *values, *map(_specialised, args)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(grid,)](*args, **constants, **options) if grid else kernel.warmup(*args, grid=(1,), **constants, **options)
+        named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
+        _compiled[key] = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
     elif grid:
-        compiled[(grid, 1, 1)](*args, *constants.values())
+        compiled[(grid, 1, 1)](*args, *values)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list]:
+    """Within, `launch` runs nothing: it adds (kernel, arguments, constants, options) to the list."""
+    token = _recorded.set(record := [])
+    try:
+        yield record
+    finally:
+        _recorded.reset(token)
 
 
 def _specialised(x: Any) -> Any:
     """What Triton compiles a kernel parameter for."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    return x is None or (isinstance(x, int) and x.bit_length() > 31)
+    kind = type(x)
+    if kind is int:
+        return -FAR_INT <= x < FAR_INT
+    if kind is float or x is None:
+        return kind
+    return x.dtype, x.data_ptr() % 16 == 0
 
 
 class Views(NamedTuple):
@@ -64,12 +88,24 @@ class Views(NamedTuple):
 
 def views(arrays: Arrays) -> Views:
     """Strides are honoured; only a tensor whose channels are not adjacent in memory, or whose tokens lie absurdly far apart, is copied."""
-    near = [(x.stride(3) == 1 or x.shape[3] == 1) and x.stride(1) < FAR for x in arrays[:4]]
-    tensors = [x if keep else x.contiguous() for x, keep in zip(arrays[:4], near, strict=True)]
-    own = [[s if n > 1 else 0 for s, n in zip(x.stride(), x.shape[:3], strict=False)] for x in tensors]
+    q, k, v, g, beta = arrays[:5]
+    layouts = (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), (g.shape, g.stride())
+    near, align, strides = _layout(layouts, beta.stride())
+    if not near:
+        near = [_layout((layout,), ())[0] for layout in layouts]
+        q, k, v, g = (x if keep else x.contiguous() for x, keep in zip((q, k, v, g), near, strict=True))
+        _, align, strides = _layout(tuple((x.shape, x.stride()) for x in (q, k, v, g)), beta.stride())
+    return Views(q, k, v, g, align, strides)
+
+
+@lru_cache(maxsize=1024)
+def _layout(layouts: tuple, beta: tuple) -> tuple[bool, int, dict]:
+    """Of tensors' (shape, strides): whether the kernels can read them, and what `Views` says of them."""
+    near = all((stride[3] == 1 or shape[3] == 1) and stride[1] < FAR for shape, stride in layouts)
+    own = [[s if n > 1 else 0 for s, n in zip(stride[:3], shape[:3], strict=True)] for shape, stride in layouts]
     align = math.gcd(16, *(s for strides in own for s in strides))
-    strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=True)}
-    return Views(*tensors, align, strides | {"b": arrays.beta.stride()})
+    strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=False)}
+    return near, align, strides | {"b": beta}
 
 
 def chunk_slots(problem: Problem, C: int) -> int:
@@ -106,10 +142,24 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
     return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
 
 
-def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
-    """Stage intra of every chunk."""
+@lru_cache(maxsize=1024)
+def prepare_constants(problem: Problem, config: Config, align: int) -> dict[str, Any]:
+    o = problem.options
+    return dict(
+        K=problem.K, KP=padded(problem.K), C=config.chunk, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
+        ALIGN=align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
+        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
+        PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
+        HAS_LOWER=problem.needs_grad, BOUNDED=bounded(problem), EARLY=config.early,
+    )  # fmt: skip
+
+
+def prepare(
+    problem: Problem, arrays: Arrays, x: Views, config: Config, space: Workspace | None = None, piece: Piece | None = None
+) -> Workspace:
+    """Stage intra of every chunk, or of a piece."""
     o, C = problem.options, config.chunk
-    space = workspace(problem, config, arrays.q.device)
+    space = space or workspace(problem, config, arrays.q.device)
     if space.slots == 0:
         return space
     args = (
@@ -118,61 +168,87 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
         o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
-    constants = dict(
-        K=problem.K, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
-        ALIGN=x.align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
-        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
-        PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
-        HAS_LOWER=space.lower is not None,
-    )  # fmt: skip
+    constants = prepare_constants(problem, config, x.align)
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
     if config.normed:
-        kept = dict(BOUNDED=bounded(problem)) | {n: x for n, x in constants.items() if n in prepare_normed_kernel.arg_names}
-        launch(prepare_normed_kernel, space.slots * problem.HV, args, kept, num_warps=config.prepare_warps, num_stages=1, **registers)
+        piece = piece or whole(problem, config)
+        grid = (space.slots if problem.varlen else problem.B * piece.chunks) * piece.heads
+        options = registers | dict(num_warps=config.prepare_warps, num_stages=1) | dependent(config)
+        launch(prepare_normed_kernel, grid, (*args, *piece), constants, **options)
         return space
     launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
 
 
-def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
-    """Stages state and output of every sequence."""
-    o, C, device = problem.options, config.chunk, arrays.q.device
-    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
-    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
+def dependent(config: Config) -> dict[str, bool]:
+    """The option of a launch that may begin before the one ahead of it has ended: its kernel waits where it must."""
+    return {"launch_pdl": True} if config.early else {}
+
+
+def whole(problem: Problem, config: Config) -> Piece:
+    return Piece(0, max(1, -(-problem.T // config.chunk)), 0, problem.HV)
+
+
+@lru_cache(maxsize=1024)
+def scan_constants(problem: Problem, config: Config, align: int) -> dict[str, Any]:
+    o = problem.options
+    return dict(
+        K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=config.chunk, S=config.half, GROUP=config.group,
+        ALIGN=align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
+        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state or config.pieces,
+        HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
+        PIECES=config.pieces and not problem.varlen, EARLY=config.early,
+    )  # fmt: skip
+
+
+class Outputs(NamedTuple):
+    """What the scan writes."""
+
+    o: torch.Tensor
+    final: torch.Tensor | None
+    states: torch.Tensor | None
+    offsets: torch.Tensor | None  # of a packed sequence's first state
+
+
+def outputs(problem: Problem, arrays: Arrays, config: Config) -> Outputs:
+    o, device = problem.options, arrays.q.device
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=arrays.v.dtype, device=device)
+    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state or config.pieces else None
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
-    grid = problem.N * problem.HV * -(-problem.V // config.block_v)
+    return Outputs(out, final, states, offsets)
+
+
+def scan(
+    problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, to: Outputs | None = None, piece: Piece | None = None
+) -> Result:
+    """Stages state and output of every sequence, or of a piece."""
+    o, C = problem.options, config.chunk
+    to, piece = to or outputs(problem, arrays, config), piece or whole(problem, config)
+    grid = problem.N * piece.heads * -(-problem.V // config.block_v)
     if grid:
-        shared = dict(
-            K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=C, S=config.half, GROUP=config.group, ALIGN=x.align,
-            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state, PRECISION=config.precision,
-            STAGES=config.scan_stages,
-        )  # fmt: skip
-        number, parts = split(problem, arrays, x, space, config, shared) if config.split else (1, None)
+        constants = scan_constants(problem, config, x.align)
+        number, parts = split(problem, arrays, x, space, config, constants) if config.split else (1, None)
         args = (
-            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
-            offsets, space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
-            max(1, o.chunk_size // C), CHECKPOINT, number,
-        )  # fmt: skip
-        constants = shared | dict(
-            BV=config.block_v, HAS_FINAL=final is not None, HAS_STATES=states is not None, HAS_CHECKPOINTS=space.checkpoints is not None,
-            SPLIT=config.split,
+            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, to.o, arrays.initial_state, to.final, to.states, to.offsets,
+            space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
+            max(1, o.chunk_size // C), CHECKPOINT, number, *piece,
         )  # fmt: skip
         registers = {"maxnreg": config.registers} if config.registers else {}
-        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
-    return Result(out, final, states)
+        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers, **dependent(config))
+    return Result(to.o, to.final if o.output_final_state else None, to.states)
 
 
-def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, shared: dict) -> tuple[int, torch.Tensor]:
-    """Into how many parts sequences are split, and what leads from part to part: see `parts`. Compiled even where there is but one, so that
-    a longer sequence later finds it."""
+def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, constants: dict) -> tuple[int, torch.Tensor]:
+    """Into how many parts sequences are split, and what leads from part to part: see `parts`."""
     number = parts(problem, config)
-    KP, VP = shared["KP"], shared["VP"]
+    if number == 1 and _recorded.get() is None:  # compiled even then, so that a longer sequence finds it
+        return number, space.decay
+    KP, VP = constants["KP"], constants["VP"]
     made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=arrays.q.device)
     args = (
         x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made,
         problem.T, -(-problem.T // config.chunk), problem.HV, number, *x.strides["v"],
     )  # fmt: skip
-    constants = shared | dict(BV=config.block_v)
     grid = problem.N * problem.HV * (number - 1) * (VP + KP) // config.block_v
     registers = {"maxnreg": config.registers} if config.registers else {}
     launch(parts_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
@@ -202,8 +278,11 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     with on_device(arrays.q):
-        space = prepare(problem, arrays, x, config)
-        result = scan(problem, arrays, x, space, config)
+        if arrays.q.is_cuda:
+            from kdakit.backends.triton_gpu import ahead
+
+            ahead.compile_all(problem, arrays, config)
+        space, result = stages(problem, arrays, x, config)
         if not problem.needs_grad:
             return result, []
         from kdakit.backends.triton_gpu import training
@@ -211,14 +290,27 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
         return result, training.saved(problem, arrays, x, space, config)
 
 
-def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
-    """The token recurrence in one launch."""
+def stages(problem: Problem, arrays: Arrays, x: Views, config: Config) -> tuple[Workspace, Result]:
+    """Both kernels, of one piece after the other."""
+    space, to = workspace(problem, config, arrays.q.device), outputs(problem, arrays, config)
+    for piece in pieces(problem, config):
+        prepare(problem, arrays, x, config, space, piece)
+        result = scan(problem, arrays, x, space, config, to, piece)
+    return space, result
+
+
+def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> Result:
+    """The token recurrence in one launch. final_state: where the state goes, perhaps over the initial one, of which every program reads and
+    writes a part of its own."""
     o = problem.options
+    if final_state is not None and not final_state.is_contiguous():
+        result = step(problem.replace(output_final_state=True), arrays, config)
+        return result._replace(final_state=final_state.copy_(result.final_state))
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
-    final = None
-    if o.output_final_state:
+    final = final_state
+    if final is None and o.output_final_state:
         final = torch.empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype), device=x.v.device)
     grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
     if grid:
@@ -243,3 +335,21 @@ def on_device(x: torch.Tensor):
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
+
+
+_second: dict[int, torch.cuda.Stream] = {}  # by device
+
+
+@contextlib.contextmanager
+def beside(x: torch.Tensor):
+    """Yields a context whose launches run beside the others of this one: they see what came before it, and what follows sees them."""
+    if not x.is_cuda:
+        yield contextlib.nullcontext
+        return
+    main = torch.cuda.current_stream()
+    second = _second.get(main.device_index)
+    if second is None:
+        second = _second[main.device_index] = torch.cuda.Stream()
+    second.wait_stream(main)
+    yield lambda: torch.cuda.stream(second)
+    main.wait_stream(second)

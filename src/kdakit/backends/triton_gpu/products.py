@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.gate import write_strength_backward
 from kdakit.backends.triton_gpu.replay import load_inverse
-from kdakit.backends.triton_gpu.span import span_tokens
+from kdakit.backends.triton_gpu.span import channel_rows, in_order, sides, span_tokens
 from kdakit.backends.triton_gpu.tile import locate, narrow, product, product_add, row_of_token, row_tokens, state_offsets
 
 
@@ -103,6 +103,24 @@ def state_products(
 
 
 @triton.jit
+def store_part(p_part, i_k, b_x, KP: tl.constexpr, NORMED: tl.constexpr):
+    """Channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; NORMED: to the order of tokens, which only names
+    registers, see `span.in_order`."""
+    BK: tl.constexpr = b_x.shape[0]
+    R: tl.constexpr = b_x.shape[1]
+    b_x = narrow(b_x, p_part.dtype.element_ty)
+    if NORMED:
+        o_k = i_k + channel_rows(BK)
+        p_part += o_k[:, None] * R + tl.arange(0, 32)[None, :]
+        b_x0, b_x1 = sides(b_x)
+        tl.store(p_part, in_order(b_x0), mask=(o_k < KP)[:, None])
+        tl.store(p_part + 32, in_order(b_x1), mask=(o_k < KP)[:, None])
+    else:
+        o_k = i_k + tl.arange(0, BK)
+        tl.store(p_part + o_k[:, None] * R + tl.arange(0, R)[None, :], b_x, mask=(o_k < KP)[:, None])
+
+
+@triton.jit
 def finish_d_v(p_d_v, o_row, m_i, b_beta, V: tl.constexpr, BV: tl.constexpr):
     """d_v = beta y, in the place of y."""
     for i_v in tl.static_range((V + BV - 1) // BV):
@@ -118,7 +136,7 @@ def products_kernel(
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     S: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, SMALL: tl.constexpr, STAGES: tl.constexpr,
+    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, SMALL: tl.constexpr, STAGES: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r (in d_v when this begins), S before and dS' after the chunk:
 
@@ -128,6 +146,7 @@ def products_kernel(
     Rows of q are taken times scale / |q|, those of k and columns times 1 / |k|: from here on q and k are as the caller gave them.
     Writes pairs [slot, HV, 2, R, R] (A_qk, A_kk / beta: all of it, what is above the diagonal means nothing) and parts
     [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP].
+    NORMED, for `normed_gradient`: pairs are 0 where they mean nothing, and parts lie in the order of tokens.
     SMALL is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
     """
     R: tl.constexpr = C if C > 32 else 32
@@ -157,8 +176,14 @@ def products_kernel(
     X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, S, GROUP, SMALL)
     b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, V, BV, R, PRECISION, STAGES)
     p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
-    tl.store(p_pair, narrow(times_solved(b_Pq, X, SMALL, PRECISION) * b_norm_q[:, None], SMALL))
-    tl.store(p_pair + R * R, narrow(times_solved(b_Pk, X, SMALL, PRECISION) * (-b_beta * b_norm_k)[:, None], SMALL))
+    b_Aq = times_solved(b_Pq, X, SMALL, PRECISION) * b_norm_q[:, None]
+    if NORMED:
+        b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)
+    tl.store(p_pair, narrow(b_Aq, SMALL))
+    b_Ak = times_solved(b_Pk, X, SMALL, PRECISION) * (-b_beta * b_norm_k)[:, None]
+    if NORMED:
+        b_Ak = tl.where(o_i[:, None] > o_i[None, :], b_Ak, 0.0)
+    tl.store(p_pair + R * R, narrow(b_Ak, SMALL))
     m_N = (o_i < C)[:, None] & (o_p < C)[None, :]
     p_N = p_lower + i_p * C * C + row_of_token(o_i, S, GROUP)[:, None] * C + o_p[None, :]
     b_T = tl.where(o_i[:, None] == o_c[None, :], 1.0, 0.0) - tl.load(p_N, mask=m_N, other=0.0).to(tl.float32) * b_beta_c[None, :]
@@ -176,11 +201,10 @@ def products_kernel(
                 b_d_decay = exact_d_decay(
                     p_states, p_d_states, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL
                 )
-        p_part = p_parts + (i_p * 3 * KP + o_k)[:, None] * R + o_p[None, :]
-        m_k = (o_k < KP)[:, None]
-        tl.store(p_part, narrow(b_dq * b_norm_q[None, :], SMALL), mask=m_k)
-        tl.store(p_part + KP * R, narrow(b_dk * (-b_beta * b_norm_k)[None, :], SMALL), mask=m_k)
-        tl.store(p_part + 2 * KP * R, narrow(times_solved(b_dkh, X, SMALL, PRECISION), SMALL), mask=m_k)
+        p_part = p_parts + i_p * 3 * KP * R
+        store_part(p_part, i_k, b_dq * b_norm_q[None, :], KP, NORMED)
+        store_part(p_part + KP * R, i_k, b_dk * (-b_beta * b_norm_k)[None, :], KP, NORMED)
+        store_part(p_part + 2 * KP * R, i_k, times_solved(b_dkh, X, SMALL, PRECISION), KP, NORMED)
         tl.store(p_d_decay + i_p * KP + o_k, b_d_decay, mask=o_k < KP)
     tl.debug_barrier()  # y has been read
     finish_d_v(p_d_v, o_row, m_i, b_beta, V, BV)

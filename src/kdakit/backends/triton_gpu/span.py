@@ -45,6 +45,30 @@ def span(x):
 
 
 @triton.jit
+def channel_rows(BK: tl.constexpr):
+    """[BK]: the channel of each row of a tile in the order of tokens, so that the 8 tokens in a row that a thread loads or stores are those
+    that the matrix units leave in it."""
+    o_a = tl.arange(0, BK)
+    return o_a % (BK // 2) // 8 * 16 + o_a // (BK // 2) * 8 + o_a % 8
+
+
+@triton.jit
+def as_span(b_x):
+    """[BK, 32] of the channels of `channel_rows` and tokens in order -> as every other span. Names registers, moves nothing."""
+    BK: tl.constexpr = b_x.shape[0]
+    b_x = tl.permute(tl.reshape(b_x, [2, BK // 16, 8, 4, 4, 2]), (1, 0, 2, 4, 3, 5))
+    return tl.reshape(b_x, [BK, 32])
+
+
+@triton.jit
+def in_order(b_x):
+    """The inverse of `as_span`."""
+    BK: tl.constexpr = b_x.shape[0]
+    b_x = tl.permute(tl.reshape(b_x, [BK // 16, 2, 8, 4, 4, 2]), (1, 0, 2, 4, 3, 5))
+    return tl.reshape(b_x, [BK, 32])
+
+
+@triton.jit
 def side_by_side(b_x, b_y):
     """[BK, R], [BK, R] -> [BK, 2 R]."""
     BK: tl.constexpr = b_x.shape[0]

@@ -9,7 +9,9 @@ import torch
 from kdakit.backends.triton_gpu import launch
 from kdakit.backends.triton_gpu.config import Config, bounded, padded
 from kdakit.backends.triton_gpu.gradient import gradient_kernel
+from kdakit.backends.triton_gpu.normed_gradient import gradient_normed_kernel
 from kdakit.backends.triton_gpu.products import products_kernel
+from kdakit.backends.triton_gpu.rebuild import rebuild_normed_kernel
 from kdakit.backends.triton_gpu.replay import rebuild_kernel, replay_kernel
 from kdakit.backends.triton_gpu.reverse import restore_kernel, reverse_kernel
 from kdakit.problem import Arrays, Problem
@@ -54,12 +56,14 @@ def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...],
 
 def saved(problem: Problem, arrays: Arrays, x: launch.Views, space: launch.Workspace, config: Config) -> list[torch.Tensor]:
     if problem.options.disable_recompute:
-        return [space.lower, space.solved, *replay(problem, arrays, x, space.lower, space.checkpoints, config)]
+        y = rebuild(problem, arrays, x, space.lower, config)
+        replay(problem, arrays, x, y, space.checkpoints, config)
+        return [space.lower, space.solved, *y]
     return [space.lower, space.solved, space.checkpoints]
 
 
-def replay(problem: Problem, arrays: Arrays, x: launch.Views, lower, checkpoints, config: Config) -> Replayed:
-    """First two launches: tiles and states of every chunk again."""
+def rebuild(problem: Problem, arrays: Arrays, x: launch.Views, lower, config: Config) -> Replayed:
+    """First launch: the tiles of every chunk again."""
     o, C = problem.options, config.chunk
     out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=arrays.q.device) for s, d in replayed_specs(problem, config)))
     slots, NT = lower.shape[0], -(-problem.T // C)
@@ -73,18 +77,29 @@ def replay(problem: Problem, arrays: Arrays, x: launch.Views, lower, checkpoints
     constants = common(problem, config) | dict(
         BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
         HAS_DT_BIAS=problem.has_dt_bias, HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], PTX=config.ptx,
+        BOUNDED=bounded(problem),
     )  # fmt: skip
-    launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
+    if config.normed:
+        launch.launch(rebuild_normed_kernel, slots * problem.HV, args, constants, num_warps=4, num_stages=1)
+    else:
+        launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
+    return out
+
+
+def replay(problem: Problem, arrays: Arrays, x: launch.Views, out: Replayed, checkpoints, config: Config) -> None:
+    """Second launch: the states before every chunk and v - k_in S again."""
+    slots, C = out.tiles.shape[0], config.chunk
+    if not slots * problem.HV:
+        return
     args = (
         x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, out.decay, out.factors, out.states, out.r,
-        problem.T, problem.N, NT, problem.HV, launch.CHECKPOINT, *x.strides["v"],
+        problem.T, problem.N, -(-problem.T // C), problem.HV, launch.CHECKPOINT, *x.strides["v"],
     )  # fmt: skip
     constants = common(problem, config) | dict(
         BV=config.replay_block_v, ALIGN=x.align, HAS_INITIAL=problem.has_initial_state, STAGES=config.replay_stages,
     )  # fmt: skip
     grid = slots * problem.HV * -(-problem.V // config.replay_block_v)
     launch.launch(replay_kernel, grid, args, constants, num_warps=config.replay_warps, **limit(config))
-    return out
 
 
 def reverse(problem: Problem, arrays: Arrays, x: Replayed, solved, d_o, d_final, config: Config):
@@ -145,6 +160,7 @@ def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o
         constants = common(problem, config) | dict(
             BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
             HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], STAGES=config.product_stages,
+            NORMED=config.normed,
         )  # fmt: skip
         launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
     return out
@@ -168,7 +184,11 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
             BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
             HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
         )  # fmt: skip
-        launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
+        if config.normed:
+            few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
+            launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=max(1, padded(K) // 16), num_stages=1, **few)
+        else:
+            launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     if problem.group > 1:
         d_q, d_k = (w.view(B, T, H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     if d_A_log is not None:
@@ -198,8 +218,15 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
     d_final = None if d_final is None else d_final.contiguous()
     with launch.on_device(arrays.q):
         lower, solved, *rest = kept
-        y = Replayed(*rest) if problem.options.disable_recompute else replay(problem, arrays, x, lower, rest[0], config)
-        d_states, d_v, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
+        if problem.options.disable_recompute:
+            y = Replayed(*rest)
+            d_states, d_v, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
+        else:
+            y = rebuild(problem, arrays, x, lower, config)
+            with launch.beside(d_o) as aside:  # neither of the two fills the chip
+                d_states, d_v, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
+                with aside():
+                    replay(problem, arrays, x, y, rest[0], config)
         z = products(problem, arrays, y, lower, d_states, d_o, d_v, d_final, config)
         d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_o.dtype, config)
         restore(problem, arrays, y, d_o, d_v, d_initial, config)

@@ -1,0 +1,235 @@
+"""The forward of packed sequences with states of their own, in one kernel: a step is a chunk, whatever sequences it holds.
+
+A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found
+once, sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own
+state: a third of a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial
+one while the chunk's products are found, and a final one while the next chunks are at work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kdakit.backends.pallas_tpu.fused import (
+    Inputs,
+    Matrices,
+    Outputs,
+    Rows,
+    activate,
+    apply_matrices,
+    chunk_step,
+    group_matrices,
+    state_block,
+)
+from kdakit.backends.pallas_tpu.gate import Decays, activate_beta
+from kdakit.backends.pallas_tpu.heads import groups_of, read_heads, write_heads
+from kdakit.backends.pallas_tpu.intra import Factors, make_masks
+from kdakit.backends.pallas_tpu.sequences import Chunks, own_tokens
+from kdakit.backends.pallas_tpu.state import from_start, next_state, read_state, to_end
+from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
+
+LARGE = 2**20  # bytes
+
+
+class Scratch(NamedTuple):
+    state: Any  # [heads, V, K]
+    factors: Any  # [4, heads, C, K]: decays to the tokens, q_to, k_to, k_after; from and to the edges of block and sequence
+    blocks: Any  # [2, heads, blocks, K]: decay over each block's last sequence in it, and over its first
+    matrices: Any  # [2, groups, C, g C]: A_qk, inverse
+    arriving: Any  # [2, heads, .., ..]: initial states, in turns; [1, ..] if they are large
+    leaving: Any  # [heads, .., ..]: a final state
+    arrived: Any  # semaphores
+    left: Any
+    pending: Any  # [1] in SMEM: 1 while a final state is being copied
+
+
+def scratch_shapes(tile: Tile) -> Scratch:
+    state = (tile.heads, tile.V, tile.K)
+    outside = state if tile.state_v_first else (tile.heads, tile.K, tile.V)
+    slots = 2 if 4 * tile.heads * tile.V * tile.K <= LARGE else 1
+    return Scratch(
+        pltpu.VMEM(state, jnp.float32), pltpu.VMEM((4, tile.heads, tile.C, tile.K), jnp.float32),
+        pltpu.VMEM((2, tile.heads, tile.blocks, tile.K), jnp.float32),
+        pltpu.VMEM((2, tile.heads // tile.group, tile.C, tile.group * tile.C), jnp.dtype(tile.operand)),
+        pltpu.VMEM((slots, *outside), jnp.float32), pltpu.VMEM(outside, jnp.float32),
+        pltpu.SemaphoreType.DMA((slots,)), pltpu.SemaphoreType.DMA(()), pltpu.SMEM((1,), jnp.int32),
+    )  # fmt: skip
+
+
+class Step(NamedTuple):
+    """What a step is about: sequences begin .. end - 1 have tokens in the chunk, or lie in it with none."""
+
+    tile: Tile
+    inputs: Inputs
+    out: Outputs
+    kept: Scratch
+    starts: Any  # [N + 1]
+    token: Any  # the chunk's first
+    begin: Any
+    end: Any
+
+    def edges(self, sequence):
+        """The chunk's tokens low .. high - 1 are the sequence's."""
+        low, high = self.starts[sequence] - self.token, self.starts[sequence + 1] - self.token
+        return jnp.maximum(low, 0), jnp.minimum(high, self.tile.C)
+
+    def begins(self, sequence):
+        return self.starts[sequence] >= self.token
+
+    def ends(self, sequence):
+        return self.starts[sequence + 1] <= self.token + self.tile.C
+
+    def slot(self, sequence):
+        """The one that the last sequence but one has left; or the last, if there is but one."""
+        return lax.rem(sequence, self.slots)
+
+    @property
+    def slots(self) -> int:
+        return self.kept.arriving.shape[0]
+
+    def arrival(self, sequence):
+        """The copy of a sequence's initial state."""
+        slot = self.slot(sequence)
+        return pltpu.make_async_copy(self._own(self.inputs.initial, sequence), self.kept.arriving.at[slot], self.kept.arrived.at[slot])
+
+    def departure(self, sequence):
+        """The copy of a sequence's final state."""
+        return pltpu.make_async_copy(self.kept.leaving, self._own(self.out.final, sequence), self.kept.left)
+
+    def _own(self, states, sequence):
+        return states.at[sequence, pl.ds(pl.program_id(1) * self.tile.heads, self.tile.heads)]
+
+    def call(self, sequence, condition) -> None:
+        """Begin to copy its initial state."""
+        if self.inputs.initial is not None:
+            pl.when(condition)(lambda: self.arrival(sequence).start())
+
+    def leave(self, condition) -> None:
+        """Wait for the final state that is being copied, if there is one."""
+        pl.when(condition & (self.kept.pending[0] == 1))(lambda: self.departure(0).wait())
+
+
+def packed_kernel(tile: Tile, T: int, chunks: Chunks, inputs: dict, outputs: dict, scratch):
+    """Blocks by name, but states: all of them, in HBM."""
+    number, steps = pl.program_id(2), pl.num_programs(2)
+    token, begin, after = number * tile.C, chunks.first[number], chunks.first[number + 1]
+    N = chunks.starts.shape[0] - 1
+    end = after + jnp.where((after < N) & (chunks.starts[after] < token + tile.C), 1, 0)  # the next chunk's first has tokens here too
+    step = Step(tile, Inputs(**inputs), Outputs(**outputs), Scratch(*scratch), chunks.starts, token, begin, end)
+    inside = (end - begin == 1) & jnp.logical_not(step.begins(begin) | step.ends(begin))
+
+    @pl.when(number == 0)
+    def _():
+        step.kept.pending[0] = 0
+
+    @pl.when(inside)
+    def _():
+        chunk_step(replace(tile, ragged=False, segments=False), step.inputs, step.out, step.kept.state, Rows())
+
+    @pl.when(jnp.logical_not(inside))
+    def _():
+        step.call(begin, step.begins(begin))
+        if step.slots == 2:
+            step.call(begin + 1, begin + 1 < end)
+        _put_down(step, own_tokens(tile, T, None, number))
+        lax.fori_loop(begin, end, lambda sequence, _: _visit(step, sequence), None)
+
+    if step.out.final is not None:
+        step.leave(number == steps - 1)
+
+
+def _same_sequence(step: Step):
+    """[C, C] of 0/1: pairs of tokens of one sequence."""
+    C = step.tile.C
+    tokens = lax.broadcasted_iota(jnp.int32, (C, 1), 0), lax.broadcasted_iota(jnp.int32, (1, C), 1)
+
+    def count(sequence, found):
+        return tuple(x + jnp.where(token >= step.edges(sequence)[0], 1, 0) for x, token in zip(found, tokens, strict=True))
+
+    column, row = lax.fori_loop(step.begin + 1, step.end, count, tuple(jnp.zeros_like(x) for x in tokens))
+    return jnp.where(column == row, 1.0, 0.0)
+
+
+def _put_down(step: Step, valid) -> None:
+    """What a chunk's sequences share. Sums of gates stop where a sequence does."""
+    tile, inputs, kept, same = step.tile, step.inputs, step.kept, _same_sequence(step)
+    members = inputs.members[: 2 * tile.C].astype(jnp.float32)
+    near = jnp.concatenate([jnp.concatenate([same] * tile.pieces, axis=1)] * 2, axis=0)
+    heads = activate(tile, inputs, Rows(valid), (members * near).astype(jnp.bfloat16))
+    matrices = group_matrices(tile, groups_of(tile, heads), make_masks(tile, same), inputs.members[...])
+    for h, head in enumerate(heads):
+        d, x = head.d, head.x
+        for n, found in enumerate((d.to, x.q_to, x.k_to, x.k_after)):
+            kept.factors[n, h] = found
+        kept.blocks[0, h] = jnp.concatenate(d.block, axis=0)
+        kept.blocks[1, h] = jnp.concatenate([d.to[n : n + 1] * d.after[n : n + 1] for n in range(0, tile.C, BLOCK)], axis=0)
+    for n, own in enumerate(matrices):
+        for m, found in enumerate((own.A_qk, own.inverse)):
+            kept.matrices[m, n] = found.astype(kept.matrices.dtype)
+
+
+def _visit(step: Step, sequence) -> None:
+    tile, inputs, out, kept = step.tile, step.inputs, step.out, step.kept
+    low, high = step.edges(sequence)
+
+    @pl.when(step.begins(sequence))
+    def _():
+        if inputs.initial is not None:
+            step.arrival(sequence).wait()
+        for h in range(tile.heads):
+            given = None if inputs.initial is None else state_block(tile, kept.arriving[step.slot(sequence), h])
+            kept.state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if given is None else given
+
+    step.call(sequence + step.slots, sequence + step.slots < step.end)
+    pl.when(low < high)(lambda: _tokens(step, low, high))
+
+    if out.final is not None:
+
+        @pl.when(step.ends(sequence))
+        def _():
+            step.leave(True)
+            for h in range(tile.heads):
+                kept.leaving[h] = state_block(tile, kept.state[h])
+            step.departure(sequence).start()
+            kept.pending[0] = 1
+
+
+def _tokens(step: Step, low, high) -> None:
+    """Tokens low .. high - 1 of the chunk, all of one sequence, from the state before them to the one after; as `chunk_step`."""
+    tile, kept, state = step.tile, step.kept, step.kept.state
+    token = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
+    own = (token >= low) & (token < high)
+    v = read_heads(tile, step.inputs.v, own)
+    beta = jnp.where(own, activate_beta(tile, step.inputs.beta[0, 0].astype(jnp.float32)).T, 0.0)  # [C, heads]
+    decays = [_own_decays(tile, kept, h, low, high) for h in range(tile.heads)]
+    r, reads = [], []
+    for h, (before, _, _) in enumerate(decays):
+        _, q_to, k_to, _ = (kept.factors.at[n, h] for n in range(4))
+        from_k, from_q = read_state(tile, state[h], *(from_start(tile, x[...], before, own) for x in (k_to, q_to)))
+        r.append(beta[:, h : h + 1] * (v[h] - from_k))
+        reads.append(from_q)
+    matrices = [Matrices(kept.matrices[0, n], kept.matrices[1, n], None) for n in range(tile.heads // tile.group)]
+    v_new = apply_matrices(tile, matrices, "inverse", r)
+    within = apply_matrices(tile, matrices, "A_qk", v_new)
+    for h, (_, after, whole) in enumerate(decays):
+        k_end = to_end(tile, Factors(None, None, kept.factors[3, h], None), after, own)
+        state[h] = next_state(tile, state[h], whole, k_end, v_new[h])
+    write_heads(tile, step.out.o, [x + y for x, y in zip(reads, within, strict=True)], own)
+
+
+def _own_decays(tile: Tile, kept: Scratch, h: int, low, high) -> tuple[Decays, Decays, Any]:
+    """Of tokens low .. high - 1: blocks' decays as seen from the first token, and from the last; and over all of them, [1, K]."""
+    one, last = jnp.ones((1, tile.K), jnp.float32), high - 1
+    before, after, whole = [], [], kept.factors[0, h, pl.ds(last, 1), :]
+    for n in range(tile.blocks):
+        tail, head = (kept.blocks[m, h, n : n + 1, :] for m in range(2))
+        before.append(jnp.where(low < BLOCK * (n + 1), tail, one))
+        after.append(jnp.where(high > BLOCK * n, head, one))
+        whole = whole * jnp.where((low < BLOCK * (n + 1)) & (last >= BLOCK * (n + 1)), tail, one)
+    return Decays(None, None, None, tuple(before)), Decays(None, None, None, tuple(after)), whole

@@ -1,0 +1,105 @@
+"""One call, ready to be timed: forward, forward + backward or a decoding step, in PyTorch or JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kdakit.cli import checking
+from kdakit.problem import DIFFERENTIABLE
+
+GRAPH_CALLS = 20  # decoding steps in one CUDA graph
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """`call` starts `calls` calls and returns (o, final_state) of the last; `wait` returns when they have ended."""
+
+    call: Callable[[], Any]
+    wait: Callable[[], Any] = _nothing
+    gpu: bool = False  # timed by the GPU's own clock
+    calls: int = 1
+
+    def __call__(self):
+        out = self.call()
+        self.wait()
+        return out
+
+
+def torch_run(function, tensors, cotangents, mode: str) -> Run:
+    """`function(tensors)` is the public call. On a GPU decode goes through a CUDA graph, and 'eager' means the host's clock."""
+    import torch
+
+    gpu = tensors.q.device.type == "cuda"
+    wait = torch.cuda.synchronize if gpu else _nothing
+    if mode == "fwdbwd":
+        inputs = [x.requires_grad_() for x in (getattr(tensors, n) for n in DIFFERENTIABLE) if x is not None]
+
+        def forward_backward():
+            outputs = function(tensors)
+            torch.autograd.grad(outputs, inputs, cotangents)
+            return tuple(x.detach() for x in outputs)
+
+        return Run(forward_backward, wait, gpu)
+
+    def forward():
+        with torch.no_grad():
+            return function(tensors)
+
+    if gpu and mode == "decode":
+        return in_graph(forward)
+    return Run(forward, wait, gpu and mode != "eager")
+
+
+def in_graph(call) -> Run:
+    """GRAPH_CALLS calls captured once, so that what is timed is the GPU's work and not the host's."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            out = call()
+
+    def replay():
+        graph.replay()
+        return out
+
+    return Run(replay, torch.cuda.synchronize, True, GRAPH_CALLS)
+
+
+def jax_run(function, arrays, dtypes, cotangents, dtype: str) -> Run:
+    """Jitted, and waited for: JAX has no clock of the device to ask."""
+    import jax
+
+    with checking.jax_precision(dtype):
+        given = checking.to_jax(arrays, dtypes)
+    names = [n for n in DIFFERENTIABLE if getattr(given, n) is not None]
+    values = tuple(getattr(given, n) for n in names)
+
+    def forward(*values):
+        return tuple(function(given._replace(**dict(zip(names, values, strict=True)))))
+
+    def forward_backward(seeds, *values):
+        outputs, pullback = jax.vjp(forward, *values)
+        return outputs, pullback(tuple(d.astype(x.dtype) for d, x in zip(seeds, outputs, strict=True)))
+
+    step = jax.jit(forward if cotangents is None else forward_backward)
+    with checking.jax_precision(dtype):
+        leading = () if cotangents is None else (tuple(jax.numpy.asarray(d) for d in cotangents),)
+
+    def run():
+        with checking.jax_precision(dtype):
+            out = jax.block_until_ready(step(*leading, *values))
+        return out if cotangents is None else out[0]
+
+    return Run(run)

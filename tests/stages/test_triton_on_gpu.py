@@ -1,0 +1,367 @@
+"""The Triton kernels on a GPU, beyond the contract test: `make test-gpu`. Skipped, with the reason, where there is none.
+
+Poisoned workspaces, graph capture, more than 2^31 elements, two streams, torch.compile, autocast, activation checkpointing, what compiles
+when, and compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kdakit import torch as kt  # noqa: E402
+from kdakit.cases import CASES, FUSED, Case  # noqa: E402
+from kdakit.cli import checking  # noqa: E402
+from kdakit.problem import DIFFERENTIABLE  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="needs a GPU, and Triton's compiler"
+)
+BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True, "chunk_size": 64}
+MODEL = dict(H=2, HV=2, K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True, options=BOUNDED)
+CASES_HERE = {
+    case.name: case
+    for case in (
+        Case("model", "heads as models have them", T=600, **MODEL),
+        Case("model_packed", "the same, packed, with empty sequences", T=300, lengths=(0, 130, 5, 165, 0), **MODEL),
+        Case("model_softplus", "any gate", T=200, **MODEL | dict(options=FUSED | {"chunk_size": 64})),
+        CASES["odd_sizes"],
+        CASES["varlen_many"],
+    )
+}
+
+
+def inputs(name, dtype="bfloat16", grad=False):
+    """A case, its tensors and its cotangents on the GPU."""
+    case = CASES_HERE[name]
+    x = checking.to_torch(case.arrays(dtype), case.dtypes(dtype), "cuda")
+    d_o, d_final = (torch.as_tensor(d).cuda() for d in case.cotangents(dtype))
+    for field in DIFFERENTIABLE if grad else ():
+        if getattr(x, field) is not None:
+            getattr(x, field).requires_grad_()
+    return case, x, (d_o.to(x.v.dtype), d_final.float())
+
+
+def call(case, x, op="chunk"):
+    return checking.call("torch", "triton_gpu", case, op)(x)
+
+
+def train(case, x, cotangents):
+    """Outputs and the gradients of everything."""
+    out = call(case, x)
+    leaves = [getattr(x, n) for n in DIFFERENTIABLE if getattr(x, n) is not None]
+    return [*(o.detach() for o in out), *torch.autograd.grad(out, leaves, cotangents)]
+
+
+def same(results, others):
+    return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
+
+
+@pytest.mark.parametrize("name", ["one", "packed", "softplus", "tall"])
+def test_sequences_in_parts(name):
+    """Few heads and long sequences: scanned in parts, forward and gradients against float64."""
+    from kdakit.backends.triton_gpu import chip_of, config
+
+    changes = {
+        "one": dict(T=2500), "packed": dict(T=6000, lengths=(2500, 0, 70, 3430)),
+        "softplus": dict(T=2500, options=FUSED | {"chunk_size": 64}), "tall": dict(T=2500, K=64, options=BOUNDED | {"state_v_first": True}),
+    }[name]  # fmt: skip
+    case = Case(f"parts_{name}", "long", **MODEL | dict(H=1, HV=1) | changes)
+    problem = case.problem("bfloat16", needs_grad=True)
+    chosen = config.choose(problem, chip_of("cuda"))
+    if not chosen.split:
+        pytest.skip("sequences are not split on this chip")
+    assert config.parts(problem, chosen) > 1
+    rows = checking.check("triton_gpu", case, "bfloat16")
+    assert all(r.ok for r in rows), rows
+
+
+class Poisoned:
+    """Every tensor that torch.empty makes is full of NaN and lies between borders of NaN."""
+
+    BORDER = 1024
+
+    def __init__(self, monkeypatch):
+        self.pools = []
+        self.empty = torch.empty
+        monkeypatch.setattr(torch, "empty", self.make)
+        monkeypatch.setattr(torch, "empty_like", lambda x: self.make(x.shape, dtype=x.dtype, device=x.device))
+
+    def make(self, shape, *, dtype=torch.float32, device=None):
+        shape = tuple(shape)
+        number = torch.Size(shape).numel()
+        pool = self.empty(number + 2 * self.BORDER, dtype=dtype, device=device).fill_(float("nan"))
+        self.pools.append(pool)
+        return pool[self.BORDER : self.BORDER + number].view(shape)
+
+    def intact(self):
+        return all(p[: self.BORDER].isnan().all() and p[-self.BORDER :].isnan().all() for p in self.pools)
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, "bfloat16") for name in CASES_HERE), ("odd_sizes", "float32"), ("varlen_many", "float16")]
+)
+def test_poisoned_workspaces(name, dtype, monkeypatch):
+    """What is in a workspace before a call, or beside it, does not matter, and what is beside it stays."""
+    case, x, cotangents = inputs(name, dtype, grad=True)
+    want = train(case, x, cotangents)
+    decoded = [o.detach() for o in call(case, x, "recurrent")]
+    with monkeypatch.context() as patch:
+        memory = Poisoned(patch)
+        got = train(case, x, cotangents)
+        assert len(memory.pools) > 10, "the workspaces were not made by torch.empty"
+        kept = replace(case, options=case.options | {"disable_recompute": True})
+        keeping = train(kept, x, cotangents)
+        again = call(case, x, "recurrent")
+    assert memory.intact()
+    assert same(got, want) and same(keeping, want) and same(again, decoded)
+    memory.pools[0][0] = 0
+    assert not memory.intact()
+
+
+def captured(function):
+    """function() in a CUDA graph, after it has been called: () -> its results again."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+
+    def replay():
+        for x in out:
+            x.zero_()
+        graph.replay()
+        return out
+
+    return replay
+
+
+@pytest.mark.parametrize("what", ["forward", "training", "decode"])
+@pytest.mark.parametrize("name", ["model", "model_packed", "model_softplus"])
+def test_graph_capture(name, what):
+    """A captured call computes from what its inputs, cu_seqlens included, hold when it is replayed."""
+    case, x, cotangents = inputs(name, grad=what == "training")
+    calls = {"forward": lambda: call(case, x), "training": lambda: train(case, x, cotangents), "decode": lambda: call(case, x, "recurrent")}
+    run = calls[what]
+    replay = captured(run)
+    first = [o.clone() for o in replay()]
+    assert same(first, run())
+    with torch.no_grad():
+        for field in ("q", "v", "g"):
+            getattr(x, field).copy_(getattr(x, field).flip(1))
+        if x.cu_seqlens is not None:
+            x.cu_seqlens.copy_(torch.tensor([0, 64, 64, 191, 290, 300]))
+    second = [o.clone() for o in replay()]
+    assert same(second, run()) and not same(second[:1], first[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_decoding_in_place(T, dtype):
+    """One launch of T tokens that moves the state on, captured: replays go on from where the last one ended."""
+    from kdakit.backends.triton_gpu import launch
+
+    case, x, _ = inputs("model")
+    x = x._replace(**{n: getattr(x, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")})
+    options = {n: o for n, o in case.call_options.items() if n not in ("chunk_size", "safe_gate")}
+    named = {n: a for n, a in x._asdict().items() if a is not None and n != "initial_state"}
+    states = [x.initial_state.to(dtype) for _ in range(2)]
+
+    def step(state, in_place):
+        return kt.fused_recurrent_kda(**named, **options, initial_state=state, inplace_final_state=in_place, backend="triton_gpu")
+
+    with launch.recording() as recorded:
+        step(states[0].clone(), True)
+    assert len(recorded) == 1
+    mine = states[0].clone()
+    replay = captured(lambda: step(mine, True)[:1])
+    mine.copy_(states[0])
+    for _ in range(3):
+        (o,) = replay()
+        want, states[1] = step(states[1], False)
+        assert torch.equal(o, want) and torch.equal(mine, states[1])
+    assert not torch.equal(mine, states[0])
+
+
+def test_more_than_2_to_the_31_elements():
+    """The second row of a batch, all of it past the 2^31st element of every tensor or reaching there, has the bits that it has alone."""
+    B, T, H, K = 2, 90112, 96, 128
+    if torch.cuda.mem_get_info()[0] < 75 * 2**30:
+        pytest.skip("needs 75 GiB of free GPU memory")
+    assert B * T * H * K > 2**31
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
+
+    x = [normal(B, T, H, K) for _ in range(4)] + [normal(B, T, H)]
+    d_o = normal(B, T, H, K)
+    options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0, safe_gate=True)
+
+    def run(rows):
+        leaves = [a[rows].detach().requires_grad_() for a in x]
+        o, _ = kt.chunk_kda(*leaves, **options, backend="triton_gpu")
+        gradients = torch.autograd.grad(o, leaves, d_o[rows])
+        return [a[-1, -4096:].clone() for a in (o.detach(), *gradients)]
+
+    both = run(slice(0, 2))
+    torch.cuda.empty_cache()
+    alone = run(slice(1, 2))
+    assert same(both, alone) and all(a.isfinite().all() and a.any() for a in alone)
+    del both, alone
+    torch.cuda.empty_cache()
+
+
+def test_two_streams_and_two_threads():
+    """Calls on two streams, from a thread each, disturb neither each other nor the cache of compiled kernels."""
+    names = ("model", "model_packed")
+    work = [inputs(name, grad=True) for name in names]
+    want = [train(*w) for w in work]
+    torch.cuda.synchronize()
+    failed = []
+
+    def loop(index):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(30):
+                got = train(*work[index])
+                stream.synchronize()
+                if not same(got, want[index]):
+                    failed.append(names[index])
+
+    threads = [threading.Thread(target=loop, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("name", ["model", "model_packed"])
+def test_compile(name):
+    case, x, cotangents = inputs(name, grad=True)
+    want = train(case, x, cotangents)
+    public = checking.call("torch", "triton_gpu", case, "chunk")
+    compiled = torch.compile(lambda *a: public(type(x)(*a)), fullgraph=True)
+    out = compiled(*x)
+    leaves = [getattr(x, n) for n in DIFFERENTIABLE if getattr(x, n) is not None]
+    assert same([*(o.detach() for o in out), *torch.autograd.grad(out, leaves, cotangents)], want)
+
+
+def test_autocast_and_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+
+    case, x, cotangents = inputs("model", grad=True)
+    want = train(case, x, cotangents)
+    public = checking.call("torch", "triton_gpu", case, "chunk")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert same(train(case, x, cotangents), want)
+        mixed = public(x._replace(q=x.q.float()))
+    assert mixed[0].dtype == torch.bfloat16 and same(mixed, want[:2])
+    out = checkpoint(lambda *a: public(type(x)(*a)), *x, use_reentrant=False)
+    leaves = [getattr(x, n) for n in DIFFERENTIABLE if getattr(x, n) is not None]
+    assert same(torch.autograd.grad(out, leaves, cotangents), want[2:])
+
+
+def test_auto_takes_these_kernels():
+    """A user who names no backend gets the Triton kernels, forward and backward, for all that the contract names."""
+    from kdakit import dispatch
+
+    for name, case in CASES.items():
+        for dtype in ("bfloat16", "float16", "float32"):
+            problem = case.problem(dtype, needs_grad=True)
+            assert dispatch.select("torch", problem, torch.device("cuda")).__name__.endswith("triton_gpu"), (name, dtype)
+
+
+@pytest.mark.parametrize("name", ["model", "model_softplus"])
+def test_later_lengths_compile_nothing(name):
+    import triton
+
+    def run(T):
+        case = replace(CASES_HERE[name], T=T)
+        x = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cuda")
+        for field in DIFFERENTIABLE:
+            getattr(x, field).requires_grad_()
+        out = call(case, x)
+        torch.autograd.grad([o.float().sum() for o in out], [getattr(x, n) for n in DIFFERENTIABLE])
+        with torch.no_grad():
+            call(case, x)
+            call(case, x, "recurrent")
+
+    compiled = []
+    kept = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = lambda *, metadata, **_: compiled.append(metadata["name"])
+    try:
+        run(200)
+        run(8300)
+        compiled.clear()
+        for T in (1, 2, 17, 63, 64, 65, 500, 1024, 4099):
+            run(T)
+        assert not compiled
+        triton.knobs.compilation.listener = kept
+    finally:
+        triton.knobs.compilation.listener = kept
+
+
+SANITIZED = """
+import sys
+sys.path[:0] = {path!r}
+import torch
+import test_triton_on_gpu as here
+for name in {names!r}:
+    case, x, cotangents = here.inputs(name, {dtype!r}, grad=True)
+    here.train(case, x, cotangents)
+    here.call(case, x, "recurrent")
+torch.cuda.synchronize()
+print("done")
+"""
+PLANTED = """
+import torch, triton
+import triton.language as tl
+import importlib.util, sys, tempfile, os
+source = "import triton\\nimport triton.language as tl\\n@triton.jit\\ndef bad(p):\\n    tl.store(p + 100000000 + tl.arange(0, 32), 1.0)\\n"
+path = os.path.join(tempfile.mkdtemp(), "bad_kernel.py")
+open(path, "w").write(source)
+spec = importlib.util.spec_from_file_location("bad_kernel", path)
+module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
+module.bad[(1,)](torch.zeros(32, device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+def sanitize(tool, program):
+    """compute-sanitizer over a Python program; allocations are not cached, so that it knows where tensors end."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer was not found")
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", "--target-processes", "all", sys.executable, "-c", program]
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
+@pytest.mark.parametrize("tool, names, dtype", [
+    ("memcheck", ("model_packed", "model_softplus", "odd_sizes", "varlen_many"), "bfloat16"), ("memcheck", ("odd_sizes",), "float32"),
+    ("racecheck", ("model_packed",), "bfloat16"),
+])  # fmt: skip
+def test_sanitizer(tool, names, dtype):
+    for name in names:  # compiled before the sanitizer slows the host down
+        train(*inputs(name, dtype, grad=True))
+        call(*inputs(name, dtype)[:2], "recurrent")
+    path = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(kt.__file__))]
+    done = sanitize(tool, SANITIZED.format(path=path, names=names, dtype=dtype))
+    assert done.returncode == 0 and "done" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_sanitizer_sees_a_planted_error():
+    assert sanitize("memcheck", PLANTED).returncode != 0
