@@ -29,8 +29,8 @@ def test_kernels_compile(target):
         done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 3 * len(POOLS)
-    assert {r["kernel"] for r in rows} == {"pooled_kernel", "commit_kernel"}
+    assert len(rows) == 6 * len(POOLS)
+    assert {r["kernel"] for r in rows} == {"decode_kernel", "tokens_kernel", "draft_kernel", "commit_kernel"}
     for row in rows:
         assert row["shared"] <= row["limit"] and (row["stack"] <= STACK or row["K"] > 128), row
 
@@ -72,6 +72,7 @@ def compile_all(target: str) -> None:
 
     driver.set_active(Driver())
     JITFunction.run = compile_only
+    pool_launch.chained = lambda device: chip.wgmma
     launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)
     for dtype, feedback, v_first, size, V in POOLS:
         case = Case("offline", "", B=2, T=4, H=2, HV=2, K=size, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True,
@@ -81,9 +82,12 @@ def compile_all(target: str) -> None:
         problem = case.problem("bfloat16", op="recurrent")
         pool = StatePool(2, 2, size, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback)
         slots = torch.zeros(2, dtype=torch.int64)
-        pool_launch.decode(problem, arrays, pool, slots, None)
-        _, generation, log = pool_launch.verify(problem, arrays, pool, slots, None)
-        pool_launch.commit(pool, Draft(None, slots, generation, log, {}, None, 4), slots)
+        config = configs.choose(problem, chip)
+        pool_launch.decode(problem, arrays, pool, slots, config)
+        _, generation, log = pool_launch.verify(problem, arrays, pool, slots, config)
+        draft = Draft(None, slots, generation, log, {}, None, 4)
+        pool_launch.verify(problem, arrays, pool, slots, config, (draft, slots))
+        pool_launch.commit(pool, draft, slots)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The token recurrence over a pool of states: decode in place, drafts without a state for each, and the replay of what was accepted."""
+"""The token recurrence over a pool of states, in place; and what every kernel over a pool does: whose row it is, a state in and out."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
+from kdakit.backends.triton_gpu.gate import log2_decay, write_strength
+from kdakit.backends.triton_gpu.recurrent import delta_rule
 from kdakit.backends.triton_gpu.tile import narrow, state_offsets
 
 LARGEST = tl.constexpr(127.0)
@@ -15,17 +16,22 @@ LISTED = tl.constexpr(128)  # slots compared at a time
 
 
 @triton.jit
-def owner_of(p_slots, p_generation, i_n, CAPACITY):
-    """The slot of row n and its generation; -1 for a row to skip: no slot, a free one, or one that an earlier row has named."""
+def slot_of(p_slots, i_n, CAPACITY):
+    """The slot of row n, and whether there is one. Its state may be read at once: who owns it takes longer to find out."""
     slot = tl.load(p_slots + i_n).to(tl.int64)
-    inside = (slot >= 0) & (slot < CAPACITY)
+    return slot, (slot >= 0) & (slot < CAPACITY)
+
+
+@triton.jit
+def owner_of(p_slots, p_generation, i_n, slot, inside):
+    """The generation of row n's slot; -1 for a row to skip: no slot, a free one, or one that an earlier row has named."""
     generation = tl.load(p_generation + slot, mask=inside, other=0)
     earlier = 0
     for start in range(0, i_n, LISTED):
         o_n = start + tl.arange(0, LISTED)
         other = tl.load(p_slots + o_n, mask=o_n < i_n, other=-1).to(tl.int64)
         earlier += tl.sum((other == slot).to(tl.int32), 0)
-    return slot, tl.where(inside & (generation % 2 == 1) & (earlier == 0), generation, -1)
+    return tl.where(inside & (generation % 2 == 1) & (earlier == 0), generation, -1)
 
 
 @triton.jit
@@ -78,63 +84,33 @@ def store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, 
     return b_S, b_scale
 
 
-@triton.jit
-def replay(p_log_k, p_log_decay, p_log_u, i_n, i_h, T, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K: tl.constexpr, V: tl.constexpr):
-    """S <- Diag(e^g) S + k u^T  for the first `accepted` tokens of the log, in order; each token is loaded while the one before runs."""
-    i_t = i_n * T * HV + i_h
-    p_k = p_log_k + i_t * K + o_k
-    p_decay = p_log_decay + i_t * K + o_k
-    p_u = p_log_u + i_t * V + o_v
-    any_left = accepted > 0
-    b_k = tl.load(p_k, mask=m_k & any_left, other=0.0)  # [KP]
-    b_decay = tl.load(p_decay, mask=m_k & any_left, other=1.0)  # [KP]
-    b_u = tl.load(p_u, mask=m_v & any_left, other=0.0)  # [BV]
-    for t in range(accepted):
-        p_k += HV * K
-        p_decay += HV * K
-        p_u += HV * V
-        more = t + 1 < accepted
-        b_k_next = tl.load(p_k, mask=m_k & more, other=0.0)
-        b_decay_next = tl.load(p_decay, mask=m_k & more, other=1.0)
-        b_u_next = tl.load(p_u, mask=m_v & more, other=0.0)
-        b_S = tl.fma(b_u[:, None], b_k[None, :], b_S * b_decay[None, :])
-        b_scale = b_scale * b_decay
-        b_k, b_decay, b_u = b_k_next, b_decay_next, b_u_next
-    return b_S, b_scale
-
-
-@triton.jit(do_not_specialize=["T", "T_past", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt",
+@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt",
                                "s_kh", "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
-def pooled_kernel(
+def decode_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, p_states, p_scales, p_residual, p_slots, p_generation,
-    p_log_k, p_log_decay, p_log_u, p_log_generation, p_past_k, p_past_decay, p_past_u, p_past_generation, p_accepted,
-    T, T_past, H, HV, CAPACITY, scale, lower_bound,
+    T, H, HV, CAPACITY, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
-    FEEDBACK: tl.constexpr, DRAFT: tl.constexpr, PAST: tl.constexpr, SINGLE: tl.constexpr,
+    FEEDBACK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """S <- Diag(e^g) S;  u = beta (v - S^T k);  o = scale (S^T q + u k^T q);  S <- S + k u^T,  token by token, S^T [BV, KP] in float32
-    registers.
+    """`delta_rule` token by token on the state of slot slots[n], S^T [BV, KP] in float32 registers.
 
-    S is the state of slot slots[n]. Without DRAFT it is written back; with DRAFT k, e^g and u of every token are written instead. With PAST
-    the accepted tokens of an earlier draft of the same slots are replayed first, and that state is written back.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. SINGLE: T = 1.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
-    i_p = tl.program_id(0).to(tl.int64)
+    i_p = tl.program_id(0)
     i_v, i_nh = i_p % NV, i_p // NV
-    i_n, i_h = i_nh // HV, i_nh % HV
-    i_hk = i_h // (HV // H)
-    slot, generation = owner_of(p_slots, p_generation, i_n, CAPACITY)
-    taken = generation >= 0
+    i_n, i_h = (i_nh // HV).to(tl.int64), (i_nh % HV).to(tl.int64)
+    i_hk = (i_nh % HV // (HV // H)).to(tl.int64)
+    slot, inside = slot_of(p_slots, i_n, CAPACITY)
     o_k = tl.arange(0, KP)
-    o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
+    o_v = i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
-    m_state = m_v[:, None] & m_k[None, :] & taken
+    m_state = m_v[:, None] & m_k[None, :]
     o_state = state_offsets(slot * HV + i_h, o_v, o_k, K, V, V_FIRST)
     o_scale = ((slot * HV + i_h) * K + o_k) * NV + i_v
-    b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k & taken, FEEDBACK)
+    b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & inside, m_k & inside, FEEDBACK)
     p_q += (i_n * s_qb + i_hk * s_qh) * ALIGN + o_k
     p_k += (i_n * s_kb + i_hk * s_kh) * ALIGN + o_k
     p_g += (i_n * s_gb + i_h * s_gh) * ALIGN + o_k
@@ -145,24 +121,12 @@ def pooled_kernel(
     b_g = tl.load(p_g, mask=m_k, other=0.0)  # [KP]
     b_v = tl.load(p_v, mask=m_v, other=0.0)  # [BV]
     b_beta = tl.load(p_beta)
-    i_t = i_n * T * HV + i_h
-    p_o += i_t * V + o_v
+    p_o += (i_n * T * HV + i_h) * V + o_v
     a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    if PAST:
-        accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T_past)
-        accepted = tl.where(taken & (tl.load(p_past_generation + i_n) == generation), accepted, 0)
-        if accepted > 0:
-            b_S, b_scale = replay(p_past_k, p_past_decay, p_past_u, i_n, i_h, T_past, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V)
-            b_S, b_scale = store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, b_S, b_scale, FEEDBACK)
-    if DRAFT:
-        tl.store(p_log_generation + i_n, generation, mask=(i_h == 0) & (i_v == 0))
-        p_log_k += i_t * K + o_k
-        p_log_decay += i_t * K + o_k
-        p_log_u += i_t * V + o_v
-    m_log = m_k & (i_v == 0)
+    taken = owner_of(p_slots, p_generation, i_n, slot, inside) >= 0
     for t in range(1 if SINGLE else T):
         b_q_now, b_k_now, b_g_now, b_v_now = b_q.to(tl.float32), b_k.to(tl.float32), b_g.to(tl.float32), b_v.to(tl.float32)
         b_beta_now = write_strength(b_beta.to(tl.float32), BETA)
@@ -178,57 +142,10 @@ def pooled_kernel(
             b_g = tl.load(p_g, mask=m_k & more, other=0.0)
             b_v = tl.load(p_v, mask=m_v & more, other=0.0)
             b_beta = tl.load(p_beta, mask=more, other=0.0)
-        # Norms and scale are numbers, not vectors: q and k stay as they came, and u carries the norm of k.
-        scale_q, norm_k = scale, 1.0
-        if L2NORM:
-            scale_q = scale * inverse_norm(tl.sum(b_q_now * b_q_now, 0))
-            norm_k = inverse_norm(tl.sum(b_k_now * b_k_now, 0))
         b_decay = tl.exp2(log2_decay(b_g_now, b_bias, a, lower_bound, GATE, True, False))
-        b_S = b_S * b_decay[None, :]
+        b_o, b_S = delta_rule(b_S, b_q_now, b_k_now, b_v_now, b_beta_now, b_decay, scale, L2NORM)
         b_scale = b_scale * b_decay
-        b_read_k = tl.sum(b_S * b_k_now[None, :], 1) * norm_k  # [BV]
-        b_read_q = tl.sum(b_S * b_q_now[None, :], 1)  # [BV]
-        b_u = (b_beta_now * norm_k) * (b_v_now - b_read_k)  # [BV]
-        b_o = tl.where(taken, (b_read_q + b_u * tl.sum(b_k_now * b_q_now, 0)) * scale_q, 0.0)  # [BV]
-        b_S = tl.fma(b_u[:, None], b_k_now[None, :], b_S)
+        b_o = tl.where(taken, b_o, 0.0)
         tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
-        if DRAFT:
-            tl.store(p_log_k, b_k_now, mask=m_log)
-            tl.store(p_log_decay, b_decay, mask=m_log)
-            tl.store(p_log_u, b_u, mask=m_v)
-            p_log_k += HV * K
-            p_log_decay += HV * K
-            p_log_u += HV * V
         p_o += HV * V
-    if not DRAFT:
-        store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k & taken, b_S, b_scale, FEEDBACK)
-
-
-@triton.jit(do_not_specialize=["T", "HV"])
-def commit_kernel(
-    p_states, p_scales, p_residual, p_slots, p_generation, p_accepted, p_log_k, p_log_decay, p_log_u, p_log_generation,
-    T, HV,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, FEEDBACK: tl.constexpr,
-):  # fmt: skip
-    """S <- Diag(e^g) S + k u^T  for the first accepted[n] tokens of the log, in order: what decoding them leaves.
-
-    Skipped: rows that `pooled_kernel` skipped, and slots that have changed hands since. Grid as there.
-    """
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_p = tl.program_id(0).to(tl.int64)
-    i_v, i_nh = i_p % NV, i_p // NV
-    i_n, i_h = i_nh // HV, i_nh % HV
-    accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T)
-    drafted = tl.load(p_log_generation + i_n)
-    slot = tl.load(p_slots + i_n).to(tl.int64)
-    generation = tl.load(p_generation + slot, mask=drafted >= 0, other=0)
-    if (accepted > 0) & (drafted >= 0) & (generation == drafted):
-        o_k = tl.arange(0, KP)
-        o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
-        m_k, m_v = o_k < K, o_v < V
-        m_state = m_v[:, None] & m_k[None, :]
-        o_state = state_offsets(slot * HV + i_h, o_v, o_k, K, V, V_FIRST)
-        o_scale = ((slot * HV + i_h) * K + o_k) * NV + i_v
-        b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, FEEDBACK)
-        b_S, b_scale = replay(p_log_k, p_log_decay, p_log_u, i_n, i_h, T, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V)
-        store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, b_S, b_scale, FEEDBACK)
+    store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & taken, m_k & taken, b_S, b_scale, FEEDBACK)

@@ -1,7 +1,8 @@
-"""Host side of the pooled kernels: one launch a call, and no value on the device is looked at."""
+"""Host side of the pooled kernels: no value on the device is looked at."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,87 +10,148 @@ import torch
 import triton
 
 from kdakit.backends.triton_gpu import launch as launches
-from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, chip_of, padded
+from kdakit.backends.triton_gpu.draft_kernels import commit_kernel, draft_kernel, tokens_kernel
 from kdakit.backends.triton_gpu.launch import contiguous_parameters, on_device, views
-from kdakit.backends.triton_gpu.pool_kernels import commit_kernel, pooled_kernel
+from kdakit.backends.triton_gpu.pool_kernels import decode_kernel
 from kdakit.problem import Arrays, Problem
+from kdakit.serving.arguments import SCALE_GROUP
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a call is cut. Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
+    """How a call is cut, for up to 128 key channels; with more a program takes fewer value channels."""
 
-    block_v: int = 32
-    warps: int = 2
+    block_v: int
+    warps: int
 
 
 # By call and layout, from benchmarks/serving_check.py on an H200, H = 32, K = V = 128.
 CUTS = {
-    ("decode", False): Cut(32, 2), ("verify", False): Cut(32, 1), ("advance", False): Cut(32, 1), ("commit", False): Cut(32, 2),
-    ("decode", True): Cut(16, 1), ("verify", True): Cut(16, 1), ("advance", True): Cut(16, 1), ("commit", True): Cut(16, 1),
+    ("decode", False): Cut(32, 2), ("verify", False): Cut(32, 1), ("advance", False): Cut(32, 1), ("commit", False): Cut(64, 4),
+    ("decode", True): Cut(16, 1), ("verify", True): Cut(64, 4), ("advance", True): Cut(64, 4), ("commit", True): Cut(64, 4),
 }  # fmt: skip
-CUT_8_BIT = Cut()
+TOKEN_WARPS = 1
 
 
 def cut_for(call: str, pool: Any) -> Cut:
-    return CUT_8_BIT if pool.sizes.dtype == "int8" else CUTS[call, pool.sizes.state_v_first]
+    """Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
+    s = pool.sizes
+    if s.dtype == "int8":
+        return Cut(SCALE_GROUP, 2)
+    cut = CUTS[call, s.state_v_first]
+    return Cut(max(16, min(cut.block_v * 128 // max(128, padded(s.K)), padded(s.V))), cut.warps)
+
+
+def padded_tokens(tokens: int) -> int:
+    """4 or 8: a draft's length as the kernels are compiled for it."""
+    return max(4, triton.next_power_of_2(tokens))
+
+
+@functools.lru_cache
+def chained(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended: on NVIDIA's GPUs from Hopper on."""
+    return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
+
+
+def _chain(chain: bool) -> dict[str, Any]:
+    return {"launch_pdl": True} if chain else {}
 
 
 class Log(NamedTuple):
-    """Of each draft token, float32."""
+    """Of each draft token."""
 
     k: torch.Tensor  # [N, T, HV, K] as it came
-    decay: torch.Tensor  # [N, T, HV, K]
-    u: torch.Tensor  # [N, T, HV, V], divided by k's norm
+    decay: torch.Tensor  # [N, T, HV, K] float32
+    u: torch.Tensor  # [N, T, HV, V] float32, divided by k's norm
 
 
 def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config) -> torch.Tensor:
-    return _run(problem, arrays, pool, slots, cut_for("decode", pool))
-
-
-def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
-    """o, the generation of each row's slot (-1: skipped), and the log. past: an earlier draft of these slots and what of it is accepted."""
-    p, device = problem, slots.device
-    key, value = (p.N, p.T, p.HV, p.K), (p.N, p.T, p.HV, p.V)
-    log = Log(*(torch.empty(shape, device=device) for shape in (key, key, value)))
-    generation = torch.empty(p.N, dtype=torch.int32, device=device)
-    cut = cut_for("verify" if past is None else "advance", pool)
-    return _run(problem, arrays, pool, slots, cut, log, generation, past), generation, log
-
-
-def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
-    s, storage = pool.sizes, pool.storage
-    N, T, HV, V = draft.log.u.shape
-    cut = cut_for("commit", pool)
-    args = (storage.states, storage.scales, storage.residual, draft.slots.contiguous(), pool.generation, accepted.contiguous(),
-            *draft.log, draft.generation, T, HV)  # fmt: skip
-    constants = dict(K=s.K, V=V, KP=triton.next_power_of_2(s.K), BV=cut.block_v, V_FIRST=s.state_v_first, FEEDBACK=s.feedback)
-    grid = N * HV * -(-V // cut.block_v)
-    if grid:
-        with on_device(storage.states):
-            launches.launch(commit_kernel, grid, args, constants, num_warps=cut.warps)
-
-
-def _run(problem: Problem, arrays: Arrays, pool: Any, slots, cut: Cut, log: Log | None = None, generation=None, past=None):
-    o, storage = problem.options, pool.storage
+    """One launch."""
+    o, storage, cut = problem.options, pool.storage, cut_for("decode", pool)
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
     if grid == 0 or problem.T == 0:
         return out
-    before = (None,) * 5 if past is None else (*past[0].log, past[0].generation, past[1].contiguous())
     args = (
         x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, storage.states, storage.scales, storage.residual,
-        slots.contiguous(), pool.generation, *(log or (None, None, None)), generation, *before,
-        problem.T, 0 if past is None else past[0].tokens, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
+        slots.contiguous(), pool.generation, problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["v"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
-    constants = dict(
+    constants = _activations(problem) | dict(
         K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v, ALIGN=x.align, V_FIRST=pool.sizes.state_v_first,
-        GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
-        FEEDBACK=pool.sizes.feedback, DRAFT=log is not None, PAST=past is not None, SINGLE=problem.T == 1,
+        FEEDBACK=pool.sizes.feedback, SINGLE=problem.T == 1,
     )  # fmt: skip
     with on_device(arrays.q):
-        launches.launch(pooled_kernel, grid, args, constants, num_warps=cut.warps)
+        launches.launch(decode_kernel, grid, args, constants, num_warps=cut.warps)
     return out
+
+
+def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
+    """o, the generation of each row's slot (-1: skipped), and the log. past: an earlier draft of these slots and what of it is accepted.
+
+    Two launches, the first of which looks at no state.
+    """
+    p, device = problem, slots.device
+    arrays, slots = contiguous_parameters(arrays), slots.contiguous()
+    x = views(arrays)
+    key, value = (p.N, p.T, p.HV, p.K), (p.N, p.T, p.HV, p.V)
+    log = Log(torch.empty(key, dtype=x.k.dtype, device=device), torch.empty(key, device=device), torch.empty(value, device=device))
+    generation = torch.empty(p.N, dtype=torch.int32, device=device)
+    out = torch.empty(value, dtype=x.v.dtype, device=device)
+    if out.numel() == 0:
+        return out, generation.fill_(-1), log
+    sizes = dict(K=p.K, KP=padded(p.K), TP=padded_tokens(p.T), ALIGN=x.align, CHAINED=chained(device))
+    with on_device(arrays.q):
+        made = _tokens(p, arrays, x, pool, slots, generation, log, sizes)
+        _draft(p, x, pool, slots, made, generation, log, out, past, sizes, config)
+    return out, generation, log
+
+
+def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, generation, log: Log, sizes: dict[str, Any]):
+    """The vectors that meet the states, and the coefficients: see `tokens_kernel`."""
+    o, rows, TP = problem.options, problem.N * problem.HV, sizes["TP"]
+    vectors = torch.empty((rows, TP, 2, sizes["KP"]), device=x.k.device)
+    coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
+    args = (
+        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, slots, pool.generation, log.k, log.decay, generation, vectors, coefficients,
+        problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
+        *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
+    )  # fmt: skip
+    launches.launch(tokens_kernel, rows, args, sizes | _activations(problem), num_warps=TOKEN_WARPS, **_chain(sizes["CHAINED"]))
+    return vectors, coefficients
+
+
+def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, out, past, sizes: dict[str, Any], config: Config) -> None:
+    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool)
+    before = (None,) * 5 if past is None else (*past[0].log, past[0].generation, past[1].contiguous())
+    tokens = 0 if past is None else past[0].tokens
+    args = (x.v, out, storage.states, storage.scales, storage.residual, slots, pool.generation, *made, log.u, generation, *before,
+            problem.T, tokens, problem.HV, pool.capacity, *x.strides["v"])  # fmt: skip
+    constants = sizes | dict(
+        V=problem.V, BV=cut.block_v, PAST=padded_tokens(tokens) if past else 0, V_FIRST=pool.sizes.state_v_first,
+        FEEDBACK=pool.sizes.feedback, PRODUCT="sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32",
+    )  # fmt: skip
+    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
+    launches.launch(draft_kernel, grid, args, constants, num_warps=cut.warps, **_chain(sizes["CHAINED"]))
+
+
+def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
+    """One launch."""
+    s, storage, cut = pool.sizes, pool.storage, cut_for("commit", pool)
+    N, T, HV, V = draft.log.u.shape
+    args = (storage.states, storage.scales, storage.residual, draft.slots.contiguous(), pool.generation, accepted.contiguous(),
+            *draft.log, draft.generation, T, HV)  # fmt: skip
+    chain = chained(storage.states.device)
+    constants = dict(K=s.K, V=V, KP=triton.next_power_of_2(s.K), BV=cut.block_v, TP=padded_tokens(T), V_FIRST=s.state_v_first,
+                     FEEDBACK=s.feedback, CHAINED=chain)  # fmt: skip
+    if draft.log.u.numel():
+        with on_device(storage.states):
+            launches.launch(commit_kernel, N * HV * -(-V // cut.block_v), args, constants, num_warps=cut.warps, **_chain(chain))
+
+
+def _activations(problem: Problem) -> dict[str, Any]:
+    o = problem.options
+    return dict(GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias)

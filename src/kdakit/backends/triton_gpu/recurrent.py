@@ -9,6 +9,25 @@ from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_stre
 from kdakit.backends.triton_gpu.tile import narrow, state_offsets
 
 
+@triton.jit
+def delta_rule(b_S, b_q, b_k, b_v, b_beta, b_decay, scale, L2NORM: tl.constexpr):
+    """S <- Diag(e^g) S;  u = beta (v - S^T k);  o = scale (S^T q + u k^T q);  S <- S + k u^T:  o [BV] and S^T [BV, KP] after one token.
+
+    Both reads come before the write and wait for nothing between them. Norms and scale are numbers, not vectors: q and k stay as they came,
+    and u carries the norm of k.
+    """
+    scale_q, norm_k = scale, 1.0
+    if L2NORM:
+        scale_q = scale * inverse_norm(tl.sum(b_q * b_q, 0))
+        norm_k = inverse_norm(tl.sum(b_k * b_k, 0))
+    b_S = b_S * b_decay[None, :]
+    b_read_k = tl.sum(b_S * b_k[None, :], 1) * norm_k  # [BV]
+    b_read_q = tl.sum(b_S * b_q[None, :], 1)  # [BV]
+    b_u = (b_beta * norm_k) * (b_v - b_read_k)  # [BV]
+    b_o = (b_read_q + b_u * tl.sum(b_k * b_q, 0)) * scale_q  # [BV]
+    return b_o, tl.fma(b_u[:, None], b_k[None, :], b_S)
+
+
 @triton.jit(do_not_specialize=["T", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def step_kernel(
@@ -19,7 +38,7 @@ def step_kernel(
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
-    """S <- Diag(e^g) S;  S <- S + beta k (v - S^T k)^T;  o = scale S^T q,  token by token, with S^T [BV, KP] in float32 registers.
+    """`delta_rule` token by token, with S^T [BV, KP] in float32 registers.
 
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     """
@@ -60,13 +79,8 @@ def step_kernel(
         b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)  # [KP]
         b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
         b_beta = write_strength(tl.load(p_beta).to(tl.float32), BETA)
-        if L2NORM:
-            b_q = b_q * inverse_norm(tl.sum(b_q * b_q, 0))
-            b_k = b_k * inverse_norm(tl.sum(b_k * b_k, 0))
-        b_S = b_S * tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))[None, :]
-        b_error = b_v - tl.sum(b_S * b_k[None, :], 1)  # [BV]
-        b_S = b_S + (b_beta * b_k)[None, :] * b_error[:, None]
-        b_o = tl.sum(b_S * (b_q * scale)[None, :], 1)  # [BV]
+        b_decay = tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))
+        b_o, b_S = delta_rule(b_S, b_q, b_k, b_v, b_beta, b_decay, scale, L2NORM)
         tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
         p_q += tl.cast(s_qt, tl.int64) * ALIGN
         p_k += tl.cast(s_kt, tl.int64) * ALIGN
