@@ -148,8 +148,8 @@ def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constex
     if PRODUCT == "sums":
         us, os = (), ()
         for t in tl.static_range(TP):
-            us = us + (tl.sum(b_S * tl.load(p_vectors + 2 * t * KP + o_k)[None, :], 1),)
-            os = os + (tl.sum(b_S * tl.load(p_vectors + (2 * t + 1) * KP + o_k)[None, :], 1),)
+            us += (tl.sum(b_S * tl.load(p_vectors + 2 * t * KP + o_k)[None, :], 1),)
+            os += (tl.sum(b_S * tl.load(p_vectors + (2 * t + 1) * KP + o_k)[None, :], 1),)
     else:
         b_vectors = tl.load(p_vectors + tl.arange(0, 2 * TP)[None, :] * KP + o_k[:, None])  # [KP, 2 TP]
         b_us, b_os = tl.split(tl.reshape(exact_product(b_S, b_vectors, PRODUCT == "tf32"), [BV, TP, 2]))
@@ -170,8 +170,8 @@ def replay(
     for back in tl.static_range(TP):
         t = TP - 1 - back
         there = t < accepted
-        keys = keys + (tl.load(p_k + t * HV * K, mask=m_k & there, other=0.0).to(tl.float32) * b_c,)  # [KP]
-        values = values + (tl.load(p_u + t * HV * V, mask=m_v & there, other=0.0),)  # [BV]
+        keys += (tl.load(p_k + t * HV * K, mask=m_k & there, other=0.0).to(tl.float32) * b_c,)  # [KP]
+        values += (tl.load(p_u + t * HV * V, mask=m_v & there, other=0.0),)  # [BV]
         b_c = b_c * tl.load(p_decay + t * HV * K, mask=m_k & there, other=1.0)
     b_S = b_S * b_c[None, :]
     for t in tl.static_range(TP):
@@ -230,7 +230,7 @@ def draft_kernel(
             b_u += done[j] * tl.load(p_of_k + t * TP + j)
             b_o += done[j] * tl.load(p_of_q + t * TP + j)
         b_o += b_u * tl.load(p_of_q + t * TP + t)
-        done = done + (b_u,)
+        done += (b_u,)
         o_out = ((i_n * T + t) * HV + i_h) * V + o_v
         tl.store(p_log_u + o_out, b_u, mask=m_out)
         tl.store(p_o + o_out, narrow(tl.where(generation >= 0, b_o, 0.0), p_o.dtype.element_ty), mask=m_out)
