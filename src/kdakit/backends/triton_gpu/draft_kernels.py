@@ -256,8 +256,7 @@ def commit_kernel(
     accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T)
     drafted = tl.load(p_log_generation + i_n)
     slot = tl.load(p_slots + i_n).to(tl.int64)
-    generation = tl.load(p_generation + slot, mask=drafted >= 0, other=0)
-    if (accepted > 0) & (drafted >= 0) & (generation == drafted):
+    if (accepted > 0) & (drafted >= 0):
         o_k, o_v = tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
         m_k, m_v = o_k < K, o_v < V
         m_state = m_v[:, None] & m_k[None, :]
@@ -265,5 +264,6 @@ def commit_kernel(
         o_scale = ((slot * HV + i_h) * K + o_k) * NV + i_v
         i_t = i_n * T * HV + i_h
         b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, FEEDBACK)
+        same = tl.load(p_generation + slot) == drafted  # found out while the state is on its way
         b_S, b_scale = replay(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V, TP)
-        store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, b_S, b_scale, FEEDBACK)
+        store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & same, m_k & same, b_S, b_scale, FEEDBACK)
