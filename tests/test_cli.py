@@ -13,7 +13,23 @@ import pytest
 
 from kdakit import accuracy, dispatch
 from kdakit.cases import CASES, SEGMENT_CASES, Shape
-from kdakit.cli import bench, checking, contestants, doctor, generated, machine, peers, plots, results, timing, tpu_schedule, verify, worker
+from kdakit.cli import (
+    bench,
+    checking,
+    contestants,
+    doctor,
+    generated,
+    machine,
+    peers,
+    plots,
+    results,
+    timing,
+    tpu_branches,
+    tpu_kernels,
+    tpu_schedule,
+    verify,
+    worker,
+)
 from kdakit.cli.choices import UsageError, pick
 from kdakit.cli.main import main
 from kdakit.dispatch import Backend
@@ -486,6 +502,7 @@ def test_compile_names_the_nearest_target(capsys):
 def test_compile_shows_and_records(monkeypatch, capsys, tmp_path):
     slots = {"MXU": {"mean": 0.5, "capacity": 2}, "VSTORE:SPILL": {"mean": 0.25, "capacity": 2}}
     kernel = {"name": "kda_forward", "steps": 256, "vmem_bytes": 2**20, "bundles_per_step": 4000, "slots": slots}
+    kernel["weighted_bundles_per_step"] = 3500.0
 
     def schedule(job, target):
         return {"reason": "no room"} if target == "v4" else tpu_schedule.totals({"kernels": [kernel], "xla_cycles": 1000}, target)
@@ -495,7 +512,13 @@ def test_compile_shows_and_records(monkeypatch, capsys, tmp_path):
     file = tmp_path / "out.json"
     assert main(["compile", "--target", "v6e", "v4", "--kernel", "forward", "--json", str(file)]) == 1  # v4 failed
     out = capsys.readouterr().out
-    assert "1.025 M cycles" in out and "25%" in out and "0.25/bundle" in out and "no room" in out
+    assert (
+        "1.025 M cycles" in out
+        and "0.897 M cycles with branches as often as taken" in " ".join(out.split())
+        and "25%" in out
+        and "0.25/bundle" in out
+        and "no room" in out
+    )
     record = json.loads(file.read_text())
     assert record["results"][0]["cycles"] == 4000 * 256 + 1000 and record["missing"][0]["target"] == "v4"
     page = tmp_path / "page.md"
@@ -513,6 +536,31 @@ def test_schedule_is_read_from_what_libtpu_leaves(tmp_path):
     assert found == {"bundles_per_step": 42, "slots": {"MXU": {"mean": 0.5, "capacity": 2}, "VALU": {"mean": 3.0, "capacity": 4}}}
     with pytest.raises(ValueError, match="must leave one"):
         tpu_schedule.read_schedule(tmp_path, "kda_backward")
+
+
+def bundles(*branches, total: int) -> str:
+    """A schedule's text in libtpu's form, with branches over bundles first .. last - 1."""
+    lines = [["%1 = nop"] for _ in range(total)]
+    for n, (first, last) in enumerate(branches):
+        lines[first - 1].append(f"%2 = sbr.rel (%p{n}) target = $region{n}")
+        lines[last].append(f"/* Start/End empty region {n} :: End region 9{n} */")
+    return "= control target key start\nLB: loop body\n" + "\n".join(
+        f"{i:#6x} {'PF' if i % 2 else '  '}: > {{ {'  '.join(x)} }}" for i, x in enumerate(lines)
+    )
+
+
+def test_branches_count_as_often_as_they_are_taken():
+    Job = tpu_kernels.Job
+    whole, small = (20, 990), (30, 60)  # the pipeline's own
+    text = bundles(whole, small, (100, 300), (700, 900), total=1000)
+    assert tpu_branches.branches(text) == (1000, [(100, 300), (700, 900)])
+    assert tpu_branches.weighted(Job("forward", T=640, states=True), 1007, text) == 1007 - 400 + 400 / 10
+    packed = bundles((100, 400), (401, 980), (500, 900), (510, 620), (620, 730), (740, 890), total=1000)
+    job = Job("forward", T=640, sequences=3, states=True)  # ten chunks: two with two sequences, the first and the last with an edge
+    inside, edges, visits = 300, 579 - 400, 400 - 110 - 110 - 150
+    want = 1000 - 300 - 579 + 0.6 * inside + 0.4 * edges + 0.6 * visits + 0.3 * 110 + 0.6 * 110 + 0.3 * 150
+    assert tpu_branches.weighted(job, 1000, packed) == round(want, 1)
+    assert tpu_branches.weighted(job, 1000, text) is None, "two branches are not that kernel's"
 
 
 def test_an_interpreter_is_not_timed():

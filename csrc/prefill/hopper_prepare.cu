@@ -12,8 +12,8 @@
 //
 // No decay is a difference of sums that could cancel. Off the diagonal, rows are decayed from the start of their own block and columns up
 // to there: both factors <= 1. On it, blocks of 16 tokens refer to their start where the gate is bounded; else `unbounded_diagonal`.
-// Keys and queries are normalised throughout. Where the caller does not want that, X of the normalised keys and beta |k|^2 is similar to
-// the one asked for, and the norms go to the edges.
+// Keys and queries are normalised throughout. Where the caller does not want that, they are divided by the power of two above their norm,
+// which rounds nothing: X of such keys and beta |k|^2 is similar to the one asked for, and the powers go to the edges.
 #include "hopper.h"
 #include "hopper_square.cuh"
 #include "hopper_tokens.cuh"
@@ -28,7 +28,7 @@ constexpr float kFloor = -40.0f;  // log2-decays below are raised to it: far und
 // Shared memory: four tiles, a block each, of q rows, k rows, columns and tails, and the float arrays.
 constexpr int kRowsQ = 0, kRowsK = 4 * kTile, kColumns = 8 * kTile, kTails = 12 * kTile, kSums = 16 * kTile;
 constexpr int kTotals = kSums + kWarps * kHead * 4, kBetas = kTotals + 4 * kHead * 4;
-constexpr int kNorms = kBetas + kChunk * 4, kBetween = kNorms + 2 * kChunk * 4;
+constexpr int kNorms = kBetas + kChunk * 4, kBetween = kNorms + 3 * kChunk * 4;
 constexpr int kSharedBytes = kBetween + 3 * kHead * 2;
 // Once A is done: halves of -A_kk and X over the k rows, of A_qk over the q rows; A_solved^T and k_solved on their way out.
 constexpr int kPitch = (kChunk + 8) * 2, kPitchX = (kBlock + 8) * 2, kX = kBlock * kPitch;
@@ -44,7 +44,7 @@ struct Shared {  // the float arrays
   float (&sums)[kWarps][kHead];  // log2-decay of each warp's tokens
   float (&totals)[4][kHead];     // decay of each block
   float (&betas)[kChunk];
-  float (&norms)[2][kChunk];  // |q|, |k| where the caller wants them kept
+  float (&norms)[3][kChunk];  // where the caller keeps norms: those taken from q and k, and q . k of what is left
   uint2 (&between)[3][kHead / 4];  // bfloat16 decay over block 1, block 2, both
 };
 
@@ -199,6 +199,24 @@ __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square
   __syncwarp();  // the rows are read: squares take their place
 }
 
+// Inputs that come without norms in the kernel are exact: so is their scaling by powers of two, and the diagonal of A_qk in float32.
+template <bool STAGED>
+__device__ __forceinline__ void keep_norms(Inputs<STAGED>& x, const Shared& shared, int warp, int lane) {
+  x.inverse_norm = __uint_as_float(__float_as_uint(x.inverse_norm) & 0x7f800000u);
+  if (lane % 2 == 0) shared.norms[lane / 16][warp * kTokens + lane / 2 % kTokens] = 1.0f / x.inverse_norm;
+  float dots[kTokens];
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    const uint2 q = x.q[t], k = x.k[t];
+    dots[t] = fmaf(low(q.x), low(k.x), fmaf(high(q.x), high(k.x), fmaf(low(q.y), low(k.y), high(q.y) * high(k.y))));
+  }
+  float dot = transposed_sum<kTokens / 2>(dots, lane >> 2, 4);
+  dot += __shfl_xor_sync(~0u, dot, 1);
+  dot += __shfl_xor_sync(~0u, dot, 2);
+  dot *= __shfl_sync(~0u, x.inverse_norm, lane >> 2 << 1) * __shfl_sync(~0u, x.inverse_norm, 16 + (lane >> 2 << 1));
+  if (lane % 4 == 0) shared.norms[2][warp * kTokens + lane / 4] = dot;
+}
+
 // The pair's squares to shared memory, as halves: -A_kk with its block's inverse, A_qk.
 template <bool L2NORM>
 __device__ __forceinline__ void store_rows(const Place& at, const Shared& shared, Square& near, Square (&far)[3]) {
@@ -212,6 +230,7 @@ __device__ __forceinline__ void store_rows(const Place& at, const Shared& shared
       const float norm = L2NORM ? 1.0f : shared.norms[1][row];
       const float factor = at.odd ? 1.0f : -shared.betas[row] * norm * norm;
       near.x[n][r] = j < i || (at.odd && j == i) ? factor * near.x[n][r] : 0.0f;
+      if (!L2NORM && at.odd && j == i) near.x[n][r] = shared.norms[2][row];
 #pragma unroll
       for (int m = 0; m < 3; ++m) far[m].x[n][r] *= factor;
     }
@@ -310,7 +329,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const Place at{shared_address(bytes), lane, warp, warp / 2, warp % 2};
   const Shared shared{*reinterpret_cast<float(*)[kWarps][kHead]>(bytes + kSums), *reinterpret_cast<float(*)[4][kHead]>(bytes + kTotals),
-                      *reinterpret_cast<float(*)[kChunk]>(bytes + kBetas), *reinterpret_cast<float(*)[2][kChunk]>(bytes + kNorms),
+                      *reinterpret_cast<float(*)[kChunk]>(bytes + kBetas), *reinterpret_cast<float(*)[3][kChunk]>(bytes + kNorms),
                       *reinterpret_cast<uint2(*)[3][kHead / 4]>(bytes + kBetween)};
   let_next_kernel_start();
   // Last chunks first: the scan starts with the first ones, which are then still in the cache.
@@ -328,7 +347,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
     const int64_t from = span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head;
     shared.betas[row] = row < span.length ? write_strength(p, from) : 0.0f;
   }
-  if (!L2NORM && lane % 2 == 0) shared.norms[lane / 16][warp * kTokens + lane / 2 % kTokens] = 1.0f / x.inverse_norm;
+  if (!L2NORM) keep_norms(x, shared, warp, lane);
   float sum[4] = {};
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)

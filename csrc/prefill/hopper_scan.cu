@@ -159,6 +159,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
     wgmma_commit();
     wgmma_wait<0>();
     touch(S), touch(o);
+    __syncwarp();  // all lanes have read the stage
     if (lane == 0) barrier_arrive(full + L::stages * 8);
 #pragma unroll
     for (int j = 0; j < 16; ++j) pending[j] = pack_bf16(o[2 * j], o[2 * j + 1]);

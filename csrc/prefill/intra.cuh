@@ -53,7 +53,7 @@ struct Intra {
     float w[C * LD_K];
     float totals[WARPS * SLICE];
     alignas(16) float beta[C];
-    alignas(16) float q_norm[C];
+    alignas(16) float q_norm[C];  // with the scale
     alignas(16) float k_norm[C];
     float q_power[WARPS], k_power[WARPS];  // 1 / m of a warp's tokens, in the levels
     float k_largest[WARPS];
@@ -63,36 +63,29 @@ struct Intra {
   __device__ static int place(int channel, int unit) { return channel * UNITS + (unit ^ (UNITS == 4 ? channel / 2 % 4 : channel / 4 % 2)); }
 };
 
-// Tile `id` of the pair products: level b, 8 odd tokens (rows), 8 even tokens (columns). Levels 1, 2, 4, 8 have C/16 tiles each.
+// The n-th of a warp's tiles of pair products: at level 1 << `level`, 8 odd tokens (rows) and 8 even tokens (columns). Levels 1, 2, 4, 8 have
+// C/16 tiles each, 16 has C/8, 32 has C/4.
 template <int C>
 struct PairTile {
   int level, rows, columns;
-  __device__ explicit PairTile(unsigned id) {
+  __device__ PairTile(int n, int warp) {
     constexpr int N = C / 16;
-    if (id < 4 * N) {
-      level = id / N, rows = columns = id % N;
-    } else if (id < 6 * N) {
-      id -= 4 * N;
-      level = 4, rows = id / 2, columns = (rows & ~1) + id % 2;
+    if (n < 2) {
+      level = 2 * n + warp / N, rows = columns = warp % N;
+    } else if (n == 2) {
+      level = 4, rows = warp / 2, columns = (rows & ~1) + warp % 2;
     } else {
-      id -= 6 * N;
-      level = 5, rows = id / 4, columns = id % 4;
+      level = 5, rows = warp / 4 + (n - 3) * (N / 2), columns = warp % 4;
     }
   }
-  // The warp that has made row g, and columns 2t and 2t + 1.
-  __device__ int row_maker(int g) const {
-    if (level < 3) return 2 * rows + g / 4;
-    return (rows >> (level - 3) << (level - 2)) + (1 << (level - 3)) + (rows & ((1 << (level - 3)) - 1));
-  }
-  __device__ int column_maker(int t) const {
-    if (level < 3) return 2 * columns + t / 2;
-    return (columns >> (level - 3) << (level - 2)) + (columns & ((1 << (level - 3)) - 1));
-  }
+  // The warp that has made row g, and the one of columns 2t and 2t + 1.
+  __device__ int row_maker(int g) const { return level < 3 ? 2 * rows + g / 4 : level == 3 ? 2 * rows + 1 : level == 4 ? 2 * rows + 2 - rows % 2 : rows + 4; }
+  __device__ int column_maker(int t) const { return level < 3 ? 2 * columns + t / 2 : level == 3 ? 2 * columns : level == 4 ? 2 * columns - columns % 2 : columns; }
 };
 
-// 1 / sqrt(sum x^2 + 1e-6) of every row, a warp per row.
+// scale / sqrt(sum x^2 + 1e-6) of every row, a warp per row.
 template <int K, int C, int WARPS>
-__device__ void row_norms(const kda_tensor &x, int64_t batch, int64_t head, const Tokens &tokens, float *norms) {
+__device__ void row_norms(const kda_tensor &x, int64_t batch, int64_t head, const Tokens &tokens, float scale, float *norms) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = warp; i < C; i += WARPS) {
     float sum = 0.f;
@@ -102,7 +95,7 @@ __device__ void row_norms(const kda_tensor &x, int64_t batch, int64_t head, cons
     }
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    if (lane == 0) norms[i] = 1.f / sqrtf(sum + 1e-6f);
+    if (lane == 0) norms[i] = scale / sqrtf(sum + 1e-6f);
   }
 }
 
@@ -122,17 +115,16 @@ __device__ void invert_diagonal(const float *A, float *inverse, int block, int c
 }
 
 // X <- (I + A_kk)^-1 X for N * 8 columns of X, by one warp. X is float32; as they are read, rows give way to their hi and lo, which take
-// the same place. `done(i, x)` is given the C fragments of row block i.
-template <int N, int LD, typename Shared, typename Done>
-__device__ __forceinline__ void solve_columns(const Shared &sh, int blocks, float *X, const Done &done) {
+// the same place. `done(i, x, split)` is given the C fragments of row block i.
+template <int BLOCKS, int N, int LD, typename Shared, typename Done>
+__device__ __forceinline__ void solve_columns(const Shared &sh, float *X, const Done &done) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint32_t *words = reinterpret_cast<uint32_t *>(X);
   const Rows<LD> rows{words, words + N * 4};
   const uint32_t *lane_row = rows.lane_in_order();
-  float power[4];  // 1 / m of the solved blocks
+  float power[BLOCKS];  // 1 / m of the solved blocks
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i >= blocks) break;
+  for (int i = 0; i < BLOCKS; ++i) {
     float sum[N][4], x[N][4] = {};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -158,12 +150,15 @@ __device__ __forceinline__ void solve_columns(const Shared &sh, int blocks, floa
       add_product(sum, sh.lower[tile], j, -sh.lower_power[tile] * power[j]);
     }
     __syncwarp();
-    const float right = rows.put(i * 16, sum);
+    const Split<N> right(sum);
+    rows.put(i * 16, right);
     __syncwarp();
-    add_product(x, sh.inverse_tiles[i], i, sh.inverse_power[i] * right);
+    add_product(x, sh.inverse_tiles[i], i, sh.inverse_power[i] * right.inverse);
     __syncwarp();
-    power[i] = rows.put(i * 16, x);
-    done(i, x);
+    const Split<N> solved(x);
+    power[i] = solved.inverse;
+    if (i + 1 < BLOCKS) rows.put(i * 16, solved);
+    done(i, x, solved);
     __syncwarp();
   }
 }
@@ -288,10 +283,10 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   typename S::Shared &sh = *reinterpret_cast<typename S::Shared *>(memory);
   let_next_kernel_start();
 
+  const unsigned slots = unsigned(p.sequences.slots), value_heads = unsigned(p.value_heads), row = blockIdx.x / slots;
   const int64_t cell = blockIdx.x;  // [rows, slots]
-  const int64_t row = cell / p.sequences.slots, slot = cell % p.sequences.slots;
-  const int64_t batch = row / p.value_heads, head = row % p.value_heads, key_head = head / p.group;
-  const Tokens tokens = p.sequences.chunk(batch, slot, C);
+  const int64_t head = row % value_heads, key_head = unsigned(head) / unsigned(p.group);
+  const Tokens tokens = p.sequences.chunk(row / value_heads, blockIdx.x % slots, C);
   if (tokens.length <= 0) return;
   const int length = int(tokens.length < C ? tokens.length : C);
 
@@ -299,12 +294,12 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
 
   for (int i = tid; i < C; i += S::THREADS) {
     sh.beta[i] = i < length ? write_strength(p.beta_kind, *row_of(p.beta, tokens.batch, head, tokens.first + i)) : 0.f;
-    sh.q_norm[i] = sh.k_norm[i] = 1.f;
+    sh.q_norm[i] = p.scale, sh.k_norm[i] = 1.f;
   }
   __syncthreads();
   if (p.l2norm) {
-    row_norms<K, C, S::WARPS>(p.q, tokens.batch, key_head, tokens, sh.q_norm);
-    row_norms<K, C, S::WARPS>(p.k, tokens.batch, key_head, tokens, sh.k_norm);
+    row_norms<K, C, S::WARPS>(p.q, tokens.batch, key_head, tokens, p.scale, sh.q_norm);
+    row_norms<K, C, S::WARPS>(p.k, tokens.batch, key_head, tokens, 1.f, sh.k_norm);
     __syncthreads();
   }
 
@@ -330,7 +325,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   uint32_t where[S::WARP_TILES];
 #pragma unroll
   for (int n = 0; n < S::WARP_TILES; ++n) {
-    const PairTile<C> tile(warp + n * S::WARPS);
+    const PairTile<C> tile(n, warp);
     const uint32_t rows = (tile.level * 3 + lane / 8 % 2) * 2 * S::PLANE + S::place(lane / 16 * 8 + lane % 8, tile.rows);
     const uint32_t columns = ((tile.level * 3 + 2) * 2 + lane / 16) * S::PLANE + S::place(lane % 16, tile.columns);
     where[n] = rows | columns << 13 | tile.row_maker(g8) << 26 | tile.column_maker(t4) << 29;
@@ -345,15 +340,15 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
     if (p.gate != KDA_GATE_LOG_DECAY) {
       const float bias = p.dt_bias != nullptr ? p.dt_bias[head * K + d] : 0.f;
 #pragma unroll
-      for (int i = 0; i < S::OWN; ++i) prefix[i] = log_decay(p.gate, prefix[i] + bias, a, p.lower_bound);
+      for (int i = 0; i < S::OWN; ++i) prefix[i] = i < own ? log_decay(p.gate, prefix[i] + bias, a, p.lower_bound) : 0.f;
     }
     float q_largest = 0.f, k_largest = 0.f;
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
-      q[i] *= p.scale * sh.q_norm[token0 + i];
+      q[i] *= sh.q_norm[token0 + i];
       k[i] *= sh.k_norm[token0 + i];
       kb[i] = k[i] * sh.beta[token0 + i];
-      prefix[i] = i < own ? expf(prefix[i]) : 1.f;
+      prefix[i] = expf(prefix[i]);
       suffix[i] = 1.f;
       diagonal[i] = fmaf(q[i], k[i], diagonal[i]);
       q_largest = fmaxf(q_largest, fabsf(q[i]));
@@ -430,14 +425,12 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
     const int row_tile = warp / 2 * (K / 16) + base / 16;
     const float stored = store_row_tiles(record.q + row_tile, q, warp % 2) * q_power.inverse;
     if (lane % 16 == 0) reinterpret_cast<float *>(&record.small.q[row_tile + lane / 16])[warp % 2] = stored;
-#pragma unroll
-    for (int i = 0; i < S::OWN; ++i) k[i] *= k_power.inverse;
-    const float k_stored = warp_largest(largest_of(k));
+    const float k_stored = warp_largest(largest_of(k)) * k_power.inverse;
     if (lane == 0) sh.k_largest[warp] = k_stored;
     __syncthreads();
     const Power power(fmaxf(sh.k_largest[warp & ~1], sh.k_largest[warp | 1]));
     const int column_tile = base / 16 * (C / 16) + warp / 2;
-    store_column_tiles(record.k + column_tile, C / 16, k, warp % 2, power.m);
+    store_column_tiles(record.k + column_tile, C / 16, k, warp % 2, power.m * k_power.inverse);
     if (lane % 16 == 0 && warp % 2 == 0) record.small.k[column_tile + lane / 16 * (C / 16)] = make_float2(power.inverse, power.inverse);
     if (base + S::SLICE < K) load();
 #pragma unroll
@@ -462,7 +455,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   // The pair products to their places; only tokens of the same pair of blocks meet.
 #pragma unroll
   for (int n = 0; n < S::WARP_TILES; ++n) {
-    const PairTile<C> tile(warp + n * S::WARPS);
+    const PairTile<C> tile(n, warp);
     const int b = 1 << tile.level, r = tile.rows * 8 + g8, i = (r >> tile.level) * 2 * b + b + (r & (b - 1));
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -499,19 +492,18 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   constexpr int N = (K + V) / S::WARPS / 8 < 4 ? (K + V) / S::WARPS / 8 : 4;  // 8-column tiles at a time, an even number
   for (int column = warp * N * 8; column < K + V; column += S::WARPS * N * 8) {
     if (column < K) {
-      solve_columns<N, S::LD_K>(sh, C / 16, sh.w + column, [&](int i, const float (&x)[N][4]) {
+      solve_columns<C / 16, N, S::LD_K>(sh, sh.w + column, [&](int i, const float (&x)[N][4], const Split<N> &split) {
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
-          const float both[8] = {x[n][0], x[n][1], x[n][2], x[n][3], x[n + 1][0], x[n + 1][1], x[n + 1][2], x[n + 1][3]};
-          const Power power(warp_largest(largest_of(both)));
           const int tile = i * (K / 16) + column / 16 + n / 2;
-          store_tile(record.w[tile], both, power.m);
-          if (lane == 0) record.small.w[tile] = make_float2(power.inverse, power.inverse);
+          record.w[tile][0][lane] = make_uint4(split.hi[n][0], split.hi[n][1], split.hi[n + 1][0], split.hi[n + 1][1]);
+          record.w[tile][1][lane] = make_uint4(split.lo[n][0], split.lo[n][1], split.lo[n + 1][0], split.lo[n + 1][1]);
+          if (lane == 0) record.small.w[tile] = make_float2(split.inverse, split.inverse);
         }
         if (p.mid.w != nullptr) store_rows<N, K>(p.mid.w + (cell * C + i * 16) * K + column, x);
       });
     } else {
-      solve_columns<N, S::LD_V>(sh, C / 16, sh.u + column - K, [&](int i, const float (&x)[N][4]) {
+      solve_columns<C / 16, N, S::LD_V>(sh, sh.u + column - K, [&](int i, const float (&x)[N][4], const Split<N> &) {
 #pragma unroll
         for (int n = 0; n < N; ++n) record.u[i * (V / 8) + (column - K) / 8 + n][lane] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
         if (p.mid.u != nullptr) store_rows<N, V>(p.mid.u + (cell * C + i * 16) * V + column - K, x);

@@ -74,7 +74,7 @@ static kda_status launch(const kda_prefill_args &args, const Plan &plan, const P
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const char *forced = getenv("KDA_BV");
-  if (forced ? atoi(forced) : args.sequences * args.value_heads * 4 > processors / 4) return launch_with<K, C, K / 4>(args, plan, params, device);
+  if (forced ? atoi(forced) : args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4>(args, plan, params, device);
   return launch_with<K, C, K / 8>(args, plan, params, device);
 }
 

@@ -11,23 +11,6 @@
 
 namespace kda {
 
-// d = a b + c on tf32 tensor cores, m16n8k8; the low 13 bits of a and b are not looked at.
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const float (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
-// Four 8 x 4 blocks of floats from shared memory. Lane l gives the address of row l % 8 of block l / 8, 4 aligned floats, and gets
-// element (l / 4, l % 4) of every block.
-__device__ __forceinline__ void load_blocks(float (&x)[4], const float *row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "r"(address)
-               : "memory");
-}
-
 // d = a b + c on float16 tensor cores, m16n8k16.
 __device__ __forceinline__ void mma_half(float (&d)[4], const uint4 &a, uint32_t b0, uint32_t b1, const float (&c)[4]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
@@ -65,6 +48,9 @@ __device__ __forceinline__ uint4 load_once(const uint4 *from) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
   return x;
 }
+
+// Have the 128 bytes around an address brought into the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void *address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // The largest over the warp of numbers >= 0, whose bits are in the same order.
 __device__ __forceinline__ float warp_largest(float x) { return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x))); }

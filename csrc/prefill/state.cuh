@@ -21,6 +21,7 @@ struct State {
   static constexpr int THREADS = WARPS * 32;
   static constexpr int N = BV / 8;
   static constexpr int OWN = (R::STEPS + WARPS - 1) / WARPS;  // tiles of the state per warp
+  static constexpr int AHEAD = 4;
   static constexpr int REST = N > 2 * R::ROWS ? N : 2 * R::ROWS;
   static constexpr int LD = BV == 8 ? 4 : BV / 2 + 4;  // words of two numbers; the eight rows of a block fall into 32 banks
 
@@ -98,11 +99,19 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
       for (int e = 0; e < 4; ++e)
         state[m][n][e] = p.initial_state != nullptr ? p.initial_state[state_at(tile * 16 + g + e / 2 * 8, v0 + n * 8 + 2 * t + e % 2)] : 0.f;
     }
-    const float power = state_rows.put(tile * 16, state[m]);
-    if (lane == 0) sh.state_power[tile] = power;
+    const Split<N> split(state[m]);
+    state_rows.put(tile * 16, split);
+    if (lane == 0) sh.state_power[tile] = split.inverse;
   }
 
   wait_for_previous_kernel();
+  // Into the L2 cache, AHEAD chunks before it is needed; the blocks of a head share the work.
+  auto prefetch = [&](int64_t chunk) {
+    if (chunk >= chunks) return;
+    for (int i = int(part) + tid * (V / BV); i < int(sizeof(R) / 128); i += S::THREADS * (V / BV))
+      prefetch_line(reinterpret_cast<const char *>(record + chunk) + i * 128);
+  };
+  for (int ahead = 0; ahead < S::AHEAD; ++ahead) prefetch(ahead);
   if (chunks > 0) {
     copy_small(record[0], 0);
 #pragma unroll
@@ -119,6 +128,7 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     copies_wait<0>();
     __syncthreads();  // the state and this chunk's small parts are there
+    prefetch(chunk + S::AHEAD);
     const R &next = record[chunk + 1 < chunks ? chunk + 1 : chunk];
     const typename R::Small &small = sh.small[chunk % 2];
     if (chunk + 1 < chunks) copy_small(next, int((chunk + 1) % 2));
@@ -144,8 +154,9 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
         sum[n][2] = __uint_as_float(rest[n].z) - sum[n][2];
         sum[n][3] = __uint_as_float(rest[n].w) - sum[n][3];
       }
-      const float power = v_new_rows.put(row * 16, sum);
-      if (lane == 0) sh.v_new_power[row] = power;
+      const Split<N> split(sum);
+      v_new_rows.put(row * 16, split);
+      if (lane == 0) sh.v_new_power[row] = split.inverse;
     }
     __syncthreads();  // v_new is there; the state may be overwritten
 #pragma unroll
@@ -170,8 +181,9 @@ __global__ __launch_bounds__(State<K, V, C, BV>::THREADS, 1) void state_kernel(c
 #pragma unroll
         for (int e = 0; e < 4; ++e) state[m][n][e] = fmaf(decay[e / 2], state[m][n][e], added[n][e]);
       }
-      const float power = state_rows.put(tile * 16, state[m]);
-      if (lane == 0) sh.state_power[tile] = power;
+      const Split<N> split(state[m]);
+      state_rows.put(tile * 16, split);
+      if (lane == 0) sh.state_power[tile] = split.inverse;
     }
     if (output) {
 #pragma unroll

@@ -93,28 +93,42 @@ struct TileA {
   }
 };
 
+// C fragments of [16, 8 N] numbers as hi and lo.
+template <int N>
+struct Split {
+  uint32_t hi[N][2], lo[N][2];  // of rows g and g + 8
+  float inverse;                // 1 / m
+
+  __device__ __forceinline__ explicit Split(const float (&x)[N][4]) {
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < N; ++n) largest = largest_of(x[n], largest);
+    const Power power(warp_largest(largest));
+    inverse = power.inverse;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) split_pair(x[n][2 * half], x[n][2 * half + 1], power.m, hi[n][half], lo[n][half]);
+    }
+  }
+};
+
 // Rows in shared memory, LD words of two numbers each, hi and lo apart: 16 of them are the right factor of a step.
 template <int LD>
 struct Rows {
   uint32_t *hi, *lo;
 
-  // C fragments to 16 rows from `row` on; returns 1 / m.
   template <int N>
-  __device__ __forceinline__ float put(int row, const float (&x)[N][4]) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float largest = 0.f;
-#pragma unroll
-    for (int n = 0; n < N; ++n) largest = largest_of(x[n], largest);
-    const Power power(warp_largest(largest));
+  __device__ __forceinline__ void put(int row, const Split<N> &x) const {  // 16 rows from `row` on
+    const int lane = threadIdx.x % 32, at = (row + lane / 4) * LD + lane % 4;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = (row + g + half * 8) * LD + n * 4 + t;
-        split_pair(x[n][2 * half], x[n][2 * half + 1], power.m, hi[at], lo[at]);
+        hi[at + half * 8 * LD + n * 4] = x.hi[n][half];
+        lo[at + half * 8 * LD + n * 4] = x.lo[n][half];
       }
     }
-    return power.inverse;
   }
 
   // Where this lane's address for load_transposed lies, of 16 rows in order, or in the order of tokens in a tile's columns: the B fragment's

@@ -1,8 +1,7 @@
 // A block of CUDA threads on a CPU, one fiber each, so that the kernels themselves can be tested where there is no GPU.
 //
 // A fiber runs until it meets a barrier. Shared memory starts as NaN. Asynchronous copies land when they are waited for, as late as they
-// may. `order` < 0 runs the threads backwards: results that depend on it are a race. Tensor cores see the upper 19 bits of a float and
-// truncate their sums.
+// may. `order` < 0 runs the threads backwards: results that depend on it are a race. Tensor cores truncate their sums.
 #pragma once
 
 #include <ucontext.h>
@@ -147,23 +146,6 @@ inline void check_aligned(const void *address, const char *what) {
 
 }  // namespace emulate
 
-inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const float (&c)[4]) {
-  using namespace emulate;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  for (int i = 0; i < 4; ++i) operands[warp][lane][i] = a[i] & 0xffffe000u;
-  for (int i = 0; i < 2; ++i) operands[warp][lane][4 + i] = b[i] & 0xffffe000u;
-  wait(Fiber::WARP);
-  for (int e = 0; e < 4; ++e) {
-    const int row = g + e / 2 * 8, column = 2 * t + e % 2;
-    double sum = c[e];
-    for (int k = 0; k < 8; ++k)
-      sum += double(__uint_as_float(operands[warp][row % 8 * 4 + k % 4][row / 8 + k / 4 * 2])) *
-             __uint_as_float(operands[warp][column * 4 + k % 4][4 + k / 4]);
-    d[e] = truncated(sum);
-  }
-  wait(Fiber::WARP);
-}
-
 inline uint32_t pack_half(float a, float b) {
   const _Float16 x[2] = {_Float16(a), _Float16(b)};
   uint32_t bits;
@@ -217,6 +199,7 @@ inline void load_transposed(uint4 &x, const void *row) {
   x = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+inline void prefetch_line(const void *) {}
 inline void let_next_kernel_start() {}
 inline void wait_for_previous_kernel() {}
 
@@ -231,17 +214,6 @@ inline float warp_largest(float x) {
   for (int lane = 0; lane < 32; ++lane) x = all[first + lane] > x ? all[first + lane] : x;
   wait(Fiber::WARP);
   return x;
-}
-
-inline void load_blocks(float (&x)[4], const float *row) {
-  using namespace emulate;
-  static const float *rows[1024];
-  const int lane = threadIdx.x % 32, first = threadIdx.x - lane;
-  check_aligned(row, "ldmatrix");
-  rows[threadIdx.x] = row;
-  wait(Fiber::WARP);
-  for (int block = 0; block < 4; ++block) x[block] = rows[first + block * 8 + lane / 4][lane % 4];
-  wait(Fiber::WARP);
 }
 
 inline void copy_async(void *to, const void *from) {

@@ -11,8 +11,9 @@ A backend is a module with
     saved_specs(problem, device) -> [(shape, dtype name)]       torch backends: the tensors that `forward` saves when problem.needs_grad
 
 and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
-saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks) and
-`operand_dtype(problem)` (the dtype in which products take their factors, for accuracy.py; float32 where absent).
+saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `preferred(problem) -> bool`
+(whether 'auto' should ask it before those ahead of it) and `operand_dtype(problem)` (the dtype in which products take their factors, for
+accuracy.py; float32 where absent).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Backend:
     summary: str
 
 
-# In the order in which 'auto' asks them.
+# In the order in which 'auto' asks them, those that prefer the problem first.
 BACKENDS = (
     Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward, backward and decode"),
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
@@ -96,13 +97,18 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
     refusals: list[str] = []
-    for name in candidates:
+    for name in sorted(candidates, key=lambda name: not preferred(name, problem)):
         reason = supports(name, problem, device) or interpreted(name, device)
         if reason is None:
             log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
+
+
+def preferred(name: str, problem: Problem) -> bool:
+    module = load(name)
+    return hasattr(module, "preferred") and module.preferred(problem)
 
 
 def interpreted(name: str, device: Any) -> str | None:

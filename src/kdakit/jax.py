@@ -245,7 +245,9 @@ def _forward(problem, backend, device, arrays):
     config = module.default_config(problem, device)
     if problem.op == "recurrent":
         return module.step(problem, arrays, config), None
-    return module.forward(problem, arrays, config)
+    result, saved = module.forward(problem, arrays, config)
+    axes = _varying(arrays.q)  # a custom call's results know nothing of mesh axes
+    return type(result)(*(x if x is None or _varying(x) == axes else _vary(x, axes - _varying(x)) for x in result)), saved
 
 
 def _kda_forward(problem, backend, device, arrays):

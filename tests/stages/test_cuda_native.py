@@ -1,6 +1,7 @@
 """The native library without a GPU: it compiles, fits its budgets, and refuses what it should. What needs a GPU is in test_cuda_gpu.py."""
 
 import ctypes
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -15,9 +16,9 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 # Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
 REGISTERS = {"intra_kernel": {"64": 128, "32": 255}, "state_kernel": {"64": 255, "32": 255}}
 
-# The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 two. Bytes moved, loads and stores together.
-HOPPER_REGISTERS = {"prepare_kernelILNS0_4GateE2": 80, "prepare_kernel": 128, "scan_kernel": 232}
-HOPPER_SPILLS = 640
+# The bfloat16 kernels: 80 registers let three teams of 256 threads run, 128 two. Bytes moved, loads and stores together.
+HOPPER_REGISTERS = {"prepare_kernelILNS0_4GateE2": 80, "prepare_kernel": 128, "scan_kernel": 255}
+HOPPER_SPILLS = 900
 
 needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
 
@@ -67,7 +68,7 @@ def test_hopper_registers(built):
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
         if "GateE2" in usage.kernel:
-            assert usage.spills <= 64, usage
+            assert usage.spills <= 256, usage
 
 
 @needs_nvcc
@@ -94,6 +95,8 @@ ptxas info    : Function properties for _Z1kv
     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
 ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size"""
     assert build.usages(text) == [build.Usage("_Z1kv", "90a", 168, 12, 16)]
+    called = "\nptxas info    : Function properties for _Z1fv\n    0 bytes stack frame, 20 bytes spill stores, 30 bytes spill loads"
+    assert build.usages(text + called) == [build.Usage("_Z1kv", "90a", 168, 62, 16)]
 
 
 @needs_nvcc
@@ -202,6 +205,36 @@ def test_custom_call_is_lowered(built):
     assert text.out_avals[0].shape == (1, 100, 2, 16) and ffi.TARGET in text.mlir_module()
 
 
+def test_custom_call_under_transformations(monkeypatch):
+    """Shapes and dtypes of the call and its gradients under shard_map and vmap; nothing runs."""
+    jax = pytest.importorskip("jax")
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from kdakit.backends.cuda import ffi
+    from kdakit.cli import checking
+    from kdakit.jax import chunk_kda
+
+    monkeypatch.setattr(ffi, "supports", lambda problem, device: None)
+    case = dataclasses.replace(CASES["lower_bound"], K=128, V=128, B=2)
+    x = checking.to_jax(case.arrays("bfloat16"), case.dtypes("bfloat16"))
+
+    def call(q, k, v, g, beta, state, A_log, dt_bias):
+        return chunk_kda(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=state, **case.call_options, backend="cuda")
+
+    given = (*x[:5], x.initial_state, x.A_log, x.dt_bias)
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.shard_map(call, mesh=mesh, in_specs=(P("rows"),) * 6 + (P(), P()), out_specs=P("rows"))
+    for function in (call, rows):
+        o, final = jax.eval_shape(function, *given)
+        assert o.dtype == jnp.bfloat16 and o.shape == x.v.shape and final.dtype == jnp.float32
+        loss = jax.grad(lambda *a, function=function: function(*a)[0].astype(jnp.float32).sum(), argnums=(0, 6))
+        assert [(d.shape, d.dtype) for d in jax.eval_shape(loss, *given)] == [(x.q.shape, x.q.dtype), (x.A_log.shape, x.A_log.dtype)]
+    mapped = jax.vmap(call, in_axes=(0,) * 6 + (None, None))
+    o, _ = jax.eval_shape(mapped, *(y[:, None] for y in given[:6]), *given[6:])
+    assert o.shape == (2, 1, *x.v.shape[1:])
+
+
 def test_a_missing_library_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setenv(library.VARIABLE, str(tmp_path / "nothing.so"))
     assert "make cuda" in library.missing()
@@ -234,6 +267,28 @@ def test_dispatch_knows_the_library_in_both_frameworks():
     assert dispatch.differentiates(dispatch.load("cuda")) is dispatch.load("torch_native")
     assert dispatch.differentiates(dispatch.load("cuda_ffi")) is dispatch.load("xla")
     assert dispatch.differentiates(dispatch.load("xla")) is dispatch.load("xla")
+
+
+def test_auto_asks_the_library_first_where_it_is_faster(monkeypatch):
+    """Forward alone in bfloat16; a library that is not there is passed over."""
+    pytest.importorskip("torch")
+    from kdakit import dispatch
+    from kdakit.backends import cuda, triton_gpu
+
+    monkeypatch.setattr(triton_gpu, "supports", lambda problem, device: None)
+    monkeypatch.setattr(triton_gpu, "interpreted", lambda device: None)
+    monkeypatch.setattr(cuda, "supports", lambda problem, device: None)
+    fits = CASES["lower_bound"].problem("bfloat16").replace(K=128, V=128)
+    for problem, chosen in (
+        (fits, cuda),
+        (fits.replace(needs_grad=True), triton_gpu),
+        (fits.replace(K=64), triton_gpu),
+        (CASES["plain"].problem(), triton_gpu),
+        (CASES["plain"].problem("bfloat16", "recurrent").replace(K=128, V=128), triton_gpu),
+    ):
+        assert dispatch.select("torch", problem, "cuda") is chosen, problem
+    monkeypatch.setattr(cuda, "supports", lambda problem, device: "is not there")
+    assert dispatch.select("torch", fits, "cuda") is triton_gpu
 
 
 def test_bench_names_peers_alone(capsys):

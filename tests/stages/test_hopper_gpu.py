@@ -1,11 +1,15 @@
 """The bfloat16 kernels on a Hopper GPU: the contract test's cases have other head sizes, so here they are with K = V = 128."""
 
 import dataclasses
+import os
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
-from kdakit.cases import CASES, FUSED, Case
+from kdakit.backends.cuda import build, library
+from kdakit.cases import CASES, FUSED, SHAPES, Case
 from kdakit.cli import checking
 
 torch = pytest.importorskip("torch")
@@ -55,34 +59,135 @@ def test_prefix_causality_and_determinism(name):
         assert np.array_equal(got[:, :t], want[:, :t]) and not np.array_equal(got, want)
 
 
-def test_strides_are_honoured():
-    """q, k and v as slices of one tensor, as a fused projection leaves them."""
+def tensors(case):
+    return checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cuda")
+
+
+def call(case, x):
+    """The public call."""
     from kdakit.torch import chunk_kda
 
-    case = ALL["long_fused"]
-    x = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cuda")
-    keys = torch.cat([x.q, x.k], -1)
-    options = case.call_options | {"backend": "cuda"}
-    parameters = dict(A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state)
-    want = chunk_kda(*x[:5], **parameters, **options)
-    got = chunk_kda(keys[..., :128], keys[..., 128:], *x[2:5], **parameters, **options)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_capture():
-    from kdakit.torch import chunk_kda
-
-    case = ALL["long_varlen"]
-    x = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cuda")
     given = {name: y for name, y in x._asdict().items() if y is not None}
+    return chunk_kda(**given, **case.call_options, backend="cuda")
 
-    def call():
-        return chunk_kda(**given, **case.call_options, backend="cuda")[0]
 
-    want = call()
+def equal(got, want):
+    return all(a is None or torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_strides_are_honoured():
+    """q and k as slices of one tensor, as a fused projection leaves them."""
+    case = ALL["long_fused"]
+    x = tensors(case)
+    keys = torch.cat([x.q, x.k], -1)
+    assert equal(call(case, x._replace(q=keys[..., :128], k=keys[..., 128:])), call(case, x))
+
+
+@pytest.mark.parametrize("name", ["long_fused", "long_varlen", "long_huge", "varlen_many", "one_token", "v_first", "softplus"])
+def test_memory_around_the_tensors_is_left_alone(name):
+    """NaN before and after every input, and in the memory that outputs and workspace will get."""
+    case = ALL[name]
+    x = tensors(case)
+    want = call(case, x)
+
+    def pool_of(y):
+        return None if y is None or not y.is_floating_point() else y.new_full((y.numel() + 512,), float("nan"))
+
+    pools = [pool_of(y) for y in x]
+    inside = [y if pool is None else pool[256:-256].view(y.shape).copy_(y) for y, pool in zip(x, pools, strict=True)]
+    torch.cuda.empty_cache()
+    dirty = [torch.full((n,), float("nan"), device="cuda") for n in (1 << 12, 1 << 18, 1 << 22, 1 << 24)]
+    del dirty
+    assert equal(call(case, type(x)(*inside)), want)
+    for y, z, pool in zip(x, inside, pools, strict=True):
+        if pool is not None:
+            assert pool[:256].isnan().all() and pool[-256:].isnan().all() and torch.equal(y, z)
+
+
+def test_two_streams():
+    """Calls that run at the same time have nothing in common."""
+    cases = [dataclasses.replace(SHAPES["h16"], T=2048 + 64 * i, H=24).case(bounded=i % 2 == 0) for i in range(2)]
+    inputs = [tensors(c) for c in cases]
+    want = [call(c, x) for c, x in zip(cases, inputs, strict=True)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in cases]
+    results = [[], []]
+    for _ in range(10):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(call(cases[i], inputs[i]))
+    torch.cuda.synchronize()
+    assert all(equal(got, want[i]) for i in range(2) for got in results[i])
+
+
+@pytest.mark.parametrize("name", ["long_varlen", "long_fused", "long_mild"])
+def test_capture(name):
+    case = ALL[name]
+    x = tensors(case)
+    want = call(case, x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call()
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, want)
+        out = call(case, x)
+    for _ in range(3):
+        for y in out:
+            y.zero_()
+        graph.replay()
+        assert equal(out, want)
+
+
+@pytest.mark.parametrize("name", ["long_fused", "long_mild"])
+def test_compile(name):
+    from kdakit.torch import chunk_kda
+
+    case = ALL[name]
+    x = tensors(case)
+    options = case.call_options | dict(A_log=x.A_log, dt_bias=x.dt_bias, initial_state=x.initial_state, backend="cuda")
+
+    def double(q, k, v, g, beta):
+        o, final = chunk_kda(q, k, v * 2, g, beta, **options)
+        return o + 1, final
+
+    assert equal(torch.compile(double, fullgraph=True)(*x[:5]), double(*x[:5]))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """The C program of these kernels, linked to the library under test."""
+    if build.nvcc() is None:
+        pytest.skip("nvcc was not found: the C program cannot be built")
+    target = tmp_path_factory.mktemp("native") / "prefill_bf16_test"
+    root = build.source_folder()
+    command = [str(build.nvcc()), "-cudart", "static", f"-I{root / 'include'}", "-o", str(target)]
+    command += [str(root / "tests" / "prefill_bf16_test.c")]
+    subprocess.run([*command, f"-L{library.path().parent}", "-lkdakit", "-lm"], check=True, capture_output=True)
+    return [str(target)], os.environ | {"LD_LIBRARY_PATH": str(library.path().parent)}
+
+
+def test_c_program(program):
+    command, environment = program
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+def test_sanitizer(program, tool):
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer was not found")
+    command, environment = program
+    unset = ["unset"] if tool == "initcheck" else []
+    done = subprocess.run(
+        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *command, *unset], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_jax_gives_the_same_bits():
+    pytest.importorskip("jax")
+    for name in ("long_fused", "long_varlen", "long_huge", "v_first"):
+        reason = checking.refusal("cuda_ffi", ALL[name], "bfloat16")
+        if reason:
+            pytest.skip(reason)
+        ours, theirs = (checking.run_case(backend, ALL[name], "bfloat16", grad=False) for backend in ("cuda", "cuda_ffi"))
+        assert all(np.array_equal(ours[n], theirs[n]) for n in ours), name
+    rows = checking.check("cuda_ffi", ALL["long_fused"], "bfloat16")
+    assert all(r.ok for r in rows), rows

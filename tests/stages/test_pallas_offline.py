@@ -28,6 +28,8 @@ JOBS = [
     replace(FEW, K=256, HV=4, gate="log_decay"),
     replace(FEW, H=3, chunk_size=32),
     replace(FEW, kernel="forward", chunk_size=128),
+    replace(BASE, kernel="forward", sequences=3, states=True),
+    replace(FEW, kernel="forward", sequences=3, states=True, dtype="float32", gate="softplus", chunk_size=32),
     replace(FEW, kernel="forward", chunk_size=16, dtype="float32"),
     replace(BASE, kernel="step"),
     replace(BASE, kernel="step", dtype="float32"),

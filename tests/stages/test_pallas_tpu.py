@@ -69,7 +69,7 @@ def run(case: Case, config, dtype="float32", op="chunk", grad=True):
         return result, pallas_tpu.backward(problem, arrays, saved, d_o, d_final, config) if grad else None
 
     result, gradients = jax.jit(whole, compiler_options=QUICK)(given, d_o, d_final)
-    found = {"o": result.o, "final_state": result.final_state} | ({} if result.states is None else {"states": result.states})
+    found = {n: x for n, x in result._asdict().items() if x is not None}
     found |= {} if gradients is None else {n: getattr(gradients, n) for n in DIFFERENTIABLE if getattr(gradients, n) is not None}
     return {n: np.asarray(x, np.float64) for n, x in found.items()}
 
@@ -93,6 +93,53 @@ def test_no_races_and_nothing_uninitialised(case, dtype, op, seed, eager):
     if case is STATES:
         want = reference.forward(case.problem(), case.arrays()).states  # three chunks; the fourth slot is none's
         assert accuracy.error(found["states"][:, :3], want) <= accuracy.tolerance(0.0, "float32") and not found["states"][:, 3:].any()
+
+
+# Without gradients packed calls with states take a kernel of their own: sequences that begin and end at edges of chunks and blocks and in
+# between, several in a block, empty ones anywhere, chunks inside one sequence.
+EDGES = Case("edges", "sequences end everywhere", T=124, H=1, HV=1, lengths=(0, 0, 3, 13, 16, 0, 5, 2, 1, 40, 16, 0, 27, 1, 0),
+             options={"chunk_size": 32})  # fmt: skip
+FORWARDS = [
+    (PACKED, "float32", 0, False),
+    (EDGES, "float32", 1, True),
+    (EDGES, "bfloat16", 0, False),
+    (
+        replace(EDGES, why="no initial states, [V, K]", initial_state=False, options=EDGES.options | {"state_v_first": True}),
+        "float32",
+        0,
+        True,
+    ),
+    (replace(EDGES, why="no final states", options=EDGES.options | {"output_final_state": False}), "float32", 1, False),
+    (
+        replace(CASES["varlen_fused"], T=97, lengths=(9, 87, 1), options=CASES["varlen_fused"].options | {"lower_bound": -5.0}),
+        "bfloat16",
+        1,
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize("case, dtype, seed, eager", FORWARDS, ids=[f"{c.why}-{dtype}-{seed}-{x}" for c, dtype, seed, x in FORWARDS])
+def test_packed_sequences_with_states(case, dtype, seed, eager):
+    pltpu.reset_tpu_interpret_mode_state()
+    found = run(case, tile.Config(heads=case.HV, interpret=True, race_seed=seed, eager_dma=eager), dtype, grad=False)
+    assert not races_found()
+    assert_right(case, found, dtype, grad=False)
+
+
+def test_packed_heads_that_fill_no_block():
+    """Three heads in blocks of two: the kernel's own copies of states stay inside the arrays."""
+    case = replace(PACKED, H=3, HV=3)
+    pltpu.reset_tpu_interpret_mode_state()
+    assert_right(case, run(case, tile.Config(heads=2, interpret=True, race_seed=0), grad=False), grad=False)
+    assert not races_found()
+
+
+def test_sequences_of_chunks():
+    """Each chunk's first sequence: the one of its first token, or one without tokens before that."""
+    cu = np.concatenate([[0], np.cumsum([0, 16, 0, 3, 30, 0])])
+    made = sequences.make_chunks(jnp.asarray(cu, jnp.int32), 49, 16)
+    assert np.array_equal(made.starts, cu) and made.first.tolist() == [0, 2, 4, 4, 6]
 
 
 def test_the_interpreter_would_show_an_unset_state():

@@ -18,8 +18,9 @@ torch = pytest.importorskip("torch")
 
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
+from kdakit.backends.triton_gpu import ahead, launch  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
-from kdakit.backends.triton_gpu import launch  # noqa: E402
+from kdakit.backends.triton_gpu.config import Piece  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -148,6 +149,38 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
+@interpreter
+@pytest.mark.parametrize("name, cut, wanted", [
+    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], True),
+    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], False),
+    ("varlen", [Piece(0, 3, 0, 1), Piece(0, 3, 1, 1)], True),
+])  # fmt: skip
+def test_in_pieces(name, cut, wanted, monkeypatch):
+    """Chunks, or the heads of packed sequences, prepared and scanned in pieces give the same bits, with and without a final state."""
+    case = dataclasses.replace(CASES[name], options=CASES[name].options | {"use_qk_l2norm_in_kernel": True})
+    if name == "varlen":
+        case = dataclasses.replace(case, T=70, lengths=(0, 65, 5))
+    problem, arrays = case.problem("bfloat16").replace(output_final_state=wanted), tensors(case, "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, pieces=True)
+    assert config.normed
+    want = triton_gpu.forward(problem, arrays, config)[0]
+    monkeypatch.setattr(launch, "pieces", lambda problem, config: cut)
+    got = triton_gpu.forward(problem, arrays, config)[0]
+    assert all(torch.equal(x, y) if x is not None else y is None for x, y in zip(got, want, strict=True))
+
+
+def test_pieces():
+    """Pieces cover every chunk and head once; small problems are not cut."""
+    chip = configs.CHIPS["sm_90"]
+    for H, T, varlen, number in ((96, 8192, "", 4), (96, 8190, "cu_seqlens", 4), (96, 512, "", 1), (2, 512, "", 1), (16, 8192, "", 1)):
+        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T, varlen=varlen)
+        config = configs.choose(problem, chip)
+        cut = configs.pieces(problem, dataclasses.replace(config, pieces=not config.split))
+        assert len(cut) == number
+        seen = [(c, h) for p in cut for c in range(p.first, p.first + p.chunks) for h in range(p.head, p.head + p.heads)]
+        assert sorted(seen) == [(c, h) for c in range(-(-T // 64)) for h in range(H)]
+
+
 def test_number_of_parts():
     """Few heads and long sequences are split, others not."""
     chip = configs.CHIPS["sm_90"]
@@ -189,11 +222,11 @@ def test_strides_are_honoured():
 
 
 @interpreter
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["v_first", "varlen"])
+@pytest.mark.parametrize("name, dtype", [("v_first", "bfloat16"), ("varlen_no_state", "float32")])
 def test_state_in_place(name, dtype):
     """Some sequences are empty; a state may be half precision, or lie otherwise in memory than the kernel wants it."""
-    problem, arrays = CASES[name].problem("float32", op="recurrent").replace(state_dtype=dtype), tensors(CASES[name], "float32")
+    case = dataclasses.replace(CASES[name], initial_state=True)
+    problem, arrays = case.problem("float32", op="recurrent").replace(state_dtype=dtype), tensors(case, "float32")
     arrays = arrays._replace(initial_state=arrays.initial_state.to(getattr(torch, dtype)))
     want = run(problem, arrays)
     for state in (arrays.initial_state.clone(), arrays.initial_state.mT.contiguous().mT):
@@ -265,6 +298,22 @@ def test_kept_intermediates_give_the_same_bits():
     arrays = tensors(case, "bfloat16")
     first, second = (gradients(case, "bfloat16", arrays, dict(disable_recompute=keep).items()) for keep in (False, True))
     assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("name, dtype", [("varlen_fused", "bfloat16"), ("no_final", "float32")])
+def test_launches_known_ahead(name, dtype, monkeypatch):
+    """What a first call compiles at once is what it, and its backward, then launch."""
+    case, launched = CASES[name], []
+
+    def look(kernel, grid, args, constants, **options):
+        launched.append((kernel, list(map(launch._specialised, args)), {n: constants[n] for n in kernel.arg_names[len(args) :]}, options))
+
+    arrays, problem = tensors(case, dtype), case.problem(dtype, needs_grad=True)
+    known = ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))
+    monkeypatch.setattr(launch, "launch", look)
+    gradients(case, dtype, arrays)
+    known = [(kernel, list(map(launch._specialised, args)), constants, options) for kernel, args, constants, options in known]
+    assert [x for x in known if x[0].__name__ != "parts_kernel"] == launched and len(launched) >= 7
 
 
 def test_no_length_in_any_choice():

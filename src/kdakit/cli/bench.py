@@ -24,6 +24,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--entry", nargs="+", metavar="NAME", help="only these entries of the suite")
     parser.add_argument("--accuracy", action="store_true", help="also hold o and the final state of three heads against float64")
     parser.add_argument("--errors", action="store_true", help="time nothing: errors against float64, with gradients, on hard inputs")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases of --errors")
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions of each contestant (default: 20)")
     parser.add_argument("--seconds", type=float, default=30, metavar="S", help="stop repeating after about S seconds (default: 30)")
     parser.add_argument("--memory", action="store_true", help="also run each contestant in a process of its own and report its peak memory")
@@ -251,9 +252,11 @@ def _record(kind: str, args, gate: str, measured, missing) -> dict[str, Any]:
 
 
 def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
-    from kdakit.cli import machine
+    from kdakit.cli import machine, peers
 
-    return {"kind": kind, **machine.describe(_device()), "settings": settings, "results": measured, "missing": missing}
+    described = machine.describe(_device())
+    described["versions"] |= peers.versions()
+    return {"kind": kind, **described, "settings": settings, "results": measured, "missing": missing}
 
 
 def _device() -> str:

@@ -101,13 +101,16 @@ def show(record: dict[str, Any]) -> None:
     from kdakit.cli import console
 
     out = console.output()
-    columns = ("chip", "kernel", "bundles a step", "steps", "Mcycles", "VMEM MiB", "MXU", "VALU", "EUP", "XLU", "load", "store", "spills")
+    columns = ("chip", "kernel", "bundles a step", "branches as taken", "steps", "Mcycles", "VMEM MiB")
+    columns += ("MXU", "VALU", "EUP", "XLU", "load", "store", "spills")
     for row in record["results"]:
         title = f"{row['target']}: {row['label']}: {row['cycles'] / 1e6:.3f} M cycles, {row['milliseconds']:.3f} ms if memory keeps up"
+        if row["weighted_cycles"] is not None:
+            title += f"; {row['weighted_cycles'] / 1e6:.3f} M cycles with branches as often as taken"
         table = console.table(title, *columns, right=columns[2:])
         for kernel in row["kernels"]:
             table.add_row(row["target"], *_cells(kernel))
-        table.add_row(row["target"], "XLA around them", "", "", f"{row['xla_cycles'] / 1e6:.3f}", *[""] * 8)
+        table.add_row(row["target"], "XLA around them", "", "", "", f"{row['xla_cycles'] / 1e6:.3f}", *[""] * 8)
         out.print(table)
     for row in record["missing"]:
         out.print(f"{row['target']}: {row['label']}: {row['reason']}", markup=False)
@@ -115,10 +118,10 @@ def show(record: dict[str, Any]) -> None:
 
 def _cells(kernel: dict[str, Any]) -> list[str]:
     used = lambda name: f"{kernel['slots'][name]['mean'] / kernel['slots'][name]['capacity']:.0%}" if name in kernel["slots"] else ""
-    from kdakit.cli.tpu_table import spills
+    from kdakit.cli.tpu_table import as_taken, spills
 
     return [
-        kernel["name"], str(kernel["bundles_per_step"]), str(kernel["steps"]),
+        kernel["name"], str(kernel["bundles_per_step"]), as_taken(kernel), str(kernel["steps"]),
         f"{kernel['bundles_per_step'] * kernel['steps'] / 1e6:.3f}", f"{kernel['vmem_bytes'] / 2**20:.1f}",
         *(used(n) for n in ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")), f"{spills(kernel):.2f}/bundle",
     ]  # fmt: skip

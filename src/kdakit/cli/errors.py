@@ -36,25 +36,29 @@ CASES = {
 
 
 def sweep(args) -> dict[str, Any]:
-    """Every case, every contestant. Peers run untuned, which changes their speed and not their arithmetic."""
+    """Every case, every contestant; the JSON grows with every case. Peers run untuned: that changes their speed, hardly their numbers."""
     from kdakit.cli import bench
     from kdakit.cli.choices import pick
     from kdakit.dispatch import names
 
     default = ["triton_gpu", "cuda", "torch_native", *peers.PEERS]
     chosen = pick("backend", args.backend or default, [*names("torch"), *peers.PEERS])
+    cases = [CASES[name] for name in pick("case", args.case, CASES)]
     measured: list[dict[str, Any]] = []
     missing: list[dict[str, Any]] = []
     with console.progress() as bar, peers.untuned():
-        task = bar.add_task("errors", total=len(CASES) * len(chosen))
-        for case in CASES.values():
+        task = bar.add_task("errors", total=len(cases) * len(chosen))
+        for case in cases:
             truth = Truth(case, args.dtype)
             for name in chosen:
                 bar.update(task, advance=1, description=f"{case.name} {name}")
                 about = {"contestant": name, "case": case.name, "why": case.why, "dtype": args.dtype}
                 got = truth.errors(name)
                 (missing if "reason" in got else measured).append(about | got)
-    return bench.record("errors", {"dtype": args.dtype}, measured, missing)
+            found = bench.record("errors", {"dtype": args.dtype}, measured, missing)
+            if args.json:
+                bench.save(found, args.json)
+    return found
 
 
 class Truth:
@@ -66,7 +70,10 @@ class Truth:
         self.values = accuracy.truths(case.problem(dtype, "chunk", True), self.arrays, *self.cotangents)
 
     def errors(self, name: str) -> dict[str, Any]:
-        """{'o', 'final_state', 'gradient': the worst one, 'gradients'}; None: not finite. {'reason': ...} where it cannot run."""
+        """{'o', 'final_state', 'gradient': the worst one, 'gradients'}; None: not finite.
+
+        {'reason': ...} where it cannot run; 'no_gradient' is the reason where it can run forward only.
+        """
         reasons = []
         for grad in (True, False):
             try:
@@ -77,7 +84,7 @@ class Truth:
             found = {n: accuracy.error(results[n], self.values[n]) for n in self.values if n in results}
             ahead = {n: _finite(found.pop(n)) for n in ("o", "final_state")}
             if not grad:
-                return ahead
+                return ahead | {"no_gradient": reasons[0]}
             return ahead | {"gradient": _finite(max(found.values())), "gradients": {n: _finite(x) for n, x in found.items()}}
         return {"reason": reasons[-1]}
 

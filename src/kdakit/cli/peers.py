@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,12 @@ def find(name: str, case: Case, dtype: str, op: str, grad: bool) -> Callable[[Ar
     if name == "flash_kda":
         return _flash_kda(case, dtype, op, grad, on_gpu)
     return _fla_kernels(case, op) if on_gpu else _fla_references(case, op)
+
+
+def versions() -> dict[str, str]:
+    """Of the peers that have been imported, installed or not."""
+    found = {"fla-core": sys.modules.get("fla"), "flash_kda": sys.modules.get("flash_kda")}
+    return {name: getattr(module, "__version__", "unversioned") for name, module in found.items() if module is not None}
 
 
 def load_fla() -> ModuleType:

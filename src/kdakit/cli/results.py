@@ -7,6 +7,9 @@ from typing import Any
 
 from kdakit.cli import console, generated, gpu_results
 
+# The packages that every measurement names.
+NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
+
 
 def show(record: dict[str, Any]) -> None:
     out = console.output()
@@ -33,7 +36,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def provenance(record: dict[str, Any]) -> str:
     """Machine, versions and commit in one line."""
     m = record["machine"]
-    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in ("python", "torch", "jax", "numpy", "fla-core"))
+    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in NAMED)
     commit = (record.get("commit") or "unknown")[:12]
     place = f"{m['cpu']} ({m['cores']} cores, {m['architecture']})"
     if m.get("device", "cpu") != "cpu":

@@ -27,7 +27,9 @@ def branches(text: str) -> tuple[int, list[Branch]]:
     """How many bundles a `final_bundles` text has, and its larger branches, in order; inner ones follow the one that they are in."""
     bundles = re.split(r"^ *(?:0x[0-9a-f]+) *(?:[A-Z]{2})? *: ", text, flags=re.MULTILINE)[1:]
     starts = {int(n): i for i, bundle in enumerate(bundles) for n in re.findall(r"Start(?:/End empty)? region (\d+)", bundle)}
-    jumps = [(i, starts.get(int(n), 0)) for i, bundle in enumerate(bundles) for n in re.findall(r"sbr\.rel .*?target = \$region(\d+)", bundle)]
+    jumps = [
+        (i, starts.get(int(n), 0)) for i, bundle in enumerate(bundles) for n in re.findall(r"sbr\.rel .*?target = \$region(\d+)", bundle)
+    ]
     found = [Branch(i + 1, target) for i, target in jumps if SMALL <= target - i - 1 <= WHOLE * len(bundles)]
     return len(bundles), sorted(found, key=lambda branch: (branch.first, -branch.last))
 

@@ -36,6 +36,9 @@ def _budget(eqn) -> Budget:
     steps = math.prod(int(n) for n in mapping.grid)
     vmem = hbm = 0
     for block in mapping.block_mappings:
+        if "any" in str(block.transformed_block_aval.memory_space).lower():  # stays in HBM; the kernel copies all of it, once
+            hbm += math.prod(block.array_aval.shape) * block.array_aval.dtype.itemsize
+            continue
         shape = [int(getattr(d, "block_size", d) or 1) for d in block.block_shape]
         vmem += 2 * padded_bytes(shape, block.array_aval.dtype)
         hbm += _visits(mapping.grid, block) * math.prod(shape) * block.array_aval.dtype.itemsize

@@ -48,10 +48,15 @@ def variants(found: Found) -> str:
     rows = []
     for chip, kernel in TOKAMAX:
         for name, (plain, changed) in compared.items():
-            before, after = (cycles(found, chip, Job(kernel, **options)) for options in (plain, changed))
-            if before and after:
-                rows.append([chip, CALLS[kernel], name, f"{before:.2f}", f"{after:.2f}", f"{after / before:.2f}"])
-    return _titled("The same, bounded gate:", ["chip", "", "", "without", "with", "of that"], rows)
+            cells = []
+            for count in ("cycles", "weighted_cycles"):
+                before, after = (cycles(found, chip, Job(kernel, **options), count) for options in (plain, changed))
+                cells += [f"{before:.2f}", f"{after:.2f}", f"{after / before:.2f}"] if before and after else ["–"] * 3
+            if cells[0] != "–":
+                rows.append([chip, CALLS[kernel], name, *cells])
+    header = ["chip", "", "", "without", "with", "of that", "as taken: without", "with", "of that"]
+    title = "The same, bounded gate; *as taken* counts a branch as often as it is taken, the columns before in every step:"
+    return _titled(title, header, rows, right=3)
 
 
 def heads(found: Found) -> str:
@@ -72,13 +77,13 @@ def kernels(found: Found) -> str:
     slots = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
     rows = []
     for (chip, job), row in found.items():
-        if (job.T, job.H) != (8192, 32) or job.sequences or job.states or job.heads:
+        if (job.T, job.H) != (8192, 32) or job.heads:
             continue
         for k in row["kernels"]:
             used = [f"{k['slots'][n]['mean'] / k['slots'][n]['capacity']:.0%}" if n in k["slots"] else "" for n in slots]
-            sizes = f"{k['bundles_per_step']}", f"{k['steps']}", f"{k['vmem_bytes'] / 2**20:.1f}"
+            sizes = f"{k['bundles_per_step']}", as_taken(k), f"{k['steps']}", f"{k['vmem_bytes'] / 2**20:.1f}"
             rows.append([chip, str(job).replace(" B1 T8192 H32 K128, bfloat16", ""), k["name"], *sizes, *used, f"{spills(k):.2f}"])
-    header = ["chip", "call", "kernel", "bundles a step", "steps", "VMEM MiB", *slots, "spills a bundle"]
+    header = ["chip", "call", "kernel", "bundles a step", "branches as taken", "steps", "VMEM MiB", *slots, "spills a bundle"]
     return _titled("Bundles and slots:", header, rows, right=3)
 
 
@@ -102,10 +107,16 @@ def provenance(records: list[dict[str, Any]]) -> str:
     return f"{records[0]['date']}: {versions}; commit {', '.join(commits)}"
 
 
-def cycles(found: Found, chip: str, job: Job) -> float | None:
-    """Millions."""
+def cycles(found: Found, chip: str, job: Job, count: str = "cycles") -> float | None:
+    """Millions; `count`: or weighted_cycles."""
     row = found.get((chip, job))
-    return None if row is None else row["cycles"] / 1e6
+    return None if row is None or row.get(count) is None else row[count] / 1e6
+
+
+def as_taken(kernel: dict[str, Any]) -> str:
+    """Bundles a step, each branch as often as it is taken."""
+    found = kernel.get("weighted_bundles_per_step")  # records of before have none
+    return "–" if found is None else f"{found:.0f}"
 
 
 def spills(kernel: dict[str, Any]) -> float:

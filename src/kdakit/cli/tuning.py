@@ -41,13 +41,16 @@ def run(args) -> dict[str, Any]:
     kernels = pick("tune", args.tune, SEARCHES)
     chip, calls = chip_of(device), Calls(device, args.repeat, args.seconds)
     jobs = [job for job in JOBS if job.mode in {SEARCHES[k].mode for k in kernels} and _wanted(job, args.shape)]
-    table, rows = search(jobs, kernels, chip, tiles.load(tiles.LIKE.get(chip.name, chip.name)), calls.measure, calls.verify, calls.compile)
+    table, rows = search(jobs, kernels, chip, tiles.load(chip.name), calls.measure, calls.verify, calls.compile)
     path = Path(args.tiles or tiles.FOLDER / f"{chip.name}.json")
     when = datetime.datetime.now(datetime.UTC).date().isoformat()
     name = calls.device_name
     table = table | {"chip": chip.name, "source": f"{name}, triton {machine.version('triton')}, {when}: kdakit bench --tune"}
-    path.write_text(tiles.dump(table))
-    print(f"wrote {path}")
+    try:
+        path.write_text(tiles.dump(table))
+        print(f"wrote {path}")
+    except OSError as problem:
+        raise UsageError(f"{path} cannot be written ({problem}): name another file with --tiles") from problem
     return bench.record("tune", {"chip": chip.name, "kernels": kernels, "repeat": args.repeat}, rows, [])
 
 

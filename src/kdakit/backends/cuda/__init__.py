@@ -75,6 +75,11 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+def preferred(problem: Problem) -> bool:
+    """Forward alone in bfloat16 is faster here than in Triton (docs/performance.md); gradients would come from torch_native."""
+    return problem.dtype == "bfloat16" and not problem.needs_grad and unsupported(problem) is None
+
+
 def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
     if problem.dtype == "bfloat16":

@@ -114,16 +114,18 @@ def build_jax(target: Path | None = None) -> None:
 
 
 def usages(report: str) -> list[Usage]:
-    """The kernels in the report of `ptxas -v`."""
-    pattern = re.compile(
-        r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
-        r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
-        re.DOTALL,
-    )
-    return [
-        Usage(m["name"], m["arch"], int(m["registers"]), int(m["stores"]) + int(m["loads"]), int(m["stack"]))
-        for m in pattern.finditer(report)
-    ]
+    """The kernels in the report of `ptxas -v`; what the functions they call spill is counted with them."""
+    entry = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\w+)'")
+    spills = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+    starts = list(entry.finditer(report))
+    found = []
+    for m, end in zip(starts, [*(m.start() for m in starts[1:]), len(report)], strict=False):
+        functions = [[int(n) for n in numbers] for numbers in spills.findall(report, m.end(), end)]
+        registers = re.compile(r"Used (\d+) registers").search(report, m.end(), end)
+        if functions and registers:
+            spilled = sum(stores + loads for _, stores, loads in functions)
+            found.append(Usage(m["name"], m["arch"], int(registers[1]), spilled, functions[0][0]))
+    return found
 
 
 def main() -> None:

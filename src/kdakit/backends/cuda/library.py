@@ -62,9 +62,14 @@ def path() -> Path:
 
 
 def missing() -> str | None:
-    """Why the library cannot be used here; None: it can."""
+    """Why the library cannot be used here; None: it can. Found out once per process: 'auto' asks at every call."""
+    return _missing(os.environ.get(VARIABLE) or str(PLACE))
+
+
+@lru_cache(maxsize=4)
+def _missing(where: str) -> str | None:
     try:
-        load()
+        _load(where)
     except OSError as problem:
         return str(problem)
     return None

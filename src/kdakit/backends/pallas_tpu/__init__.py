@@ -6,6 +6,7 @@ import math
 
 from jax.experimental.pallas import tpu as pltpu
 
+from kdakit.backends.pallas_tpu import tile
 from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
@@ -34,10 +35,12 @@ def operand_dtype(problem: Problem) -> str:
 
 def default_config(problem: Problem, device) -> Config:
     """Heads of a step fill the latencies of each other's products: 16 take 0.82 times the cycles of 8, each. Fewer where VMEM is small, as
-    on a TPU v4, or where there are fewer: blocks may be as wide as the array."""
-    small = max(problem.K, problem.V) <= 128 and problem.dtype == "bfloat16"
-    wide = 16 if problem.HV % 16 == 0 and small and _vmem_mib() > 16 else 8
-    return Config(heads=min(problem.HV, wide), interpret=str(device) != "tpu")
+    on a TPU v4, or where there are fewer: blocks may be as wide as the array. There, what wants much room also takes shorter chunks."""
+    narrow, little = max(problem.K, problem.V) <= 128, _vmem_mib() <= 16
+    heads = 16 if problem.HV % 16 == 0 and narrow and problem.dtype == "bfloat16" and not little else 8
+    much = (problem.needs_grad or tile.packed_with_states(problem)) if not narrow else problem.needs_grad and problem.dtype != "bfloat16"
+    chunk = 32 if little and much else 128
+    return Config(heads=min(problem.HV, heads), interpret=str(device) != "tpu", chunk=chunk)
 
 
 def _vmem_mib() -> float:

@@ -155,8 +155,9 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
         num_scalar_prefetch=len(table), grid=launch.grid, in_specs=[spec(x) for x in inputs.values()],
         out_specs=[spec(x) for x in outputs.values()], scratch_shapes=scratch,
     )  # fmt: skip
+    bound = partial(_bound, kernel, names, type(launch.table), len(table))
     call = pl.pallas_call(
-        partial(_bound, kernel, names, type(launch.table), len(table)), name=name, grid_spec=grid_spec, out_shape=[x.value for x in outputs.values()],
+        bound, name=name, grid_spec=grid_spec, out_shape=[x.value for x in outputs.values()],
         input_output_aliases={len(table) + names[0].index(i): names[1].index(o) for i, o in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT

@@ -1,9 +1,9 @@
 """The forward of packed sequences with states of their own, in one kernel: a step is a chunk, whatever sequences it holds.
 
-A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found once,
-sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own state:
-half a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial one while the
-chunk's products are found, and a final one while the next chunks are at work.
+A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found
+once, sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own
+state: a third of a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial
+one while the chunk's products are found, and a final one while the next chunks are at work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu.fused import Inputs, Matrices, Outputs, Rows, activate, apply_matrices, chunk_step, group_matrices, state_block
+from kdakit.backends.pallas_tpu.fused import (
+    Inputs,
+    Matrices,
+    Outputs,
+    Rows,
+    activate,
+    apply_matrices,
+    chunk_step,
+    group_matrices,
+    state_block,
+)
 from kdakit.backends.pallas_tpu.gate import Decays, activate_beta
 from kdakit.backends.pallas_tpu.heads import groups_of, read_heads, write_heads
 from kdakit.backends.pallas_tpu.intra import Factors, make_masks
@@ -24,13 +34,15 @@ from kdakit.backends.pallas_tpu.sequences import Chunks, own_tokens
 from kdakit.backends.pallas_tpu.state import from_start, next_state, read_state, to_end
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
+LARGE = 2**20  # bytes
+
 
 class Scratch(NamedTuple):
     state: Any  # [heads, V, K]
     factors: Any  # [4, heads, C, K]: decays to the tokens, q_to, k_to, k_after; from and to the edges of block and sequence
     blocks: Any  # [2, heads, blocks, K]: decay over each block's last sequence in it, and over its first
     matrices: Any  # [2, groups, C, g C]: A_qk, inverse
-    arriving: Any  # [2, heads, .., ..]: initial states, in turns
+    arriving: Any  # [2, heads, .., ..]: initial states, in turns; [1, ..] if they are large
     leaving: Any  # [heads, .., ..]: a final state
     arrived: Any  # semaphores
     left: Any
@@ -40,12 +52,13 @@ class Scratch(NamedTuple):
 def scratch_shapes(tile: Tile) -> Scratch:
     state = (tile.heads, tile.V, tile.K)
     outside = state if tile.state_v_first else (tile.heads, tile.K, tile.V)
+    slots = 2 if 4 * tile.heads * tile.V * tile.K <= LARGE else 1
     return Scratch(
         pltpu.VMEM(state, jnp.float32), pltpu.VMEM((4, tile.heads, tile.C, tile.K), jnp.float32),
         pltpu.VMEM((2, tile.heads, tile.blocks, tile.K), jnp.float32),
         pltpu.VMEM((2, tile.heads // tile.group, tile.C, tile.group * tile.C), jnp.dtype(tile.operand)),
-        pltpu.VMEM((2, *outside), jnp.float32), pltpu.VMEM(outside, jnp.float32),
-        pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA(()), pltpu.SMEM((1,), jnp.int32),
+        pltpu.VMEM((slots, *outside), jnp.float32), pltpu.VMEM(outside, jnp.float32),
+        pltpu.SemaphoreType.DMA((slots,)), pltpu.SemaphoreType.DMA(()), pltpu.SMEM((1,), jnp.int32),
     )  # fmt: skip
 
 
@@ -72,9 +85,17 @@ class Step(NamedTuple):
     def ends(self, sequence):
         return self.starts[sequence + 1] <= self.token + self.tile.C
 
+    def slot(self, sequence):
+        """The one that the last sequence but one has left; or the last, if there is but one."""
+        return lax.rem(sequence, self.slots)
+
+    @property
+    def slots(self) -> int:
+        return self.kept.arriving.shape[0]
+
     def arrival(self, sequence):
-        """The copy of a sequence's initial state. It takes the slot that the last sequence but one has left."""
-        slot = sequence & 1
+        """The copy of a sequence's initial state."""
+        slot = self.slot(sequence)
         return pltpu.make_async_copy(self._own(self.inputs.initial, sequence), self.kept.arriving.at[slot], self.kept.arrived.at[slot])
 
     def departure(self, sequence):
@@ -114,7 +135,8 @@ def packed_kernel(tile: Tile, T: int, chunks: Chunks, inputs: dict, outputs: dic
     @pl.when(jnp.logical_not(inside))
     def _():
         step.call(begin, step.begins(begin))
-        step.call(begin + 1, begin + 1 < end)
+        if step.slots == 2:
+            step.call(begin + 1, begin + 1 < end)
         _put_down(step, own_tokens(tile, T, None, number))
         lax.fori_loop(begin, end, lambda sequence, _: _visit(step, sequence), None)
 
@@ -161,9 +183,10 @@ def _visit(step: Step, sequence) -> None:
         if inputs.initial is not None:
             step.arrival(sequence).wait()
         for h in range(tile.heads):
-            kept.state[h] = jnp.zeros((tile.V, tile.K)) if inputs.initial is None else state_block(tile, kept.arriving[sequence & 1, h])
+            given = None if inputs.initial is None else state_block(tile, kept.arriving[step.slot(sequence), h])
+            kept.state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if given is None else given
 
-    step.call(sequence + 2, sequence + 2 < step.end)
+    step.call(sequence + step.slots, sequence + step.slots < step.end)
     pl.when(low < high)(lambda: _tokens(step, low, high))
 
     if out.final is not None:

@@ -16,6 +16,7 @@ class Config:
     interpret: bool = False  # run in the TPU interpreter on the CPU
     race_seed: int | None = None  # interpreter: detect races, with this seed for the order of parallel grid steps
     eager_dma: bool = True  # interpreter: copies happen when they are started, or else when they are waited for
+    chunk: int = 128  # tokens per chunk at most, where the call's own chunks are nobody's business but the kernels'
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,17 @@ def padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-def chunk_length(problem: Problem) -> int:
+def chunk_length(problem: Problem, config: Config) -> int:
     """No longer than T needs, but for the block size."""
-    return min(problem.options.chunk_size, max(BLOCK, 1 << max(problem.T - 1, 0).bit_length()))
+    o = problem.options
+    most = o.chunk_size if o.return_intermediate_states else min(o.chunk_size, config.chunk)
+    return min(most, max(BLOCK, 1 << max(problem.T - 1, 0).bit_length()))
 
 
 def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Tile:
     """`tokens`: per grid step; the chunk length if None."""
     o = problem.options
-    C = chunk_length(problem) if tokens is None else tokens
+    C = chunk_length(problem, config) if tokens is None else tokens
     dtype = kernel_dtype(problem)
     narrow = dtype == "bfloat16"
     tables = problem.varlen == "cu_seqlens" if tokens is not None else packed_with_states(problem) and not steps_hold_sequences(problem)

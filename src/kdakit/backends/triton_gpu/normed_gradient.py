@@ -1,4 +1,4 @@
-"""Backward, fifth launch, for a bounded gate and normalised bfloat16 q and k, in chunks of 64 tokens: one program per chunk and value head.
+"""Backward, fifth launch, for what `normed` prepares: bfloat16, q and k normalised, chunks of 64 tokens. One program per chunk and head.
 
 With s the log2-decay from the chunk's start to a token and m a whole number near s in the middle of the token's block of 16, every pair is
 
@@ -144,8 +144,8 @@ def half_gradient(
     _g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, b_dA = x
     b_q, b_k = sides(placed(tl.trans(b_qk), b_I))
     b_row, b_col = power_of_2(b_s, PTX), power_of_2(-b_s, PTX)
-    b_left = narrow(side_by_side(b_q * b_r_q * b_row, b_k * b_r_k * b_row), tl.bfloat16)
-    b_right = narrow(b_k * b_r_k * b_col, tl.bfloat16)
+    b_left = narrow(side_by_side(b_q * b_row, b_k * b_row), tl.bfloat16)
+    b_right = narrow(b_k * b_col, tl.bfloat16)
     b_L, b_R, b_X = pair_gradients(b_left, b_right, b_m, b_dq, b_dk, b_dA, b_far, b_top, b_R, SECOND, PTX, PRECISION)
     b_Lq, b_Lk = sides(b_L)
     b_lq, b_lk = sides(b_left)
@@ -154,9 +154,9 @@ def half_gradient(
     b_state = total(b_right * b_C)
     b_C += b_R
     b_uq, b_uk, b_uc = widened(b_lq, PTX) * b_Lq, widened(b_lk, PTX) * b_Lk, b_right * b_C
-    b_along_q, b_along_k = tl.sum(b_uq, 0, keep_dims=True) * b_r_q, tl.sum(b_uk + b_uc, 0, keep_dims=True) * b_r_k
-    b_dq = (b_row * b_Lq - b_q * b_along_q) * b_r_q
-    b_dk = (b_row * b_Lk + b_col * b_C - b_k * b_along_k) * b_r_k
+    b_along_q, b_along_k = tl.sum(b_uq, 0, keep_dims=True), tl.sum(b_uk + b_uc, 0, keep_dims=True)  # q . d_q and k . d_k
+    b_dq = b_row * b_Lq - b_q * (b_along_q * b_r_q * b_r_q)
+    b_dk = b_row * b_Lk + b_col * b_C - b_k * (b_along_k * b_r_k * b_r_k)
     store_rows(p_d_q, p_d_k, FIRST, HV, length, b_dq, b_dk, K, KP)
     return b_uq + b_uk - b_uc, b_state, b_X
 
@@ -172,13 +172,13 @@ def chunk_gradient(
     b_I, b_I2, o_k = identity(32), identity(64), tl.arange(0, KP)
     b_g = load_rows(p_g, p_g, 0, s_gt, s_gt, length, nothing(GATE), 32, K, KP, ALIGN)
     b_k = load_rows(p_k, p_k, 0, s_kt, s_kt, length, 0.0, 32, K, KP, ALIGN)
-    b_r_k, b_dc = tl.load(p_norms + 64 + span_tokens(32))[None, :], load_part(p_parts, 2, 0, KP)
+    b_dc = load_part(p_parts, 2, 0, KP)
     x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
     b_top, b_d_decay = load_pairs(p_pairs, 32, 0, 64), tl.load(p_d_decay + o_k)[:, None]
 
     b_0 = tl.zeros([KP, 4], tl.float32)
     _g, b_s, b_m0, b_half = half_decay(b_g, p_dt_bias, b_0, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
-    b_right = narrow(placed(tl.trans(b_k), b_I) * b_r_k * power_of_2(-b_s, PTX), tl.bfloat16)
+    b_right = narrow(placed(tl.trans(b_k), b_I) * power_of_2(-b_s, PTX), tl.bfloat16)
     b_g, b_s, b_m, b_end = half_decay(x[0], p_dt_bias, b_half, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
     b_C = widened(as_span(b_dc), PTX) * spread(power_of_2(b_end - b_m0, PTX))
     b_all = power_of_2(b_end, PTX) * b_d_decay + total(widened(b_right, PTX) * b_C)  # [KP, 4]

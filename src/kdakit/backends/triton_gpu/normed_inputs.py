@@ -79,9 +79,9 @@ def store_rows(p_x, p_y, FIRST: tl.constexpr, HV, length, b_x, b_y, K: tl.conste
 
 
 @triton.jit
-def along(b_d, b_x, b_r):
-    """From the gradient of x, normalised, that of x as it was: (d - (x . d) x) r."""
-    return (b_d - tl.sum(b_d * b_x, 0, keep_dims=True) * b_x) * b_r
+def across(b_d, b_x, b_r):
+    """d - r^2 (x . d) x, r = 1 / |x|: normalising takes from a gradient what lies along x."""
+    return b_d - tl.sum(b_d * b_x, 0, keep_dims=True) * (b_r * b_r) * b_x
 
 
 @triton.jit
@@ -89,8 +89,8 @@ def half_gates(
     p_d_g, p_dt_bias, FIRST: tl.constexpr, b_g, b_d, a, lower_bound, HV, length,
     K: tl.constexpr, KP: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient b_d of the log-decays of a half and their inputs b_g: stores d_g; returns the sums over its tokens of the gradient of
-    the gate's input and of the terms of d_A_log, both [KP]."""
+    """From the gradient b_d of the log-decays of a half and their inputs b_g: stores d_g; returns the sums over its tokens of the gradient
+    of the gate's input and of the terms of d_A_log, both [KP]."""
     o_k, o_t = tl.arange(0, KP), span_tokens(32) + FIRST
     b_x = widened(b_g, PTX)
     if HAS_DT_BIAS:

@@ -146,7 +146,7 @@ def products_kernel(
     Rows of q are taken times scale / |q|, those of k and columns times 1 / |k|: from here on q and k are as the caller gave them.
     Writes pairs [slot, HV, 2, R, R] (A_qk, A_kk / beta: all of it, what is above the diagonal means nothing) and parts
     [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP].
-    NORMED, for `normed_gradient`: q and k stay normalised, pairs are 0 where they mean nothing, and parts lie in the order of tokens.
+    NORMED, for `normed_gradient`: pairs are 0 where they mean nothing, and parts lie in the order of tokens.
     SMALL is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
     """
     R: tl.constexpr = C if C > 32 else 32
@@ -171,11 +171,7 @@ def products_kernel(
     o_row, o_rc = o_i * HV * V, o_c * HV * V
     p_row = p_factors + row_of_token(o_i, S, GROUP)
     b_beta = tl.load(p_row, mask=m_i, other=0.0)
-    if NORMED:
-        b_norm_k = tl.full([R], 1.0, tl.float32)
-        b_norm_q = b_norm_k * scale
-    else:
-        b_norm_q, b_norm_k = tl.load(p_row + C, mask=m_i, other=0.0) * scale, tl.load(p_row + 2 * C, mask=m_i, other=0.0)
+    b_norm_q, b_norm_k = tl.load(p_row + C, mask=m_i, other=0.0) * scale, tl.load(p_row + 2 * C, mask=m_i, other=0.0)
     b_beta_c = tl.load(p_factors + o_p, mask=o_p < C, other=0.0)  # [R], in the order of `row_tokens`
     X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, S, GROUP, SMALL)
     b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, V, BV, R, PRECISION, STAGES)

@@ -20,7 +20,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 CONDITIONS = ("dtype", "gate", "form", "heads", "K", "V", "K_is", "V_is")
-# Chips without a file of their own take that of the nearest one which holds no more.
+# Chips without a file of their own take that of one which holds no more.
 LIKE = {"sm_86": "sm_89", "sm_120": "sm_89", "gfx950": "gfx942"}
 
 
@@ -34,7 +34,7 @@ def pick(chip: str, dtype: str, K: int, V: int, heads: str, gate: str, form: str
     """The fields of Config that the chip's file gives for such a problem."""
     facts = {"dtype": dtype, "K": K, "V": V, "K_is": K, "V_is": V, "heads": heads, "gate": gate, "form": form}
     fields: dict[str, Any] = {}
-    for rows in load(LIKE.get(chip, chip))["tiles"].values():
+    for rows in load(chip)["tiles"].values():
         fields |= next(row["use"] for row in rows if holds(row["when"], facts))
     return fields
 
@@ -46,7 +46,9 @@ def holds(when: dict[str, Any], facts: dict[str, Any]) -> bool:
 
 @lru_cache
 def load(chip: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{chip}.json").read_text())
+    """The chip's file, or that of the one it is like."""
+    own = FOLDER / f"{chip}.json"
+    return json.loads((own if own.exists() else FOLDER / f"{LIKE[chip]}.json").read_text())
 
 
 def dump(table: dict[str, Any]) -> str:

@@ -1,0 +1,202 @@
+"""The operators behind `kdakit.torch`: kdakit::forward, kdakit::backward, kdakit::inference and kdakit::step_, with their fake kernels.
+
+Here a call is checked and gets its backend. torch.compile, torch.export, autocast and activation checkpointing see each as a single call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kdakit import dispatch
+from kdakit.problem import (
+    DIFFERENTIABLE,
+    Arrays,
+    Options,
+    Problem,
+    check_cu_seqlens,
+    check_devices,
+    checks_enabled,
+    make_problem,
+)
+
+_SCHEMA_ARRAYS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+)
+_LIBRARY = torch.library.Library("kdakit", "DEF")
+_LIBRARY.define(
+    f"forward({_SCHEMA_ARRAYS}, str op, str options, str backend, bool needs_grad) -> (Tensor, Tensor, Tensor, Tensor[])",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(f"inference({_SCHEMA_ARRAYS}, str op, str options, str backend) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(
+    f"backward({_SCHEMA_ARRAYS}, Tensor[] saved, Tensor d_o, Tensor? d_final_state, str op, str options, str backend) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    f"step_({_SCHEMA_ARRAYS.replace('Tensor? initial_state', 'Tensor(a!) initial_state')}, str options, str backend) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class _Spec(NamedTuple):
+    """As much of a tensor as `make_problem` looks at."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
+    check_devices(arrays)
+    return make_problem(op, arrays, Options.decode(options), needs_grad)
+
+
+def _describe_real(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
+    """`_describe` for tensors whose sizes are plain numbers: a call like an earlier one is not described, nor checked, anew."""
+    check_devices(arrays)
+    return _described(op, options, needs_grad, *[None if x is None else (x.shape, x.dtype) for x in arrays])
+
+
+@lru_cache(maxsize=1024)
+def _described(op: str, options: str, needs_grad: bool, *specs: tuple[torch.Size, torch.dtype] | None) -> Problem:
+    arrays = Arrays(*(None if x is None else _Spec(*x) for x in specs))
+    return make_problem(op, arrays, Options.decode(options), needs_grad)
+
+
+def _without_autocast(kind: str):
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def _check_values(problem: Problem, arrays: Arrays) -> None:
+    """cu_seqlens where the host can see it, or everywhere when checks are on."""
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        cu = getattr(arrays, name)
+        if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
+            check_cu_seqlens(cu.cpu().numpy(), problem.T, name)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(0)
+
+
+@torch.library.impl(_LIBRARY, "forward", "CompositeExplicitAutograd")
+def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    result, saved = _run(arrays, op, options, backend, needs_grad)
+    return result.o, *(_empty(q) if x is None else x for x in result[1:]), saved
+
+
+@torch.library.impl(_LIBRARY, "inference", "CompositeExplicitAutograd")
+def _inference(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend):
+    """`forward` for calls that are not differentiated: what PyTorch does around an operator with a derivative takes as long as a short
+    sequence. Returns o, and the final state and the states before each chunk where they are asked for."""
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    return [x for x in _run(arrays, op, options, backend, False)[0] if x is not None]
+
+
+def _run(arrays: Arrays, op: str, options: str, backend: str, needs_grad: bool):
+    problem = _describe_real(arrays, op, options, needs_grad)
+    device = arrays.q.device
+    module = dispatch.select("torch", problem, device, backend)
+    _check_values(problem, arrays)
+    config = module.default_config(problem, device)
+    with _without_autocast(device.type):
+        if op == "recurrent":
+            return module.step(problem, arrays, config), []
+        return module.forward(problem, arrays, config)
+
+
+@torch.library.register_fake("kdakit::forward", lib=_LIBRARY)
+def _forward_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    problem = _describe(arrays, op, options, needs_grad)
+    module = dispatch.select("torch", problem, q.device, backend)
+    o = q.new_empty(v.shape, dtype=v.dtype)
+    final, states, saved = _empty(q), _empty(q), []
+    if problem.options.output_final_state:
+        final = q.new_empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype))
+    if problem.options.return_intermediate_states:
+        chunks = torch.library.get_ctx().new_dynamic_size() if problem.varlen else problem.chunks
+        states = q.new_empty(problem.B, chunks, *problem.state_shape[1:])
+    if needs_grad and op == "chunk":
+        saved = [q.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in module.saved_specs(problem, q.device)]
+    return o, final, states, saved
+
+
+@torch.library.register_fake("kdakit::inference", lib=_LIBRARY)
+def _inference_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend):
+    arrays = q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu
+    o, final_state, states, _ = _forward_fake(*arrays, op, options, backend, False)
+    wanted = Options.decode(options)
+    return [o] + [final_state] * wanted.output_final_state + [states] * wanted.return_intermediate_states
+
+
+@torch.library.impl(_LIBRARY, "step_", "CompositeExplicitAutograd")
+def _step_(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, options, backend):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    problem = _describe_real(arrays, "recurrent", options, False)
+    module = dispatch.select("torch", problem, q.device, backend)
+    _check_values(problem, arrays)
+    torch.autograd.graph.increment_version(initial_state)
+    with _without_autocast(q.device.type):
+        return module.step(problem, arrays, module.default_config(problem, q.device), final_state=initial_state).o
+
+
+@torch.library.register_fake("kdakit::step_", lib=_LIBRARY)
+def _step_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, options, backend):
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    dispatch.select("torch", _describe(arrays, "recurrent", options, False), q.device, backend)
+    return q.new_empty(v.shape, dtype=v.dtype)
+
+
+@torch.library.impl(_LIBRARY, "backward", "CompositeExplicitAutograd")
+def _backward(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
+):  # fmt: skip
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    problem = _describe_real(arrays, op, options, needs_grad=True)
+    module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
+    with _without_autocast(q.device.type):
+        grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))
+    return [_empty(q) if x is None else x.contiguous() for x in grads[: len(DIFFERENTIABLE)]]
+
+
+@torch.library.register_fake("kdakit::backward", lib=_LIBRARY)
+def _backward_fake(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
+):  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return [_empty(q) if x is None else x.new_empty(x.shape) for x in inputs]
+
+
+def _setup_context(ctx, inputs, output):
+    arrays, (ctx.op, ctx.options, ctx.backend, _) = inputs[:10], inputs[10:]
+    ctx.has_final_state = Options.decode(ctx.options).output_final_state
+    ctx.save_for_backward(*arrays, *output[3])
+    ctx.set_materialize_grads(False)  # what is saved counts as output: its gradients would be written out as zeros
+
+
+def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
+    kept = ctx.saved_tensors  # once: activation checkpointing unpacks them on access
+    arrays, saved = kept[:10], list(kept[10:])
+    if d_o is None:
+        d_o = torch.zeros_like(arrays[2])
+    d_final = d_final_state if ctx.has_final_state else None
+    grads = torch.ops.kdakit.backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
+    grads = [grad if x is not None and needed else None for x, grad, needed in zip(arrays, grads, ctx.needs_input_grad, strict=False)]
+    return *grads, None, None, None, None, None, None
+
+
+torch.library.register_autograd("kdakit::forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("KDA has no second derivative: call backward without create_graph=True")
+
+
+torch.library.register_autograd("kdakit::backward", _no_second_derivative, lib=_LIBRARY)
