@@ -125,6 +125,8 @@ def tile_sizes(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
     for block, warps in (("block_v", "scan_warps"), ("replay_block_v", "replay_warps"), ("reverse_block_v", "reverse_warps")):
         if sizes[block] > VP:
             sizes |= {block: VP, warps: 4}
+    if problem.options.state_v_first:  # K is adjacent: more warps would only share out sums over it
+        sizes |= {"step_block_v": 16, "step_warps": 1}
     return sizes | {"slice_v": min(VP, sizes["slice_v"]), "step_block_v": min(VP, sizes["step_block_v"])}
 
 
