@@ -20,7 +20,6 @@ from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import ahead, launch  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
-from kdakit.backends.triton_gpu.config import Piece  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -147,38 +146,6 @@ def test_in_parts(name, number, monkeypatch):
         error = accuracy.error(getattr(got, key).double().numpy(), value)
         assert error <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
-
-
-@interpreter
-@pytest.mark.parametrize("name, cut, wanted", [
-    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], True),
-    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], False),
-    ("varlen", [Piece(0, 3, 0, 1), Piece(0, 3, 1, 1)], True),
-])  # fmt: skip
-def test_in_pieces(name, cut, wanted, monkeypatch):
-    """Chunks, or the heads of packed sequences, prepared and scanned in pieces give the same bits, with and without a final state."""
-    case = dataclasses.replace(CASES[name], options=CASES[name].options | {"use_qk_l2norm_in_kernel": True})
-    if name == "varlen":
-        case = dataclasses.replace(case, T=70, lengths=(0, 65, 5))
-    problem, arrays = case.problem("bfloat16").replace(output_final_state=wanted), tensors(case, "bfloat16")
-    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, pieces=True)
-    assert config.normed
-    want = triton_gpu.forward(problem, arrays, config)[0]
-    monkeypatch.setattr(launch, "pieces", lambda problem, config: cut)
-    got = triton_gpu.forward(problem, arrays, config)[0]
-    assert all(torch.equal(x, y) if x is not None else y is None for x, y in zip(got, want, strict=True))
-
-
-def test_pieces():
-    """Pieces cover every chunk and head once; small problems are not cut."""
-    chip = configs.CHIPS["sm_90"]
-    for H, T, varlen, number in ((96, 8192, "", 4), (96, 8190, "cu_seqlens", 4), (96, 512, "", 1), (2, 512, "", 1), (16, 8192, "", 1)):
-        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T, varlen=varlen)
-        config = configs.choose(problem, chip)
-        cut = configs.pieces(problem, dataclasses.replace(config, pieces=not config.split))
-        assert len(cut) == number
-        seen = [(c, h) for p in cut for c in range(p.first, p.first + p.chunks) for h in range(p.head, p.head + p.heads)]
-        assert sorted(seen) == [(c, h) for c in range(-(-T // 64)) for h in range(H)]
 
 
 def test_number_of_parts():

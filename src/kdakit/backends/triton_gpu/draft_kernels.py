@@ -148,8 +148,8 @@ def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constex
     if PRODUCT == "sums":
         us, os = (), ()
         for t in tl.static_range(TP):
-            us = us + (tl.sum(b_S * tl.load(p_vectors + 2 * t * KP + o_k)[None, :], 1),)
-            os = os + (tl.sum(b_S * tl.load(p_vectors + (2 * t + 1) * KP + o_k)[None, :], 1),)
+            us += (tl.sum(b_S * tl.load(p_vectors + 2 * t * KP + o_k)[None, :], 1),)
+            os += (tl.sum(b_S * tl.load(p_vectors + (2 * t + 1) * KP + o_k)[None, :], 1),)
     else:
         b_vectors = tl.load(p_vectors + tl.arange(0, 2 * TP)[None, :] * KP + o_k[:, None])  # [KP, 2 TP]
         b_us, b_os = tl.split(tl.reshape(exact_product(b_S, b_vectors, PRODUCT == "tf32"), [BV, TP, 2]))
@@ -170,8 +170,8 @@ def replay(
     for back in tl.static_range(TP):
         t = TP - 1 - back
         there = t < accepted
-        keys = keys + (tl.load(p_k + t * HV * K, mask=m_k & there, other=0.0).to(tl.float32) * b_c,)  # [KP]
-        values = values + (tl.load(p_u + t * HV * V, mask=m_v & there, other=0.0),)  # [BV]
+        keys += (tl.load(p_k + t * HV * K, mask=m_k & there, other=0.0).to(tl.float32) * b_c,)  # [KP]
+        values += (tl.load(p_u + t * HV * V, mask=m_v & there, other=0.0),)  # [BV]
         b_c = b_c * tl.load(p_decay + t * HV * K, mask=m_k & there, other=1.0)
     b_S = b_S * b_c[None, :]
     for t in tl.static_range(TP):
@@ -230,7 +230,7 @@ def draft_kernel(
             b_u += done[j] * tl.load(p_of_k + t * TP + j)
             b_o += done[j] * tl.load(p_of_q + t * TP + j)
         b_o += b_u * tl.load(p_of_q + t * TP + t)
-        done = done + (b_u,)
+        done += (b_u,)
         o_out = ((i_n * T + t) * HV + i_h) * V + o_v
         tl.store(p_log_u + o_out, b_u, mask=m_out)
         tl.store(p_o + o_out, narrow(tl.where(generation >= 0, b_o, 0.0), p_o.dtype.element_ty), mask=m_out)
@@ -256,8 +256,7 @@ def commit_kernel(
     accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T)
     drafted = tl.load(p_log_generation + i_n)
     slot = tl.load(p_slots + i_n).to(tl.int64)
-    generation = tl.load(p_generation + slot, mask=drafted >= 0, other=0)
-    if (accepted > 0) & (drafted >= 0) & (generation == drafted):
+    if (accepted > 0) & (drafted >= 0):
         o_k, o_v = tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
         m_k, m_v = o_k < K, o_v < V
         m_state = m_v[:, None] & m_k[None, :]
@@ -265,5 +264,6 @@ def commit_kernel(
         o_scale = ((slot * HV + i_h) * K + o_k) * NV + i_v
         i_t = i_n * T * HV + i_h
         b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, FEEDBACK)
+        same = tl.load(p_generation + slot) == drafted  # found out while the state is on its way
         b_S, b_scale = replay(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V, TP)
-        store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, b_S, b_scale, FEEDBACK)
+        store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & same, m_k & same, b_S, b_scale, FEEDBACK)

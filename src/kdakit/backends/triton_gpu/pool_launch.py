@@ -54,8 +54,9 @@ def chained(device: torch.device) -> bool:
     return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
 
 
-def _chain(chain: bool) -> dict[str, Any]:
-    return {"launch_pdl": True} if chain else {}
+def _options(warps: int, chain: bool, wide: bool = False) -> dict[str, Any]:
+    """Of a launch. wide: so many registers that ptxas has to be told to use them."""
+    return {"num_warps": warps} | ({"launch_pdl": True} if chain else {}) | ({"maxnreg": 255} if wide else {})
 
 
 class Log(NamedTuple):
@@ -116,11 +117,12 @@ def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, generation, l
     vectors = torch.empty((rows, TP, 2, sizes["KP"]), device=x.k.device)
     coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
     args = (
-        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, slots, pool.generation, log.k, log.decay, generation, vectors, coefficients,
+        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, slots, pool.generation,
+        log.k, log.decay, generation, vectors, coefficients,
         problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
-    launches.launch(tokens_kernel, rows, args, sizes | _activations(problem), num_warps=TOKEN_WARPS, **_chain(sizes["CHAINED"]))
+    launches.launch(tokens_kernel, rows, args, sizes | _activations(problem), **_options(TOKEN_WARPS, sizes["CHAINED"]))
     return vectors, coefficients
 
 
@@ -135,7 +137,8 @@ def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, ou
         FEEDBACK=pool.sizes.feedback, PRODUCT="sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32",
     )  # fmt: skip
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
-    launches.launch(draft_kernel, grid, args, constants, num_warps=cut.warps, **_chain(sizes["CHAINED"]))
+    wide = sizes["KP"] > 128 and not config.hip
+    launches.launch(draft_kernel, grid, args, constants, **_options(cut.warps, sizes["CHAINED"], wide))
 
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
@@ -149,7 +152,7 @@ def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
                      FEEDBACK=s.feedback, CHAINED=chain)  # fmt: skip
     if draft.log.u.numel():
         with on_device(storage.states):
-            launches.launch(commit_kernel, N * HV * -(-V // cut.block_v), args, constants, num_warps=cut.warps, **_chain(chain))
+            launches.launch(commit_kernel, N * HV * -(-V // cut.block_v), args, constants, **_options(cut.warps, chain))
 
 
 def _activations(problem: Problem) -> dict[str, Any]:
