@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kdakit.torch_operators  # noqa: F401 - registers torch.ops.kdakit
 from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options
+from kdakit.torch_operators import Differentiated, unwatched
 
 __all__ = ["chunk_kda", "fused_recurrent_kda", "kda_gate", "naive_chunk_kda", "naive_recurrent_kda"]
 
@@ -247,7 +247,10 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
     if _check_tensors(arrays, backend):
-        o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
+        if unwatched(arrays[:10]):
+            o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
+        else:
+            o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
     else:
         o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
         final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None

@@ -187,12 +187,35 @@ def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
     if d_o is None:
         d_o = torch.zeros_like(arrays[2])
     d_final = d_final_state if ctx.has_final_state else None
-    grads = torch.ops.kdakit.backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
+    backward = _backward if unwatched((*arrays, d_o)) and not torch.is_grad_enabled() else torch.ops.kdakit.backward
+    grads = backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
     grads = [grad if x is not None and needed else None for x, grad, needed in zip(arrays, grads, ctx.needs_input_grad, strict=False)]
     return *grads, None, None, None, None, None, None
 
 
 torch.library.register_autograd("kdakit::forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY)
+
+
+def unwatched(tensors) -> bool:
+    """Whether nobody would see an operator: no compiler, dispatch mode or transform is at work, and these are plain tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+class Differentiated(torch.autograd.Function):
+    """kdakit::forward with its derivative, for calls that are `unwatched`: what PyTorch does around an operator takes the host as long as
+    all the rest. Returns o, the final state and the states."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs, True)
+        _setup_context(ctx, (*inputs, True), output)
+        return output[:3]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _autograd_backward(ctx, *grads, None)[:-1]
 
 
 def _no_second_derivative(ctx, *grads):
