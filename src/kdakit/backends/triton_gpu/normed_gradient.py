@@ -97,13 +97,14 @@ def chosen_pairs(b_dA, WHICH: tl.constexpr):
 @triton.jit
 def half_decay(b_g, p_dt_bias, b_before, b_I, a, unit, K: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PTX: tl.constexpr):
     """b_g [32, KP] -> [KP, 32] and the `exponents` of its decays."""
+    DTYPE: tl.constexpr = b_g.dtype
     o_k = tl.arange(0, b_g.shape[1])
     b_g = placed(tl.trans(b_g), b_I)
     b_bias = tl.zeros([b_g.shape[0], 1], tl.float32)
     if HAS_DT_BIAS:
         b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None]
     b_s, b_m, b_end = exponents(gate_share(b_g, b_bias, a, unit, GATE, True, PTX), unit, b_before)
-    return narrow(b_g, tl.bfloat16), b_s, b_m, b_end
+    return narrow(b_g, DTYPE), b_s, b_m, b_end
 
 
 @triton.jit

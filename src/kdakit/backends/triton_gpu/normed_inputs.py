@@ -86,7 +86,7 @@ def half_gates(
     """From the gradient b_d of the log-decays of a half and their inputs b_g: stores d_g; returns the sums over its tokens of the gradient
     of the gate's input and of the terms of d_A_log, both [KP]."""
     o_k, o_t = tl.arange(0, KP), span_tokens(32) + FIRST
-    b_x = widened(b_g, PTX)
+    b_x = widened(b_g, PTX) if b_g.dtype.is_bf16() else b_g.to(tl.float32)
     if HAS_DT_BIAS:
         b_x += tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
     if GATE == "bounded":  # `gate_backward` in fewer steps

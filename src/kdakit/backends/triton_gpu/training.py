@@ -186,7 +186,7 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
         )  # fmt: skip
         if joint(problem, config):
             few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
-            launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=max(1, padded(K) // 16), num_stages=1, **few)
+            launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=8, num_stages=1, **few)
         else:
             launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     if problem.group > 1:
@@ -199,8 +199,8 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
 
 
 def joint(problem: Problem, config: Config) -> bool:
-    """One formula for all gates of a chunk: `normed_gradient`."""
-    return config.normed and bounded(problem)
+    """One formula for all gates of a chunk, `normed_gradient`: for the head size whose speed it is for."""
+    return config.normed and bounded(problem) and padded(problem.K) == 128
 
 
 def limit(config: Config) -> dict[str, int]:
