@@ -45,10 +45,16 @@ def tokens_kernel(
     """For `draft_kernel`: vectors [TP, 2, KP] of each row and head, -beta_t c_t k_t and scale c_t q_t, and coefficients [2, TP, TP],
     -beta_t x_tj^T k_t below a diagonal of beta_t, and scale x_tj^T q_t. Logs k, d and the row's generation.
 
-    q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N * HV,).
+    q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N + N * HV,), the first N for the generations.
     """
     wait_for_last(CHAINED)
     i_p = tl.program_id(0)
+    rows = tl.num_programs(0) // (HV + 1)
+    if i_p < rows:
+        slot, inside = slot_of(p_slots, i_p, CAPACITY)
+        tl.store(p_log_generation + i_p, owner_of(p_slots, p_generation, i_p, slot, inside))
+        return
+    i_p -= rows
     i_n, i_h = (i_p // HV).to(tl.int64), i_p % HV
     i_hk = i_h // (HV // H)
     o_k, o_t = tl.arange(0, KP), tl.arange(0, TP)
@@ -65,9 +71,6 @@ def tokens_kernel(
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    if i_h == 0:
-        slot, inside = slot_of(p_slots, i_n, CAPACITY)
-        tl.store(p_log_generation + i_n, owner_of(p_slots, p_generation, i_n, slot, inside))
     o_log = ((i_n * T + o_t[:, None]) * HV + i_h) * K + o_k[None, :]
     b_c = tl.exp2(log2_decay(b_g, b_bias[None, :], a, lower_bound, GATE, True, False))  # d_t, and c_t in the end
     tl.store(p_log_decay + o_log, b_c, mask=m_x)
@@ -284,7 +287,7 @@ def commit_kernel(
     accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T)
     drafted = tl.load(p_log_generation + i_n)
     slot = tl.load(p_slots + i_n).to(tl.int64)
-    if (accepted > 0) & (drafted >= 0):
+    if (accepted > 0) & (drafted >= 0) & (slot >= 0):  # all three at once: loaded in here, the slot would come later
         o_k, o_v = tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
         m_k, m_v = o_k < K, o_v < V
         m_state = m_v[:, None] & m_k[None, :]

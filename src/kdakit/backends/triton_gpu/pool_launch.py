@@ -31,7 +31,7 @@ CUTS = {
     ("decode", False): Cut(32, 2), ("verify", False): Cut(32, 1), ("advance", False): Cut(32, 1), ("commit", False): Cut(64, 4),
     ("decode", True): Cut(16, 1), ("verify", True): Cut(64, 4), ("commit", True): Cut(32, 4),
 }  # fmt: skip
-TOKEN_WARPS = 1
+TOKEN_WARPS = 2
 
 
 def cut_for(call: str, pool: Any) -> Cut:
@@ -125,7 +125,7 @@ def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, generation, l
         problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
-    launches.launch(tokens_kernel, rows, args, sizes | _activations(problem), **_options(TOKEN_WARPS, sizes["CHAINED"]))
+    launches.launch(tokens_kernel, problem.N + rows, args, sizes | _activations(problem), **_options(TOKEN_WARPS, sizes["CHAINED"]))
     return vectors, coefficients
 
 
