@@ -29,7 +29,7 @@ def test_kernels_compile(target):
         done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 6 * len(POOLS)
+    assert len(rows) == sum(4 if v_first else 6 for _, _, v_first, _, _ in POOLS)
     assert {r["kernel"] for r in rows} == {"decode_kernel", "tokens_kernel", "draft_kernel", "commit_kernel"}
     for row in rows:
         assert row["shared"] <= row["limit"] and (row["stack"] <= STACK or row["K"] > 128), row
@@ -86,7 +86,8 @@ def compile_all(target: str) -> None:
         pool_launch.decode(problem, arrays, pool, slots, config)
         _, generation, log = pool_launch.verify(problem, arrays, pool, slots, config)
         draft = Draft(None, slots, generation, log, {}, None, 4)
-        pool_launch.verify(problem, arrays, pool, slots, config, (draft, slots))
+        if not v_first:
+            pool_launch.verify(problem, arrays, pool, slots, config, (draft, slots))
         pool_launch.commit(pool, draft, slots)
 
 

@@ -20,6 +20,8 @@ from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_stre
 from kdakit.backends.triton_gpu.pool_kernels import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.tile import narrow, state_offsets
 
+AHEAD = tl.constexpr(4)  # vectors of 512 bytes on their way
+
 
 @triton.jit
 def wait_for_last(CHAINED: tl.constexpr):
@@ -43,10 +45,16 @@ def tokens_kernel(
     """For `draft_kernel`: vectors [TP, 2, KP] of each row and head, -beta_t c_t k_t and scale c_t q_t, and coefficients [2, TP, TP],
     -beta_t x_tj^T k_t below a diagonal of beta_t, and scale x_tj^T q_t. Logs k, d and the row's generation.
 
-    q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N * HV,).
+    q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N + N * HV,), the first N for the generations.
     """
     wait_for_last(CHAINED)
     i_p = tl.program_id(0)
+    rows = tl.num_programs(0) // (HV + 1)
+    if i_p < rows:
+        slot, inside = slot_of(p_slots, i_p, CAPACITY)
+        tl.store(p_log_generation + i_p, owner_of(p_slots, p_generation, i_p, slot, inside))
+        return
+    i_p -= rows
     i_n, i_h = (i_p // HV).to(tl.int64), i_p % HV
     i_hk = i_h // (HV // H)
     o_k, o_t = tl.arange(0, KP), tl.arange(0, TP)
@@ -63,9 +71,6 @@ def tokens_kernel(
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    if i_h == 0:
-        slot, inside = slot_of(p_slots, i_n, CAPACITY)
-        tl.store(p_log_generation + i_n, owner_of(p_slots, p_generation, i_n, slot, inside))
     o_log = ((i_n * T + o_t[:, None]) * HV + i_h) * K + o_k[None, :]
     b_c = tl.exp2(log2_decay(b_g, b_bias[None, :], a, lower_bound, GATE, True, False))  # d_t, and c_t in the end
     tl.store(p_log_decay + o_log, b_c, mask=m_x)
@@ -139,17 +144,33 @@ def columns(b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def triangle(p, TP: tl.constexpr):
+    """The numbers of [TP, TP] on and below the diagonal, row by row."""
+    out = ()
+    for t in tl.static_range(TP):
+        for j in tl.static_range(t + 1):
+            out += (tl.load(p + t * TP + j),)
+    return out
+
+
+@triton.jit
 def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, PRODUCT: tl.constexpr):
     """S^T w for all vectors w [TP, 2, KP]: two tuples of TP columns [BV].
 
     PRODUCT "sums": a sum over K for each, which costs nothing but its multiplications where a thread holds many key channels of few value
-    channels. Otherwise one matrix product: "tf32", from halves, or "ieee".
+    channels; vectors are loaded AHEAD of their use. Otherwise one matrix product: "tf32", from halves, or "ieee".
     """
     if PRODUCT == "sums":
-        us, os = (), ()
-        for t in tl.static_range(TP):
-            us += (tl.sum(b_S * tl.load(p_vectors + 2 * t * KP + o_k)[None, :], 1),)
-            os += (tl.sum(b_S * tl.load(p_vectors + (2 * t + 1) * KP + o_k)[None, :], 1),)
+        us, os, ws = (), (), ()
+        for i in tl.static_range(AHEAD):
+            ws += (tl.load(p_vectors + i * KP + o_k),)
+        for i in tl.static_range(2 * TP):
+            if i + AHEAD < 2 * TP:
+                ws += (tl.load(p_vectors + (i + AHEAD) * KP + o_k),)
+            if i % 2 == 0:
+                us += (tl.sum(b_S * ws[i][None, :], 1),)
+            else:
+                os += (tl.sum(b_S * ws[i][None, :], 1),)
     else:
         b_vectors = tl.load(p_vectors + tl.arange(0, 2 * TP)[None, :] * KP + o_k[:, None])  # [KP, 2 TP]
         b_us, b_os = tl.split(tl.reshape(exact_product(b_S, b_vectors, PRODUCT == "tf32"), [BV, TP, 2]))
@@ -203,37 +224,47 @@ def draft_kernel(
     o_state = state_offsets(slot * HV + i_h, o_v, o_k, K, V, V_FIRST)
     o_scale = ((slot * HV + i_h) * K + o_k) * NV + i_v
     b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & inside, m_k & inside, FEEDBACK)
+    p_v += (i_n * s_vb + i_h.to(tl.int64) * s_vh) * ALIGN + o_v
+    vs = ()
+    for t in tl.static_range(TP):
+        vs += (tl.load(p_v + t * s_vt * ALIGN, mask=m_v & (t < T), other=0.0),)  # [BV]
     wait_for_last(CHAINED)  # for `tokens_kernel`, which began after all that ever wrote a state
     p_vectors += i_nh.to(tl.int64) * (2 * TP * KP)
     p_of_k = p_coefficients + i_nh.to(tl.int64) * (2 * TP * TP)
     p_of_q = p_of_k + TP * TP
-    p_v += (i_n * s_vb + i_h.to(tl.int64) * s_vh) * ALIGN + o_v
     generation = tl.load(p_log_generation + i_n)
     if PAST:
         accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T_past)
         accepted = tl.where((generation >= 0) & (tl.load(p_past_generation + i_n) == generation), accepted, 0)
         i_past = i_n * T_past * HV + i_h
-        b_new, b_scale = replay(p_past_k, p_past_decay, p_past_u, i_past, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V, PAST)
         moves = accepted > 0
-        b_new, _ = store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & moves, m_k & moves, b_new, b_scale, FEEDBACK)
+        b_new, b_scale = replay(p_past_k, p_past_decay, p_past_u, i_past, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V, PAST)
+        if p_states.dtype.element_ty != tl.float32:  # the tokens see the state as it is stored
+            b_new, _ = store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & moves, m_k & moves, b_new, b_scale, FEEDBACK)
         if p_states.dtype.element_ty == tl.int8:  # in floats the replay of nothing is what was read
             b_new = tl.where(moves, b_new, b_S)
         b_S = b_new
+    # All loads come before the stores, which they cannot overtake. Eight tokens have too many numbers to keep beside the state.
+    if TP == 4:
+        of_k, of_q = triangle(p_of_k, TP), triangle(p_of_q, TP)
     us, os = meet(b_S, p_vectors, o_k, BV, KP, TP, PRODUCT)
-    done = ()
+    if TP != 4:
+        of_k, of_q = triangle(p_of_k, TP), triangle(p_of_q, TP)
+    if PAST and p_states.dtype.element_ty == tl.float32:
+        tl.store(p_states + o_state, b_S, mask=m_state & moves)
+    b_us, b_os = (), ()
+    for t in tl.static_range(TP):
+        b_u, b_o = us[t] + vs[t].to(tl.float32) * of_k[t * (t + 1) // 2 + t], os[t]  # [BV]
+        for j in tl.static_range(t):
+            b_u += b_us[j] * of_k[t * (t + 1) // 2 + j]
+            b_o += b_us[j] * of_q[t * (t + 1) // 2 + j]
+        b_us += (b_u,)
+        b_os += (b_o + b_u * of_q[t * (t + 1) // 2 + t],)
     for t in tl.static_range(TP):
         m_out = m_v & (t < T)
-        b_v = tl.load(p_v + t * s_vt * ALIGN, mask=m_out, other=0.0).to(tl.float32)
-        b_u = us[t] + b_v * tl.load(p_of_k + t * TP + t)  # [BV]
-        b_o = os[t]  # [BV]
-        for j in tl.static_range(t):
-            b_u += done[j] * tl.load(p_of_k + t * TP + j)
-            b_o += done[j] * tl.load(p_of_q + t * TP + j)
-        b_o += b_u * tl.load(p_of_q + t * TP + t)
-        done += (b_u,)
         o_out = ((i_n * T + t) * HV + i_h) * V + o_v
-        tl.store(p_log_u + o_out, b_u, mask=m_out)
-        tl.store(p_o + o_out, narrow(tl.where(generation >= 0, b_o, 0.0), p_o.dtype.element_ty), mask=m_out)
+        tl.store(p_log_u + o_out, b_us[t], mask=m_out)
+        tl.store(p_o + o_out, narrow(tl.where(generation >= 0, b_os[t], 0.0), p_o.dtype.element_ty), mask=m_out)
 
 
 @triton.jit(do_not_specialize=["T", "HV"])
@@ -256,7 +287,7 @@ def commit_kernel(
     accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T)
     drafted = tl.load(p_log_generation + i_n)
     slot = tl.load(p_slots + i_n).to(tl.int64)
-    if (accepted > 0) & (drafted >= 0):
+    if (accepted > 0) & (drafted >= 0) & (slot >= 0):  # all three at once: loaded in here, the slot would come later
         o_k, o_v = tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
         m_k, m_v = o_k < K, o_v < V
         m_state = m_v[:, None] & m_k[None, :]

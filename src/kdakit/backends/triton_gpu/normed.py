@@ -147,7 +147,8 @@ def scaled(b_x, b_y, PTX: tl.constexpr):
     """bfloat16 b_x times float32 b_y, of which each is rounded. PTX: two at a time, without unpacking them."""
     b_y = narrow(b_y, tl.bfloat16)
     if PTX:
-        return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [b_x, b_y], dtype=tl.bfloat16, is_pure=True, pack=2)
+        asm: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }"  # plus -0: sm_80 has no product alone
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [b_x, b_y], dtype=tl.bfloat16, is_pure=True, pack=2)
     return narrow(b_x.to(tl.float32) * b_y.to(tl.float32), tl.bfloat16)
 
 

@@ -15,7 +15,6 @@ from kdakit.backends.triton_gpu.draft_kernels import commit_kernel, draft_kernel
 from kdakit.backends.triton_gpu.launch import contiguous_parameters, on_device, views
 from kdakit.backends.triton_gpu.pool_kernels import decode_kernel
 from kdakit.problem import Arrays, Problem
-from kdakit.serving.arguments import SCALE_GROUP
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,16 @@ class Cut:
 # By call and layout, from benchmarks/serving_check.py on an H200, H = 32, K = V = 128.
 CUTS = {
     ("decode", False): Cut(32, 2), ("verify", False): Cut(32, 1), ("advance", False): Cut(32, 1), ("commit", False): Cut(64, 4),
-    ("decode", True): Cut(16, 1), ("verify", True): Cut(64, 4), ("advance", True): Cut(64, 4), ("commit", True): Cut(64, 4),
+    ("decode", True): Cut(16, 1), ("verify", True): Cut(64, 4), ("commit", True): Cut(32, 4),
 }  # fmt: skip
-TOKEN_WARPS = 1
+TOKEN_WARPS = 2
 
 
 def cut_for(call: str, pool: Any) -> Cut:
     """Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
     s = pool.sizes
     if s.dtype == "int8":
-        return Cut(SCALE_GROUP, 2)
+        return Cut(s.scale_group, 2)
     cut = CUTS[call, s.state_v_first]
     return Cut(max(16, min(cut.block_v * 128 // max(128, padded(s.K)), padded(s.V))), cut.warps)
 
@@ -54,9 +53,9 @@ def chained(device: torch.device) -> bool:
     return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
 
 
-def _options(warps: int, chain: bool, wide: bool = False) -> dict[str, Any]:
-    """Of a launch. wide: so many registers that ptxas has to be told to use them."""
-    return {"num_warps": warps} | ({"launch_pdl": True} if chain else {}) | ({"maxnreg": 255} if wide else {})
+def _options(warps: int, chain: bool, registers: int = 0) -> dict[str, Any]:
+    """Of a launch. registers: a thread's at most, 0: the compiler's choice."""
+    return {"num_warps": warps} | ({"launch_pdl": True} if chain else {}) | ({"maxnreg": registers} if registers else {})
 
 
 class Log(NamedTuple):
@@ -95,6 +94,9 @@ def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
 
     Two launches, the first of which looks at no state.
     """
+    if past is not None and pool.sizes.state_v_first:  # there the two in one kernel want more registers than there are
+        commit(pool, *past)
+        past = None
     p, device = problem, slots.device
     arrays, slots = contiguous_parameters(arrays), slots.contiguous()
     x = views(arrays)
@@ -122,7 +124,7 @@ def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, generation, l
         problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
-    launches.launch(tokens_kernel, rows, args, sizes | _activations(problem), **_options(TOKEN_WARPS, sizes["CHAINED"]))
+    launches.launch(tokens_kernel, problem.N + rows, args, sizes | _activations(problem), **_options(TOKEN_WARPS, sizes["CHAINED"]))
     return vectors, coefficients
 
 
@@ -137,8 +139,8 @@ def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, ou
         FEEDBACK=pool.sizes.feedback, PRODUCT="sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32",
     )  # fmt: skip
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
-    wide = sizes["KP"] > 128 and not config.hip
-    launches.launch(draft_kernel, grid, args, constants, **_options(cut.warps, sizes["CHAINED"], wide))
+    registers = 0 if config.hip or not pool.sizes.state_v_first else 168 if sizes["KP"] <= 128 else 255
+    launches.launch(draft_kernel, grid, args, constants, **_options(cut.warps, sizes["CHAINED"], registers))
 
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:

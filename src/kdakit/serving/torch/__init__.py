@@ -6,7 +6,7 @@ o, _ = prefill(pool, [slot], q, k, v, g, beta, cu_seqlens)       # a prompt, or 
 o = decode(pool, slots, q, k, v, g, beta)                         # the next token of each row
 o, draft = verify(pool, slots, q, k, v, g, beta)                  # up to 8 guessed tokens of each row; no state changes
 commit(pool, draft, accepted)                                     # keep the first accepted[n] of them
-o, draft = advance(pool, draft, accepted, q, k, v, g, beta)       # that, and the next guesses: one launch
+o, draft = advance(pool, draft, accepted, q, k, v, g, beta)       # that, and the next guesses: the states once
 """
 
 from kdakit.serving.slots import PoolFull

@@ -75,8 +75,8 @@ def advance(
 ) -> tuple[Tensor, Draft]:  # fmt: skip
     """`commit(pool, draft, accepted)` and then `verify` of the next guesses of the same rows.
 
-    On a GPU both are one launch, which reads and writes each state once: what a loop of speculative decoding does at every turn. With
-    convolution windows, whose inputs depend on what was accepted, make the two calls instead.
+    On a GPU each state is then read and written once: what a loop of speculative decoding does at every turn. With convolution
+    windows, whose inputs depend on what was accepted, make the two calls instead.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
     if draft.inputs or window_inputs:
