@@ -295,7 +295,7 @@ def on_device(x: torch.Tensor):
     return torch.cuda.device(x.device)
 
 
-_second: dict[int, torch.cuda.Stream] = {}  # by device
+_second: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and stream: one that is being captured has its own
 
 
 @contextlib.contextmanager
@@ -305,9 +305,10 @@ def beside(x: torch.Tensor):
         yield contextlib.nullcontext
         return
     main = torch.cuda.current_stream()
-    second = _second.get(main.device_index)
+    key = main.device_index, main.cuda_stream
+    second = _second.get(key)
     if second is None:
-        second = _second[main.device_index] = torch.cuda.Stream()
+        second = _second[key] = torch.cuda.Stream()
     second.wait_stream(main)
     yield lambda: torch.cuda.stream(second)
     main.wait_stream(second)
