@@ -45,6 +45,7 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*.json)) --table docs/performance.md --section gpu
+	$(BIN)/kdakit bench --render $(lastword $(sort $(wildcard benchmarks/results/gpu/suite/*_suite.json))) --plot docs/h200.png
 	$(BIN)/kdakit compile --render $(sort $(wildcard benchmarks/results/tpu/*.json)) --table docs/tpu.md
 
 cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)

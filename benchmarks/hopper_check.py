@@ -1,6 +1,7 @@
-"""On a Hopper GPU: the bfloat16 kernels of the CUDA library beside Triton's and FLA's in one run, as JSON in $OUT (or here).
+"""On a Hopper GPU: the bfloat16 kernels of the CUDA library beside Triton's, FlashKDA's and FLA's in one run, as JSON in $OUT (or here).
 
     PYTHONPATH=src python benchmarks/hopper_check.py [shape ..]      FLA where it can be imported and $FLA_SHAPES names the shape
+                                                                     FlashKDA where it can be imported
 
 Every contestant goes through its public call and all take turns. `o differs by` is against Triton's; the errors in the rows of `accuracy`
 are against float64, on inputs short enough for the recurrence.
@@ -9,6 +10,7 @@ are against float64, on inputs short enough for the recurrence.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -34,6 +36,8 @@ def options(bounded: bool) -> dict:
 def contestants(name: str, arrays, bounded: bool) -> dict:
     given = {n: x for n, x in arrays._asdict().items() if x is not None}
     calls = {backend: lambda b=backend: chunk_kda(**given, **options(bounded), backend=b) for backend in OURS}
+    if bounded and importlib.util.find_spec("flash_kda") is not None:
+        calls["flash_kda"] = flash_kda_call(arrays)
     if name in os.environ.get("FLA_SHAPES", "").split(",") and bounded:
         try:
             from fla.ops.kda import chunk_kda as fla
@@ -41,6 +45,21 @@ def contestants(name: str, arrays, bounded: bool) -> dict:
             return calls
         calls["fla"] = lambda: fla(**given, **options(bounded))
     return calls
+
+
+def flash_kda_call(x):
+    """FlashKDA's own call, [V, K] states, outputs allocated before; it returns what `chunk_kda` does."""
+    import flash_kda
+
+    o, first = torch.empty_like(x.v), x.initial_state.mT.contiguous()
+    last, bias = torch.empty_like(first), x.dt_bias.view(-1, x.q.shape[-1])
+
+    def call():
+        flash_kda.fwd(x.q, x.k, x.v, x.g, x.beta, x.q.shape[-1] ** -0.5, o, x.A_log, bias, -5.0, initial_state=first, final_state=last,
+                      cu_seqlens=x.cu_seqlens)  # fmt: skip
+        return o, last.mT
+
+    return call
 
 
 def taking_turns(calls: dict, repeat: int = 20) -> dict[str, float]:

@@ -551,9 +551,9 @@ def bundles(*branches, total: int) -> str:
 
 def test_branches_count_as_often_as_they_are_taken():
     Job = tpu_kernels.Job
-    whole, small = (20, 990), (30, 60)  # the pipeline's own
-    text = bundles(whole, small, (100, 300), (700, 900), total=1000)
-    assert tpu_branches.branches(text) == (1000, [(100, 300), (700, 900)])
+    copies, whole, small = (2, 110), (115, 990), (130, 190)  # the first two are the pipeline's own
+    text = bundles(copies, whole, small, (200, 400), (700, 900), total=1000)
+    assert tpu_branches.branches(text) == (1000, [(200, 400), (700, 900)])
     assert tpu_branches.weighted(Job("forward", T=640, states=True), 1007, text) == 1007 - 400 + 400 / 10
     packed = bundles((100, 400), (401, 980), (500, 900), (510, 620), (620, 730), (740, 890), total=1000)
     job = Job("forward", T=640, sequences=3, states=True)  # ten chunks: two with two sequences, the first and the last with an edge

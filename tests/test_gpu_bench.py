@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 from dataclasses import fields, replace
 from itertools import product
@@ -18,7 +19,22 @@ from kdakit.backends.triton_gpu import config as configs  # noqa: E402
 from kdakit.backends.triton_gpu import tiles  # noqa: E402
 from kdakit.backends.triton_gpu.tiles.candidates import SEARCHES, candidates  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case, Shape  # noqa: E402
-from kdakit.cli import bench, checking, errors, gpu_results, inputs, peers, plots, results, roofline, suites, timing, tuning  # noqa: E402
+from kdakit.cli import (  # noqa: E402
+    bench,
+    checking,
+    contestants,
+    errors,
+    gpu_results,
+    inputs,
+    peers,
+    plots,
+    results,
+    roofline,
+    runners,
+    suites,
+    timing,
+    tuning,
+)
 from kdakit.cli.choices import UsageError  # noqa: E402
 from kdakit.cli.contestants import Job  # noqa: E402
 from kdakit.cli.main import main  # noqa: E402
@@ -58,6 +74,15 @@ def test_gpu_contestants_take_turns_behind_an_empty_cache():
     assert log == [*turn, "wait", *turn, "wait", *turn * 5, "wait"], "nobody waits between two turns"
     assert found["a"][0] == [1.0] * 5 and found["b"][0] == [0.25] * 5, "a graph of four calls counts a quarter"
     assert len(found["a"][1]) == 5 and all(host >= 0 for host in found["a"][1])
+
+
+def test_calls_in_a_row_share_the_time():
+    """On the host's clock too: of four naps of 5 ms each takes 5 ms."""
+    run = Run(lambda: [time.sleep(0.005) for _ in range(4)], calls=4)
+    taken = timing.interleaved({"a": run}, repeat=3, seconds=10)["a"]
+    assert 5 <= min(taken) < 15
+    eager = contestants.prepare("torch_native", Job(Shape(1, 8, 1, 16), "eager"))
+    assert eager.calls == runners.EAGER_CALLS and eager()[0].shape == (1, 8, 1, 16)
 
 
 def test_gpu_repetitions_keep_to_the_budget():
@@ -179,7 +204,8 @@ def test_untuned_kernels_take_the_first_configuration_that_runs():
         if not fits:
             raise ValueError("out of shared memory")
 
-    tuner = types.SimpleNamespace(fn=types.SimpleNamespace(run=run))
+    hooks = dict(pre_hook=lambda values: None, post_hook=lambda values, exception: None)
+    tuner = types.SimpleNamespace(fn=types.SimpleNamespace(run=run), nargs={}, **hooks)
     tries = [types.SimpleNamespace(all_kwargs=lambda fits=fits: {"fits": fits}) for fits in (False, True, True)]
     timings: list[float] = []
     with peers.untuned():

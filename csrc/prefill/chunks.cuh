@@ -54,7 +54,7 @@ struct Params {
   float *final_state;
   Intermediates mid;
   Sequences sequences;
-  int64_t value_heads, group;  // group: value heads per key head
+  int64_t rows, value_heads, group;  // rows: batch * value heads; group: value heads per key head
   float scale, lower_bound;
   int32_t gate, beta_kind, l2norm, state_v_first;
 };

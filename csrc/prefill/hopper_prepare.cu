@@ -44,7 +44,7 @@ struct Shared {  // the float arrays
   float (&sums)[kWarps][kHead];  // log2-decay of each warp's tokens
   float (&totals)[4][kHead];     // decay of each block
   float (&betas)[kChunk];
-  float (&norms)[3][kChunk];  // where the caller keeps norms: those taken from q and k, and q . k of what is left
+  float (&norms)[3][kChunk];  // those taken from q and k where the caller keeps them; q . k of what is left
   uint2 (&between)[3][kHead / 4];  // bfloat16 decay over block 1, block 2, both
 };
 
@@ -199,11 +199,16 @@ __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square
   __syncwarp();  // the rows are read: squares take their place
 }
 
-// Inputs that come without norms in the kernel are exact: so is their scaling by powers of two, and the diagonal of A_qk in float32.
+// Inputs that come without norms in the kernel are exact, and scaling them by powers of two keeps them so.
 template <bool STAGED>
 __device__ __forceinline__ void keep_norms(Inputs<STAGED>& x, const Shared& shared, int warp, int lane) {
   x.inverse_norm = __uint_as_float(__float_as_uint(x.inverse_norm) & 0x7f800000u);
   if (lane % 2 == 0) shared.norms[lane / 16][warp * kTokens + lane / 2 % kTokens] = 1.0f / x.inverse_norm;
+}
+
+// The diagonal of A_qk in float32: where gates are strong it is most of the output.
+template <bool STAGED>
+__device__ __forceinline__ void exact_diagonal(const Inputs<STAGED>& x, const Shared& shared, int warp, int lane) {
   float dots[kTokens];
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
@@ -218,7 +223,7 @@ __device__ __forceinline__ void keep_norms(Inputs<STAGED>& x, const Shared& shar
 }
 
 // The pair's squares to shared memory, as halves: -A_kk with its block's inverse, A_qk.
-template <bool L2NORM>
+template <bool SAFE, bool L2NORM>
 __device__ __forceinline__ void store_rows(const Place& at, const Shared& shared, Square& near, Square (&far)[3]) {
   const int lane = at.lane;
   const uint32_t to = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK);
@@ -230,7 +235,7 @@ __device__ __forceinline__ void store_rows(const Place& at, const Shared& shared
       const float norm = L2NORM ? 1.0f : shared.norms[1][row];
       const float factor = at.odd ? 1.0f : -shared.betas[row] * norm * norm;
       near.x[n][r] = j < i || (at.odd && j == i) ? factor * near.x[n][r] : 0.0f;
-      if (!L2NORM && at.odd && j == i) near.x[n][r] = shared.norms[2][row];
+      if ((!SAFE || !L2NORM) && at.odd && j == i) near.x[n][r] = shared.norms[2][row];
 #pragma unroll
       for (int m = 0; m < 3; ++m) far[m].x[n][r] *= factor;
     }
@@ -348,6 +353,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
     shared.betas[row] = row < span.length ? write_strength(p, from) : 0.0f;
   }
   if (!L2NORM) keep_norms(x, shared, warp, lane);
+  if (!SAFE || !L2NORM) exact_diagonal(x, shared, warp, lane);
   float sum[4] = {};
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
@@ -364,7 +370,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
   decay_tokens<SAFE, L2NORM>(p, x, shared, at, record);
   __syncthreads();
   block_rows<SAFE>(at, near, far);
-  store_rows<L2NORM>(at, shared, near, far);
+  store_rows<SAFE, L2NORM>(at, shared, near, far);
   __syncthreads();
 
   uint32_t solved[4][4];

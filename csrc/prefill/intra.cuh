@@ -283,10 +283,12 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
   typename S::Shared &sh = *reinterpret_cast<typename S::Shared *>(memory);
   let_next_kernel_start();
 
-  const unsigned slots = unsigned(p.sequences.slots), value_heads = unsigned(p.value_heads), row = blockIdx.x / slots;
-  const int64_t cell = blockIdx.x;  // [rows, slots]
+  // The first chunks last: they are what `state` wants first, and are still in the L2 cache then.
+  const unsigned slots = unsigned(p.sequences.slots), value_heads = unsigned(p.value_heads), rows = unsigned(p.rows);
+  const unsigned row = blockIdx.x % rows, slot = slots - 1 - blockIdx.x / rows;
+  const int64_t cell = int64_t(row) * slots + slot;
   const int64_t head = row % value_heads, key_head = unsigned(head) / unsigned(p.group);
-  const Tokens tokens = p.sequences.chunk(row / value_heads, blockIdx.x % slots, C);
+  const Tokens tokens = p.sequences.chunk(row / value_heads, slot, C);
   if (tokens.length <= 0) return;
   const int length = int(tokens.length < C ? tokens.length : C);
 

@@ -31,7 +31,7 @@ inline Params make_params(const kda_prefill_args &args, const Plan &plan) {
   params.initial_state = args.initial_state, params.final_state = args.final_state;
   params.mid = {static_cast<float *>(args.w), static_cast<float *>(args.u), args.workspace};
   params.sequences = {args.cu_seqlens, args.sequences, args.tokens, args.cu_seqlens_64 != 0, plan.slots};
-  params.value_heads = args.value_heads, params.group = args.value_heads / args.heads;
+  params.rows = args.batch * args.value_heads, params.value_heads = args.value_heads, params.group = args.value_heads / args.heads;
   params.scale = args.scale, params.lower_bound = args.lower_bound;
   params.gate = args.gate, params.beta_kind = args.beta_kind, params.l2norm = args.l2norm, params.state_v_first = args.state_v_first;
   return params;

@@ -1,6 +1,4 @@
 // Host side of the float32 prefill: sizes, workspace, and the launches.
-#include <cstdlib>
-
 #include "intra.cuh"
 #include "params.cuh"
 #include "prefill.h"
@@ -45,7 +43,7 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
   KDA_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device));
   using I = Intra<K, K, C>;
   using S = State<K, K, C, BV>;
-  static_assert(sizeof(typename I::Shared) <= 112 * 1024, "two blocks share a multiprocessor of sm_90");
+  static_assert(sizeof(typename I::Shared) <= (C == 32 ? 48 : K == 64 ? 92 : 108) * 1024, "more than the Python side knows of");
   static_assert(sizeof(typename S::Shared) <= 48 * 1024, "state needs less than intra");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
@@ -73,8 +71,7 @@ static kda_status launch(const kda_prefill_args &args, const Plan &plan, const P
   int device = 0, processors = 0;
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const char *forced = getenv("KDA_BV");
-  if (forced ? atoi(forced) : args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4>(args, plan, params, device);
+  if (args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4>(args, plan, params, device);
   return launch_with<K, C, K / 8>(args, plan, params, device);
 }
 

@@ -49,8 +49,13 @@ __device__ __forceinline__ uint4 load_once(const uint4 *from) {
   return x;
 }
 
-// Have the 128 bytes around an address brought into the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void *address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+// Have memory brought into the L2 cache; address and bytes are multiples of 16. Before sm_90 there is no instruction for more than a line, and
+// those for a line are slow.
+__device__ __forceinline__ void prefetch(const void *from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
 
 // The largest over the warp of numbers >= 0, whose bits are in the same order.
 __device__ __forceinline__ float warp_largest(float x) { return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x))); }

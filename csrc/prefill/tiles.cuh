@@ -87,9 +87,9 @@ struct TileA {
     hi = tile[0][threadIdx.x % 32];
     lo = tile[1][threadIdx.x % 32];
   }
-  __device__ __forceinline__ void load(const Tile &tile) {
-    hi = load_once(&tile[0][threadIdx.x % 32]);
-    lo = load_once(&tile[1][threadIdx.x % 32]);
+  __device__ __forceinline__ void load(const uint4 *from) {  // this lane's pieces in device memory
+    hi = load_once(from);
+    lo = load_once(from + 32);
   }
 };
 

@@ -199,7 +199,7 @@ inline void load_transposed(uint4 &x, const void *row) {
   x = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-inline void prefetch_line(const void *) {}
+inline void prefetch(const void *, uint32_t) {}
 inline void let_next_kernel_start() {}
 inline void wait_for_previous_kernel() {}
 

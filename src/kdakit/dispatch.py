@@ -12,8 +12,8 @@ A backend is a module with
 
 and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
 saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `preferred(problem) -> bool`
-(whether 'auto' should ask it before those ahead of it) and `operand_dtype(problem)` (the dtype in which products take their factors, for
-accuracy.py; float32 where absent).
+(whether 'auto' should ask it for a chunked call before those ahead of it) and `operand_dtype(problem)` (the dtype in which products take
+their factors, for accuracy.py; float32 where absent).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BACKENDS = (
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
     Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
     Backend("pallas_tpu", "jax", "kdakit.backends.pallas_tpu", "Mosaic kernels, TPUs"),
-    Backend("cuda_ffi", "jax", "kdakit.backends.cuda.ffi", "the CUDA C++ kernels as an XLA custom call, NVIDIA GPUs; float32"),
+    Backend("cuda_ffi", "jax", "kdakit.backends.cuda.ffi", "the CUDA C++ kernels as an XLA custom call; float32; bfloat16 on Hopper"),
     Backend("xla", "jax", "kdakit.backends.xla", "pure JAX, any XLA device"),
 )
 
@@ -97,7 +97,9 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
     refusals: list[str] = []
-    for name in sorted(candidates, key=lambda name: not preferred(name, problem)):
+    if problem.op == "chunk":
+        candidates = sorted(candidates, key=lambda name: not preferred(name, problem))
+    for name in candidates:
         reason = supports(name, problem, device) or interpreted(name, device)
         if reason is None:
             log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")

@@ -141,3 +141,15 @@ def test_prefix_causality(kernels, at):
     before = run(kernels, case)["o"]
     after = run(kernels, case, arrays=arrays._replace(**mixed))["o"]
     assert np.array_equal(before[:, :at], after[:, :at]) and not np.array_equal(before, after)
+
+
+@pytest.mark.parametrize("name", ["v", "q", "k", "initial_state"])
+def test_magnitudes(kernels, name):
+    """float16 halves have little range: a power of two per tile must make up for it, whatever the tensor's size and spread."""
+    case = Case("native", "one head", T=40, H=1, HV=1, K=64, V=64)
+    arrays, rng = case.arrays(), np.random.default_rng(0)
+    spread = {"v": (1, 40, 1, 64), "q": (1, 40, 1, 1), "k": (1, 1, 1, 64), "initial_state": (1, 1, 64, 64)}[name]
+    size = 10.0 ** (rng.uniform(-8, 0, spread) + {"v": 20, "q": -20, "k": 0, "initial_state": 8}[name])
+    arrays = arrays._replace(**{name: (getattr(arrays, name) * size).astype(np.float32)})
+    rows = checking.compare(case.problem(), arrays, run(kernels, case, arrays=arrays))
+    assert all(r.ok for r in rows), rows

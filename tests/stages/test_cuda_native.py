@@ -14,11 +14,12 @@ from kdakit.cases import CASES
 
 ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 # Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
-REGISTERS = {"intra_kernel": {"64": 128, "32": 255}, "state_kernel": {"64": 255, "32": 255}}
+REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
+# Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
+SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 640, "scan_kernel": 0}
 
-# The bfloat16 kernels: 80 registers let three teams of 256 threads run, 128 two. Bytes moved, loads and stores together.
-HOPPER_REGISTERS = {"prepare_kernelILNS0_4GateE2": 80, "prepare_kernel": 128, "scan_kernel": 255}
-HOPPER_SPILLS = 900
+# The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 two.
+HOPPER_REGISTERS = {"prepare_kernelILNS0_4GateE2": 80, "prepare_kernel": 128, "scan_kernel": 232}
 
 needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
 
@@ -42,12 +43,13 @@ def arguments(**changes):
 
 
 @needs_nvcc
-def test_no_kernel_spills(built):
+def test_kernels_hardly_spill(built):
     usages = [u for u in built[1] if "_kernelI" in u.kernel]
     kernels = {u.kernel for u in usages}
     assert len([k for k in kernels if "intra_kernel" in k]) == 4, "four sizes"
+    assert len([k for k in kernels if "state_kernel" in k]) == 8, "four sizes, two widths"
     for usage in usages:
-        assert usage.spills <= (HOPPER_SPILLS if "prepare_kernel" in usage.kernel else 0), usage
+        assert usage.spills <= next(limit for name, limit in SPILLS.items() if name in usage.kernel), usage
 
 
 @needs_nvcc
@@ -68,7 +70,7 @@ def test_hopper_registers(built):
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
         if "GateE2" in usage.kernel:
-            assert usage.spills <= 256, usage
+            assert usage.spills <= 64, usage
 
 
 @needs_nvcc
@@ -157,15 +159,15 @@ def test_header_is_c99_and_ctypes_agrees(tmp_path):
 @needs_nvcc
 def test_c_program(built, tmp_path):
     """Without a GPU it checks the refusals and says that it did no more."""
-    program = c_program(built[0], tmp_path)
-    done = subprocess.run([str(program)], capture_output=True, text=True, env=os.environ | {"LD_LIBRARY_PATH": str(built[0].parent)})
-    assert "refusals: ok" in done.stdout, done.stdout + done.stderr
-    assert done.returncode in (0, 77), done.stdout + done.stderr
+    for name, said in (("prefill_test", "refusals: ok"), ("prefill_bf16_test", "")):
+        program = c_program(built[0], tmp_path, name)
+        done = subprocess.run([str(program)], capture_output=True, text=True, env=os.environ | {"LD_LIBRARY_PATH": str(built[0].parent)})
+        assert said in done.stdout and done.returncode in (0, 77), done.stdout + done.stderr
 
 
-def c_program(target: Path, folder: Path) -> Path:
-    program = folder / "prefill_test"
-    source = build.source_folder() / "tests" / "prefill_test.c"
+def c_program(target: Path, folder: Path, name: str) -> Path:
+    program = folder / name
+    source = build.source_folder() / "tests" / f"{name}.c"
     command = [
         str(build.nvcc()),
         "-cudart",

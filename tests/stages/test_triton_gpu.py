@@ -20,7 +20,6 @@ from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import ahead, launch  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
-from kdakit.backends.triton_gpu.config import Piece  # noqa: E402
 from kdakit.cases import CASES, FUSED, SHAPES, Case  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -149,38 +148,6 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
-@interpreter
-@pytest.mark.parametrize("name, cut, wanted", [
-    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], True),
-    ("lower_bound", [Piece(0, 1, 0, 2), Piece(1, 1, 0, 2)], False),
-    ("varlen", [Piece(0, 3, 0, 1), Piece(0, 3, 1, 1)], True),
-])  # fmt: skip
-def test_in_pieces(name, cut, wanted, monkeypatch):
-    """Chunks, or the heads of packed sequences, prepared and scanned in pieces give the same bits, with and without a final state."""
-    case = dataclasses.replace(CASES[name], options=CASES[name].options | {"use_qk_l2norm_in_kernel": True})
-    if name == "varlen":
-        case = dataclasses.replace(case, T=70, lengths=(0, 65, 5))
-    problem, arrays = case.problem("bfloat16").replace(output_final_state=wanted), tensors(case, "bfloat16")
-    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, pieces=True)
-    assert config.normed
-    want = triton_gpu.forward(problem, arrays, config)[0]
-    monkeypatch.setattr(launch, "pieces", lambda problem, config: cut)
-    got = triton_gpu.forward(problem, arrays, config)[0]
-    assert all(torch.equal(x, y) if x is not None else y is None for x, y in zip(got, want, strict=True))
-
-
-def test_pieces():
-    """Pieces cover every chunk and head once; small problems are not cut."""
-    chip = configs.CHIPS["sm_90"]
-    for H, T, varlen, number in ((96, 8192, "", 4), (96, 8190, "cu_seqlens", 4), (96, 512, "", 1), (2, 512, "", 1), (16, 8192, "", 1)):
-        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T, varlen=varlen)
-        config = configs.choose(problem, chip)
-        cut = configs.pieces(problem, dataclasses.replace(config, pieces=not config.split))
-        assert len(cut) == number
-        seen = [(c, h) for p in cut for c in range(p.first, p.first + p.chunks) for h in range(p.head, p.head + p.heads)]
-        assert sorted(seen) == [(c, h) for c in range(-(-T // 64)) for h in range(H)]
-
-
 def test_number_of_parts():
     """Few heads and long sequences are split, others not."""
     chip = configs.CHIPS["sm_90"]
@@ -272,6 +239,38 @@ def assert_right(case, dtype, values, results):
 def test_gradients_against_float64(name, dtype):
     case = CASES[name]
     assert_right(case, dtype, case.arrays(dtype), gradients(case, dtype, tensors(case, dtype)))
+
+
+@interpreter
+@pytest.mark.parametrize("case", (MODEL[1], MODEL[3]), ids=lambda case: case.name)
+def test_gradients_of_normed_keys_against_float64(case):
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), gradients(case, "bfloat16", tensors(case, "bfloat16")))
+
+
+@interpreter
+def test_gradients_with_every_gate_at_its_bound():
+    """A bounded gate's gradient is a sum in which most terms cancel; here, e^-5 of them is left, at every token."""
+    case = MODEL[0]
+    values = case.arrays("bfloat16")
+    values.g[...] = -5
+    arrays = tensors(case, "bfloat16")
+    assert_right(case, "bfloat16", values, gradients(case, "bfloat16", arrays._replace(g=torch.full_like(arrays.g, -5))))
+
+
+@interpreter
+def test_gradients_have_no_scale_of_their_own():
+    """2^k times the cotangents give 2^k times the gradients, bit for bit."""
+    case = MODEL[0]
+    problem, arrays = case.problem("bfloat16", needs_grad=True), tensors(case, "bfloat16")
+    config = triton_gpu.default_config(problem, "cpu")
+    kept = triton_gpu.forward(problem, arrays, config)[1]
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents("bfloat16"))
+    scaled = []
+    for scale in (1.0, 2.0**-40):
+        copies = [x.clone() for x in kept]
+        grads = triton_gpu.backward(problem, arrays, copies, (d_o * scale).to(arrays.v.dtype), (d_final * scale).float(), config)
+        scaled.append([x.double() / scale for x in grads if x is not None])
+    assert all(torch.equal(first, second) for first, second in zip(*scaled, strict=True))
 
 
 @interpreter

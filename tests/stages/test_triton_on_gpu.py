@@ -66,14 +66,14 @@ def same(results, others):
     return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
 
 
-@pytest.mark.parametrize("name", ["one", "packed", "softplus", "tall"])
+@pytest.mark.parametrize("name", ["one", "packed", "softplus"])
 def test_sequences_in_parts(name):
     """Few heads and long sequences: scanned in parts, forward and gradients against float64."""
     from kdakit.backends.triton_gpu import chip_of, config
 
     changes = {
         "one": dict(T=2500), "packed": dict(T=6000, lengths=(2500, 0, 70, 3430)),
-        "softplus": dict(T=2500, options=FUSED | {"chunk_size": 64}), "tall": dict(T=2500, K=64, options=BOUNDED | {"state_v_first": True}),
+        "softplus": dict(T=2500, options=FUSED | {"chunk_size": 64}),
     }[name]  # fmt: skip
     case = Case(f"parts_{name}", "long", **MODEL | dict(H=1, HV=1) | changes)
     problem = case.problem("bfloat16", needs_grad=True)
@@ -97,6 +97,8 @@ class Poisoned:
         monkeypatch.setattr(torch, "empty_like", lambda x: self.make(x.shape, dtype=x.dtype, device=x.device))
 
     def make(self, shape, *, dtype=torch.float32, device=None):
+        if device is None or torch.device(device).type != "cuda":
+            return self.empty(shape, dtype=dtype, device=device)
         shape = tuple(shape)
         number = torch.Size(shape).numel()
         pool = self.empty(number + 2 * self.BORDER, dtype=dtype, device=device).fill_(float("nan"))
@@ -198,8 +200,8 @@ def test_decoding_in_place(T, dtype):
 def test_more_than_2_to_the_31_elements():
     """The second row of a batch, all of it past the 2^31st element of every tensor or reaching there, has the bits that it has alone."""
     B, T, H, K = 2, 90112, 96, 128
-    if torch.cuda.mem_get_info()[0] < 75 * 2**30:
-        pytest.skip("needs 75 GiB of free GPU memory")
+    if torch.cuda.mem_get_info()[0] < 100 * 2**30:
+        pytest.skip("needs 100 GiB of free GPU memory")
     assert B * T * H * K > 2**31
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -207,14 +209,14 @@ def test_more_than_2_to_the_31_elements():
         return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(generator=generator)
 
     x = [normal(B, T, H, K) for _ in range(4)] + [normal(B, T, H)]
-    d_o = normal(B, T, H, K)
-    options = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0, safe_gate=True)
+    d_o, state = normal(B, T, H, K), normal(B, H, K, K).float()
+    named = dict(A_log=torch.zeros(H, device="cuda"), dt_bias=torch.zeros(H * K, device="cuda"), **BOUNDED, output_final_state=True)
 
     def run(rows):
-        leaves = [a[rows].detach().requires_grad_() for a in x]
-        o, _ = kt.chunk_kda(*leaves, **options, backend="triton_gpu")
-        gradients = torch.autograd.grad(o, leaves, d_o[rows])
-        return [a[-1, -4096:].clone() for a in (o.detach(), *gradients)]
+        leaves = [a[rows].detach().requires_grad_() for a in (*x, state)]
+        o, final = kt.chunk_kda(*leaves[:5], initial_state=leaves[5], **named, backend="triton_gpu")
+        *gradients, d_state = torch.autograd.grad((o, final), leaves, (d_o[rows], state[rows]))
+        return [a[-1, -4096:].clone() for a in (o.detach(), *gradients)] + [final[-1].detach(), d_state[-1]]
 
     both = run(slice(0, 2))
     torch.cuda.empty_cache()
@@ -253,9 +255,12 @@ def test_two_streams_and_two_threads():
 def test_compile(name):
     case, x, cotangents = inputs(name, grad=True)
     want = train(case, x, cotangents)
-    public = checking.call("torch", "triton_gpu", case, "chunk")
-    compiled = torch.compile(lambda *a: public(type(x)(*a)), fullgraph=True)
-    out = compiled(*x)
+    fields = [n for n, a in x._asdict().items() if a is not None]
+
+    def public(*tensors):
+        return kt.chunk_kda(**dict(zip(fields, tensors, strict=True)), **case.call_options, backend="triton_gpu")
+
+    out = torch.compile(public, fullgraph=True)(*(getattr(x, n) for n in fields))
     leaves = [getattr(x, n) for n in DIFFERENTIABLE if getattr(x, n) is not None]
     assert same([*(o.detach() for o in out), *torch.autograd.grad(out, leaves, cotangents)], want)
 
@@ -345,7 +350,8 @@ def sanitize(tool, program):
     """compute-sanitizer over a Python program; allocations are not cached, so that it knows where tensors end."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer was not found")
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", "--target-processes", "all", sys.executable, "-c", program]
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []  # PyTorch asks for things that may not be there
+    command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "3", sys.executable, "-c", program]
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
@@ -364,4 +370,5 @@ def test_sanitizer(tool, names, dtype):
 
 
 def test_sanitizer_sees_a_planted_error():
-    assert sanitize("memcheck", PLANTED).returncode != 0
+    done = sanitize("memcheck", PLANTED)
+    assert done.returncode != 0 and "Invalid __global__ write" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def run(args) -> int:
 
     if args.table and not args.render:
         raise UsageError("--table writes recorded results: name them with --render JSON ...")
+    if args.repeat < 1 or args.seconds <= 0:
+        raise UsageError(f"--repeat and --seconds must be positive, got {args.repeat} and {args.seconds}")
     recorded = [json.loads(Path(path).read_text()) for path in args.render or ()]
     records = recorded or [_chosen_kind(args)(args)]
     for record in records:
@@ -81,13 +84,11 @@ def _chosen_kind(args):
 
 
 def _chosen(args, default_modes):
-    from kdakit.cli.choices import UsageError, pick
+    from kdakit.cli.choices import pick
     from kdakit.cli.contestants import MODES, PEERS
     from kdakit.dispatch import names
 
     peers = pick("against", args.against, PEERS) if args.against else []
-    if args.repeat < 1 or args.seconds <= 0:
-        raise UsageError(f"--repeat and --seconds must be positive, got {args.repeat} and {args.seconds}")
     chosen = pick("backend", args.backend, names() if args.backend in (None, ["all"]) else [*names(), *PEERS])
     peers += [name for name in chosen if name in PEERS]
     return list(dict.fromkeys(chosen + peers)), pick("mode", args.mode or default_modes, MODES), args.gate or _gate(peers)
@@ -131,12 +132,13 @@ def run_suite(args) -> dict[str, Any]:
 
     suite = SUITES[pick("suite", [args.suite], SUITES)[0]]
     chosen = pick("entry", args.entry, suite)
+    wanted = pick("backend", args.backend, dict.fromkeys(c for entry in suite.values() for c in entry.contestants))
     measured, missing = [], []
     with console.progress() as bar:
         task = bar.add_task(args.suite, total=len(chosen))
         for name in chosen:
             bar.update(task, advance=1, description=name)
-            names = [n for n in suite[name].contestants if n in (args.backend or suite[name].contestants)]
+            names = [n for n in suite[name].contestants if n in wanted]
             rows, out = race(names, suite[name].job, args.repeat, args.seconds, accuracy=args.accuracy)
             measured += [{"entry": name, **row} for row in rows]
             missing += [{"entry": name, **row} for row in out]
@@ -259,15 +261,19 @@ def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, 
     return {"kind": kind, **described, "settings": settings, "results": measured, "missing": missing}
 
 
+@lru_cache(maxsize=1)
 def _device() -> str:
-    """The accelerators that the frameworks would use, or 'cpu'."""
-    from kdakit.cli import checking, doctor
+    """The accelerators that the frameworks would use, or 'cpu'. With a GPU in torch JAX is not asked: it would take most of the memory."""
+    from kdakit.cli import checking, doctor, inputs
+
+    if (gpu := inputs.gpu()) is not None:
+        return importlib.import_module("torch").cuda.get_device_name(gpu)
 
     def name(framework: str) -> str:
         device = checking.default_device(framework)
         if framework == "jax":
             return importlib.import_module("jax").devices()[0].device_kind
-        return importlib.import_module("torch").cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return device.type
 
     found = {doctor.attempt(name, framework) for framework in ("torch", "jax")}
     return ", ".join(sorted(d for d in found if not d.startswith("failed"))) or "cpu"

@@ -14,7 +14,7 @@ from kdakit.cli.peers import PEERS, Unavailable
 
 __all__ = ["GATES", "MODES", "PEERS", "Job", "Unavailable", "parse_shape", "prepare"]
 
-MODES = ("fwd", "fwdbwd", "decode", "eager")  # eager: fwd by the host's clock, from the call to the end of its work
+MODES = ("fwd", "fwdbwd", "decode", "eager")  # eager: fwd by the host's clock, call after call
 GATES = ("bounded", "softplus", "log_decay")
 
 

@@ -36,7 +36,7 @@ CASES = {
 
 
 def sweep(args) -> dict[str, Any]:
-    """Every case, every contestant; the JSON grows with every case. Peers run untuned: that changes their speed, hardly their numbers."""
+    """Every contestant on every case; the JSON grows with each. Peers run untuned: that changes their speed, hardly their numbers."""
     from kdakit.cli import bench
     from kdakit.cli.choices import pick
     from kdakit.dispatch import names
@@ -46,18 +46,20 @@ def sweep(args) -> dict[str, Any]:
     cases = [CASES[name] for name in pick("case", args.case, CASES)]
     measured: list[dict[str, Any]] = []
     missing: list[dict[str, Any]] = []
+    truths: dict[str, Truth] = {}
     with console.progress() as bar, peers.untuned():
         task = bar.add_task("errors", total=len(cases) * len(chosen))
-        for case in cases:
-            truth = Truth(case, args.dtype)
-            for name in chosen:
+        for name in chosen:
+            for case in cases:
                 bar.update(task, advance=1, description=f"{case.name} {name}")
+                if case.name not in truths:
+                    truths[case.name] = Truth(case, args.dtype)
                 about = {"contestant": name, "case": case.name, "why": case.why, "dtype": args.dtype}
-                got = truth.errors(name)
+                got = truths[case.name].errors(name)
                 (missing if "reason" in got else measured).append(about | got)
-            found = bench.record("errors", {"dtype": args.dtype}, measured, missing)
-            if args.json:
-                bench.save(found, args.json)
+                found = bench.record("errors", {"dtype": args.dtype}, measured, missing)
+                if args.json:
+                    bench.save(found, args.json)
     return found
 
 

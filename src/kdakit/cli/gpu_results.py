@@ -41,7 +41,7 @@ def error_tables(record: dict[str, Any]):
     every = record["results"]
     names = list(dict.fromkeys(r["contestant"] for r in every))
     made = []
-    for case in dict.fromkeys(r["case"] for r in every):
+    for case in dict.fromkeys(r["case"] for r in every):  # in the order of the first contestant
         rows = {r["contestant"]: r for r in every if r["case"] == case}
         for field, text in (("o", "o"), ("final_state", "state"), ("gradient", "worst gradient")):
             cells = [error(rows[name][field]) if name in rows and field in rows[name] else "–" for name in names]

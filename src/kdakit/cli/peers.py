@@ -170,10 +170,13 @@ def untuned() -> Iterator[None]:
     def first_that_runs(self, *args, config, **options):
         if id(self) in done:
             return failed
+        values = {**self.nargs, **options, **config.all_kwargs()}
+        self.pre_hook(values)
         try:
             self.fn.run(*args, **options, **config.all_kwargs())
         except Exception:
             return failed
+        self.post_hook(values, exception=None)
         done.add(id(self))
         return [0.0] * 3
 

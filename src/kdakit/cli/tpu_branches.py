@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kdakit.cli.tpu_kernels import Job
 
-SMALL = 100  # bundles: what the pipeline of copies jumps over is less, and is taken to run
-WHOLE = 0.8  # of all bundles: the pipeline's own branch around a step
+SMALL = 100  # bundles: shorter branches are taken to run in every step
+WHOLE = 0.8  # of all bundles: the branch of the pipeline of copies around a kernel's step; others outside of it are the pipeline's too
 
 
 class Branch(NamedTuple):
@@ -30,8 +30,10 @@ def branches(text: str) -> tuple[int, list[Branch]]:
     jumps = [
         (i, starts.get(int(n), 0)) for i, bundle in enumerate(bundles) for n in re.findall(r"sbr\.rel .*?target = \$region(\d+)", bundle)
     ]
-    found = [Branch(i + 1, target) for i, target in jumps if SMALL <= target - i - 1 <= WHOLE * len(bundles)]
-    return len(bundles), sorted(found, key=lambda branch: (branch.first, -branch.last))
+    found = sorted((Branch(i + 1, target) for i, target in jumps if target - i > SMALL), key=lambda branch: (branch.first, -branch.last))
+    around = [branch for branch in found if branch.last - branch.first > WHOLE * len(bundles)]
+    first, last = around[-1] if around else (0, len(bundles))
+    return len(bundles), [branch for branch in found if branch not in around and first <= branch.first and branch.last <= last]
 
 
 def runs(job: Job, count: int) -> list[float] | None:

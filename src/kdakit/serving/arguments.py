@@ -43,6 +43,10 @@ class PoolSizes:
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def scale_group(self) -> int:
+        return SCALE_GROUP
+
+    @property
     def groups(self) -> int:
         """Scales per key channel."""
         return -(-self.V // SCALE_GROUP)

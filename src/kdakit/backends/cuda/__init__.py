@@ -77,7 +77,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def preferred(problem: Problem) -> bool:
     """Forward alone in bfloat16 is faster here than in Triton (docs/performance.md); gradients would come from torch_native."""
-    return problem.dtype == "bfloat16" and not problem.needs_grad and unsupported(problem) is None
+    return problem.dtype == "bfloat16" and problem.K == problem.V == 128 and not problem.needs_grad
 
 
 def default_config(problem: Problem, device: Any) -> Config:
@@ -95,7 +95,7 @@ def operand_dtype(problem: Problem) -> str:
 
 
 # Shared memory per block that the kernels need for chunks of 64, by head size.
-CHUNK_64_BYTES = {64: 92 * 1024, 128: 150 * 1024}
+CHUNK_64_BYTES = {64: 92 * 1024, 128: 108 * 1024}
 
 
 @lru_cache(maxsize=64)

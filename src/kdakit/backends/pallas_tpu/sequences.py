@@ -1,10 +1,13 @@
 """Where sequences begin and end, for the kernels; shapes depend on sizes only, never on the values of cu_seqlens.
 
-Two ways, neither of which moves a token:
+Two ways, neither of which moves a token, serve all kernels:
 - segments: a chunk may hold any number of segments, told apart by masks; one state passes through. For segment_ids, and for packed calls
   whose sequences neither bring nor leave a state.
-- tables: a chunk is visited once for each sequence in it, and each visit sees its own tokens only. For packed calls with states. Where
-  the state before each of a sequence's own chunks is asked for, visits begin there too.
+- tables: a chunk is visited once for each sequence in it, and each visit sees its own tokens only. For packed calls with states in
+  training. Where the state before each of a sequence's own chunks is asked for, visits begin there too.
+A packed forward with states, where nobody asks for those between, has a way of its own (`packed`), which needs to know a chunk's sequences.
+
+Searches compare all with all: a binary search would be a loop of gathers, dearer on a TPU than some thousand comparisons.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def make_table(cu_seqlens, T: int, C: int, edges=None) -> Table:
     ends = jnp.concatenate([starts[1:], jnp.full(1, T, jnp.int32)])
     used = starts < T
     block = jnp.where(used, starts, T - 1) // C
-    sequence = jnp.searchsorted(cu[1:], jnp.minimum(starts, T - 1), side="right").astype(jnp.int32)
+    sequence = jnp.searchsorted(cu[1:], jnp.minimum(starts, T - 1), side="right", method="compare_all").astype(jnp.int32)
     number = lambda x: (used & x).astype(jnp.int32)
     low, high = (jnp.where(used, x - block * C, 0) for x in (starts, ends))
     return Table(block, low, high, sequence, number(starts == cu[sequence]), number(ends == cu[sequence + 1]))
@@ -70,7 +73,7 @@ def chunk_starts(problem: Problem, cu_seqlens):
     counts = -(-jnp.diff(cu) // size)
     ends = jnp.cumsum(counts)
     slot = jnp.arange(problem.chunks, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, slot, side="right"), problem.N - 1)
+    sequence = jnp.minimum(jnp.searchsorted(ends, slot, side="right", method="compare_all"), problem.N - 1)
     return jnp.where(slot < ends[-1], cu[sequence] + size * (slot - (ends - counts)[sequence]), problem.T)
 
 
@@ -78,7 +81,7 @@ def states_of_chunks(problem: Problem, table: Table, cu_seqlens, C: int, states)
     """[1, visits, ..] states before each visit -> [1, problem.chunks, ..] before each sequence's chunks; 0 where there are no more."""
     starts = chunk_starts(problem, cu_seqlens)
     began = jnp.where(table.high > table.low, table.block * C + table.low, problem.T)
-    found = states[:, jnp.searchsorted(began, starts)]
+    found = states[:, jnp.searchsorted(began, starts, method="compare_all")]
     return jnp.where((starts < problem.T).reshape(-1, *[1] * (states.ndim - 2)), found, 0)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from kdakit.backends.triton_gpu import tiles
 from kdakit.problem import Problem
@@ -37,8 +36,6 @@ class Config:
     split: bool = False  # so few heads that long sequences are scanned in parts
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
-    pieces: bool = False  # a long sequence's pieces may be prepared and scanned at the same time
-    early: bool = False  # kernels may begin before the one ahead of them has ended
     gradient_registers: int = 0  # per thread at most, of the gradient kernel of `normed_gradient`; 0: the compiler's choice
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
@@ -55,15 +52,6 @@ class Config:
     reverse_stages: int = 2
     step_block_v: int = 32
     step_warps: int = 2
-
-
-class Piece(NamedTuple):
-    """A share of a problem's chunks (of every sequence; packed ones are not cut) and of its value heads."""
-
-    first: int
-    chunks: int
-    head: int
-    heads: int
 
 
 @dataclass(frozen=True)
@@ -165,31 +153,12 @@ def parts(problem: Problem, config: Config) -> int:
     return min(range(1, 17), key=time)
 
 
-PIECES = 4  # of a sequence's chunks, or of the heads of packed sequences
-PIECE = 6  # waves of prepare programs that a piece should have at least
-
-
-@lru_cache(maxsize=1024)
-def pieces(problem: Problem, config: Config) -> tuple[Piece, ...]:
-    """What is prepared and scanned together: while a piece is scanned, which keeps few threads busy and waits for memory, the next one is
-    prepared, which does neither."""
-    chunks = max(1, -(-problem.T // config.chunk))
-    programs = chunks * problem.HV * (1 if problem.varlen else problem.B)
-    n = min(PIECES, programs // (PIECE * 3 * config.processors), problem.HV if problem.varlen else chunks) if config.pieces else 1
-    if n <= 1:
-        return (Piece(0, chunks, 0, problem.HV),)
-    size = problem.HV if problem.varlen else chunks
-    ends = [size * i // n for i in range(n + 1)]
-    if problem.varlen:
-        return tuple(Piece(0, chunks, a, b - a) for a, b in pairwise(ends))
-    return tuple(Piece(a, b - a, 0, problem.HV) for a, b in pairwise(ends))
-
-
 def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"
     KP, VP = padded(problem.K), padded(problem.V)
-    chunk = 32 if KP > 128 or (wide and KP > 64) else 64
+    # Levels down to pairs of tokens make long programs: with 32 tokens those of float32 and float16 compile in a third of the time.
+    chunk = 64 if problem.dtype == "bfloat16" and KP <= 128 else 32
     if chip.shared_memory < 100_000:
         chunk = min(chunk, 32)
     if problem.options.return_intermediate_states:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.config import INTERPRETED, Config, Piece, bounded, padded, parts, pieces
+from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padded, parts
 from kdakit.backends.triton_gpu.intra import prepare_kernel
 from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
 from kdakit.backends.triton_gpu.parts import parts_kernel
@@ -150,16 +150,14 @@ def prepare_constants(problem: Problem, config: Config, align: int) -> dict[str,
         ALIGN=align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
         HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
         PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
-        HAS_LOWER=problem.needs_grad, BOUNDED=bounded(problem), EARLY=config.early,
+        HAS_LOWER=problem.needs_grad, BOUNDED=bounded(problem),
     )  # fmt: skip
 
 
-def prepare(
-    problem: Problem, arrays: Arrays, x: Views, config: Config, space: Workspace | None = None, piece: Piece | None = None
-) -> Workspace:
-    """Stage intra of every chunk, or of a piece."""
+def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
+    """Stage intra of every chunk."""
     o, C = problem.options, config.chunk
-    space = space or workspace(problem, config, arrays.q.device)
+    space = workspace(problem, config, arrays.q.device)
     if space.slots == 0:
         return space
     args = (
@@ -170,23 +168,9 @@ def prepare(
     )  # fmt: skip
     constants = prepare_constants(problem, config, x.align)
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
-    if config.normed:
-        piece = piece or whole(problem, config)
-        grid = (space.slots if problem.varlen else problem.B * piece.chunks) * piece.heads
-        options = registers | dict(num_warps=config.prepare_warps, num_stages=1) | dependent(config)
-        launch(prepare_normed_kernel, grid, (*args, *piece), constants, **options)
-        return space
-    launch(prepare_kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
+    kernel = prepare_normed_kernel if config.normed else prepare_kernel
+    launch(kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
     return space
-
-
-def dependent(config: Config) -> dict[str, bool]:
-    """The option of a launch that may begin before the one ahead of it has ended: its kernel waits where it must."""
-    return {"launch_pdl": True} if config.early else {}
-
-
-def whole(problem: Problem, config: Config) -> Piece:
-    return Piece(0, max(1, -(-problem.T // config.chunk)), 0, problem.HV)
 
 
 @lru_cache(maxsize=1024)
@@ -195,47 +179,29 @@ def scan_constants(problem: Problem, config: Config, align: int) -> dict[str, An
     return dict(
         K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=config.chunk, S=config.half, GROUP=config.group,
         ALIGN=align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
-        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state or config.pieces,
+        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state,
         HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
-        PIECES=config.pieces and not problem.varlen, EARLY=config.early,
     )  # fmt: skip
 
 
-class Outputs(NamedTuple):
-    """What the scan writes."""
-
-    o: torch.Tensor
-    final: torch.Tensor | None
-    states: torch.Tensor | None
-    offsets: torch.Tensor | None  # of a packed sequence's first state
-
-
-def outputs(problem: Problem, arrays: Arrays, config: Config) -> Outputs:
-    o, device = problem.options, arrays.q.device
-    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=arrays.v.dtype, device=device)
-    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state or config.pieces else None
+def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
+    """Stages state and output of every sequence."""
+    o, C, device = problem.options, config.chunk, arrays.q.device
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
+    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
-    return Outputs(out, final, states, offsets)
-
-
-def scan(
-    problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, to: Outputs | None = None, piece: Piece | None = None
-) -> Result:
-    """Stages state and output of every sequence, or of a piece."""
-    o, C = problem.options, config.chunk
-    to, piece = to or outputs(problem, arrays, config), piece or whole(problem, config)
-    grid = problem.N * piece.heads * -(-problem.V // config.block_v)
+    grid = problem.N * problem.HV * -(-problem.V // config.block_v)
     if grid:
         constants = scan_constants(problem, config, x.align)
         number, parts = split(problem, arrays, x, space, config, constants) if config.split else (1, None)
         args = (
-            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, to.o, arrays.initial_state, to.final, to.states, to.offsets,
-            space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
-            max(1, o.chunk_size // C), CHECKPOINT, number, *piece,
+            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
+            offsets, space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
+            max(1, o.chunk_size // C), CHECKPOINT, number,
         )  # fmt: skip
         registers = {"maxnreg": config.registers} if config.registers else {}
-        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers, **dependent(config))
-    return Result(to.o, to.final if o.output_final_state else None, to.states)
+        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
+    return Result(out, final, states)
 
 
 def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, constants: dict) -> tuple[int, torch.Tensor]:
@@ -282,21 +248,13 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
             from kdakit.backends.triton_gpu import ahead
 
             ahead.compile_all(problem, arrays, config)
-        space, result = stages(problem, arrays, x, config)
+        space = prepare(problem, arrays, x, config)
+        result = scan(problem, arrays, x, space, config)
         if not problem.needs_grad:
             return result, []
         from kdakit.backends.triton_gpu import training
 
         return result, training.saved(problem, arrays, x, space, config)
-
-
-def stages(problem: Problem, arrays: Arrays, x: Views, config: Config) -> tuple[Workspace, Result]:
-    """Both kernels, of one piece after the other."""
-    space, to = workspace(problem, config, arrays.q.device), outputs(problem, arrays, config)
-    for piece in pieces(problem, config):
-        prepare(problem, arrays, x, config, space, piece)
-        result = scan(problem, arrays, x, space, config, to, piece)
-    return space, result
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> Result:

@@ -113,7 +113,7 @@ def tokens(J: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K: tl.constexpr, J: tl.constexpr, c: tl.constexpr,
-               ALIGN: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr = "log_decay"):  # fmt: skip
+               ALIGN: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
     """Of 32 tokens, of which `length` are there, q above k (FLIP: k above q) [8 J, 8, c], and g [8 J, 4, c]; where there is none, g is what
     GATE makes no decay of."""
     o_k = channels(J, c)
@@ -147,7 +147,8 @@ def scaled(b_x, b_y, PTX: tl.constexpr):
     """bfloat16 b_x times float32 b_y, of which each is rounded. PTX: two at a time, without unpacking them."""
     b_y = narrow(b_y, tl.bfloat16)
     if PTX:
-        return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [b_x, b_y], dtype=tl.bfloat16, is_pure=True, pack=2)
+        asm: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }"  # plus -0: sm_80 has no product alone
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [b_x, b_y], dtype=tl.bfloat16, is_pure=True, pack=2)
     return narrow(b_x.to(tl.float32) * b_y.to(tl.float32), tl.bfloat16)
 
 
@@ -289,19 +290,16 @@ def unit_lower_inverse(b_L, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "FIRST", "CHUNKS", "HEAD", "HEADS"])  # fmt: skip
+                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def prepare_normed_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay, p_betas, p_lower, p_solved,
     T, N, NT, H, HV, scale, lower_bound,
-    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, FIRST, CHUNKS, HEAD, HEADS,
+    s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
     BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-    PTX: tl.constexpr, HAS_LOWER: tl.constexpr, EARLY: tl.constexpr,
+    PTX: tl.constexpr, HAS_LOWER: tl.constexpr,
 ):  # fmt: skip
-    """What `intra.prepare_kernel` makes, rows in the order of tokens, of a piece: HEADS value heads from HEAD on, and of sequences that are
-    not packed CHUNKS chunks from FIRST on. Grid: (chunks or slots * HEADS,), heads fastest. With EARLY the first piece waits for
-    whatever made the inputs; the others may begin while the piece before is scanned, and one program of theirs waits for that, so that
-    what follows waits for both.
+    """What `intra.prepare_kernel` makes, rows in the order of tokens. Grid: (slots * HV,), heads fastest.
 
     A half's rows are q above k, or in the second half k above q, so that the rows of A_qk and A_kk that a warp needs are those that it has.
     """
@@ -309,19 +307,11 @@ def prepare_normed_kernel(
     J: tl.constexpr = 4
     c: tl.constexpr = KP // J
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    if EARLY:  # noqa: SIM102 - the compiler decides the one, the device the other
-        if (FIRST + HEAD == 0) | (tl.program_id(0) == 0):
-            tl.extra.cuda.gdc_wait()
-    i_s = tl.program_id(0) // HEADS
-    i_h = HEAD + tl.program_id(0) - i_s * HEADS
+    i_s = tl.program_id(0) // HV
+    i_h = tl.program_id(0) - i_s * HV
     if VARLEN:
         i_s = i_s.to(tl.int64)
-        i_b, _, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
-    else:
-        i_b = i_s // CHUNKS
-        i_c = FIRST + i_s - i_b * CHUNKS
-        i_s = i_b * NT + i_c
-        bos, eos = 0, T
+    i_b, _, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = tl.cast(bos, tl.int64) + i_c * C
     if start >= eos:
         return
@@ -374,12 +364,17 @@ def prepare_normed_kernel(
     m_0 = (o_i < 32)[:, None]
     b_A_qk = tl.where(o_t[None, :] <= o_i[:, None], beside(b_A1, tl.where(m_0, b_A0, b_A10)), 0.0)  # [64, 64]
     b_A_kk = tl.where(o_t[None, :] < o_t[:, None], beside(b_A1, tl.where(m_0, b_A10, b_A0)), 0.0)
+    p_square = p_squares + i_p * C * C + o_t[None, :] + o_i[:, None] * C
+    p_parked = p_square.to(tl.pointer_type(SOLVE), bitcast=True)  # A_qk waits there: it would fill a quarter of the registers
+    tl.store(p_parked, narrow(b_A_qk, SOLVE))
     b_beta = tl.load(p_betas + o_t)
     b_T = unit_lower_inverse(b_A_kk * b_beta[:, None], SOLVE, PRECISION)
-    o_square = i_p * C * C + o_t[None, :]
+    tl.debug_barrier()
+    b_A_qk = tl.load(p_parked)
     if HAS_LOWER:
+        o_square = i_p * C * C + o_t[None, :]
         b_Tn = narrow(b_T, SOLVE)
-        tl.store(p_solved + o_square + o_i[:, None] * C, narrow(product(narrow(b_A_qk, SOLVE), b_Tn, PRECISION), DTYPE))
+        tl.store(p_solved + o_square + o_i[:, None] * C, narrow(product(b_A_qk, b_Tn, PRECISION), DTYPE))
         b_lower = product(narrow(b_A_kk, SOLVE), b_Tn, PRECISION)
         b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
         b_lower = tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T) / b_beta[:, None], b_lower)
@@ -387,7 +382,7 @@ def prepare_normed_kernel(
     p_tail += o_t[:, None] * KP
     b_k, b_decay = tl.load(p_tail), tl.load(p_decay + o_k)
     b_T = narrow(b_T * tl.load(p_betas + o_t)[None, :], SOLVE)
-    tl.store(p_squares + o_square + o_i[:, None] * C, narrow(product(narrow(b_A_qk, SOLVE), b_T, PRECISION), DTYPE))
+    tl.store(p_square, narrow(product(b_A_qk, b_T, PRECISION), DTYPE))
     b_k = tl.where((o_t < 32)[:, None], b_k.to(tl.float32) * b_decay[None, :], b_k.to(tl.float32)).to(SOLVE)  # decayed to the chunk's end
     tl.store(p_tail, narrow(product(tl.trans(b_T), b_k, PRECISION), DTYPE))
     tl.debug_barrier()

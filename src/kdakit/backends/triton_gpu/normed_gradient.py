@@ -1,4 +1,4 @@
-"""Backward, fifth launch, for what `normed` prepares: bfloat16, q and k normalised, chunks of 64 tokens. One program per chunk and head.
+"""Backward, fifth launch, for what `normed` prepares with a bounded gate: one program per chunk of 64 tokens and value head.
 
 With s the log2-decay from the chunk's start to a token and m a whole number near s in the middle of the token's block of 16, every pair is
 
@@ -30,7 +30,6 @@ from kdakit.backends.triton_gpu.normed_inputs import (
     store_rows,
     total,
 )  # fmt: skip
-from kdakit.backends.triton_gpu.normed_levels import chunk_levels
 from kdakit.backends.triton_gpu.span import as_span, identity, octets, placed, side_by_side, sides, span, span_tokens, spread
 from kdakit.backends.triton_gpu.tile import locate, narrow, product, product_add
 
@@ -98,13 +97,14 @@ def chosen_pairs(b_dA, WHICH: tl.constexpr):
 @triton.jit
 def half_decay(b_g, p_dt_bias, b_before, b_I, a, unit, K: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PTX: tl.constexpr):
     """b_g [32, KP] -> [KP, 32] and the `exponents` of its decays."""
+    DTYPE: tl.constexpr = b_g.dtype
     o_k = tl.arange(0, b_g.shape[1])
     b_g = placed(tl.trans(b_g), b_I)
     b_bias = tl.zeros([b_g.shape[0], 1], tl.float32)
     if HAS_DT_BIAS:
         b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None]
     b_s, b_m, b_end = exponents(gate_share(b_g, b_bias, a, unit, GATE, True, PTX), unit, b_before)
-    return narrow(b_g, tl.bfloat16), b_s, b_m, b_end
+    return narrow(b_g, DTYPE), b_s, b_m, b_end
 
 
 @triton.jit
@@ -208,8 +208,8 @@ def gradient_normed_kernel(
     p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_parts, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log, p_d_dt_bias,
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
-    K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
-    HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What `gradient.gradient_kernel` makes. Tiles are [channels, tokens of a half]. Grid: (slots * HV,), heads fastest."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -231,19 +231,12 @@ def gradient_normed_kernel(
     p_g += (i_b * s_gb + start * s_gt + i_h * s_gh) * ALIGN
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
-    a = gate_slope(p_A_log, i_h, False, HAS_A_LOG)
-    if BOUNDED:
-        b_bias, b_A = chunk_gradient(
-            p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_parts + i_p * 192 * KP, p_d_decay + i_p * KP,
-            p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
-            K, KP, ALIGN, GATE, HAS_DT_BIAS, PTX, PRECISION,
-        )  # fmt: skip
-    else:
-        b_bias, b_A = chunk_levels(
-            p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_parts + i_p * 192 * KP, p_d_decay + i_p * KP,
-            p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
-            K, KP, ALIGN, GATE, HAS_DT_BIAS, PTX, PRECISION,
-        )  # fmt: skip
+    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
+    b_bias, b_A = chunk_gradient(
+        p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_parts + i_p * 192 * KP, p_d_decay + i_p * KP,
+        p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
+        K, KP, ALIGN, GATE, HAS_DT_BIAS, PTX, PRECISION,
+    )  # fmt: skip
     if HAS_DT_BIAS:
         tl.store(p_d_dt_bias + i_p * KP + o_k, b_bias)
     if HAS_A_LOG:

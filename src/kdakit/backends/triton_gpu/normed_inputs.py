@@ -1,4 +1,4 @@
-"""Inputs, outputs and gates of a half of 32 tokens, for the gradient kernels of `normed_gradient` and `normed_levels`."""
+"""Inputs, outputs and gates of a half of 32 tokens, for the gradient kernel of `normed_gradient`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def load_rows(p_x, p_y, FIRST: tl.constexpr, s_x, s_y, length, other, R: tl.cons
 
 @triton.jit
 def nothing(GATE: tl.constexpr):
-    """A gate's input that decays nothing."""
-    return 0.0 if GATE == "log_decay" else -1e30
+    """A gate's input that decays nothing; finite, since it goes through a product."""
+    return 0.0 if GATE == "log_decay" else -3e38
 
 
 @triton.jit
@@ -79,12 +79,6 @@ def store_rows(p_x, p_y, FIRST: tl.constexpr, HV, length, b_x, b_y, K: tl.conste
 
 
 @triton.jit
-def across(b_d, b_x, b_r):
-    """d - r^2 (x . d) x, r = 1 / |x|: normalising takes from a gradient what lies along x."""
-    return b_d - tl.sum(b_d * b_x, 0, keep_dims=True) * (b_r * b_r) * b_x
-
-
-@triton.jit
 def half_gates(
     p_d_g, p_dt_bias, FIRST: tl.constexpr, b_g, b_d, a, lower_bound, HV, length,
     K: tl.constexpr, KP: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PTX: tl.constexpr,
@@ -92,7 +86,7 @@ def half_gates(
     """From the gradient b_d of the log-decays of a half and their inputs b_g: stores d_g; returns the sums over its tokens of the gradient
     of the gate's input and of the terms of d_A_log, both [KP]."""
     o_k, o_t = tl.arange(0, KP), span_tokens(32) + FIRST
-    b_x = widened(b_g, PTX)
+    b_x = widened(b_g, PTX) if b_g.dtype.is_bf16() else b_g.to(tl.float32)
     if HAS_DT_BIAS:
         b_x += tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
     if GATE == "bounded":  # `gate_backward` in fewer steps

@@ -15,7 +15,6 @@ from kdakit.backends.triton_gpu.draft_kernels import commit_kernel, draft_kernel
 from kdakit.backends.triton_gpu.launch import contiguous_parameters, on_device, views
 from kdakit.backends.triton_gpu.pool_kernels import decode_kernel
 from kdakit.problem import Arrays, Problem
-from kdakit.serving.arguments import SCALE_GROUP
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def cut_for(call: str, pool: Any) -> Cut:
     """Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
     s = pool.sizes
     if s.dtype == "int8":
-        return Cut(SCALE_GROUP, 2)
+        return Cut(s.scale_group, 2)
     cut = CUTS[call, s.state_v_first]
     return Cut(max(16, min(cut.block_v * 128 // max(128, padded(s.K)), padded(s.V))), cut.warps)
 

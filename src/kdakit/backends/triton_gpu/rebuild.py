@@ -54,18 +54,17 @@ def half_tiles(
 ):  # fmt: skip
     """Of a half, with the log2-decay before it [8 J, c]: stores k_in and q_decayed; returns k decayed to the half's end [8 J, 4, c],
     rounded, and the log2-decay over it."""
-    J: tl.constexpr = 2 if KP == 128 else 4
+    J: tl.constexpr = 4
     c: tl.constexpr = KP // J
     C: tl.constexpr = 64
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, False)
+    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, False, GATE)
     b_norm = norms(b_qk, p_norms, C) * tl.where(tl.arange(0, 8) < 4, scale, 1.0)[None, :]
     b_bias = tl.zeros([8 * J, 1, c], tl.float32)
     if HAS_DT_BIAS:
         o_k = tl.arange(0, 8 * J)[:, None] // 8 * c + tl.arange(0, c)[None, :]
         b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None, :]
-    b_g = tl.where(tokens(J, 4) < length, gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX), 0.0)
-    b_s, b_total = decay_sums(b_g, unit)
+    b_s, b_total = decay_sums(gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX), unit)
     b_qk = tl.reshape(widened(b_qk, PTX) * b_norm[:, :, None], [8 * J, 2, 4, c])
     b_k = narrow(k_part(b_qk, False) * power_of_2(b_total[:, None, :] - b_s, PTX), DTYPE)
     b_rows = tl.reshape(b_qk * power_of_2(b_s + b_before[:, None, :], PTX)[:, None], [8 * J, 8, c])
@@ -90,7 +89,7 @@ def rebuild_normed_kernel(
 ):  # fmt: skip
     """What `replay.rebuild_kernel` makes. Grid: (slots * HV,), heads fastest."""
     C: tl.constexpr = 64
-    J: tl.constexpr = 2 if KP == 128 else 4
+    J: tl.constexpr = 4
     c: tl.constexpr = KP // J
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
@@ -110,7 +109,7 @@ def rebuild_normed_kernel(
         p_dt_bias += i_h * K
     if HAS_FIRST:
         p_first += (i_n * HV + i_h) * 2 * C * KP
-    a = gate_slope(p_A_log, i_h, False, HAS_A_LOG)
+    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
     unit = gate_unit(a, lower_bound, GATE)
     o_i = tl.arange(0, 64)
     b_beta = write_strength(tl.load(p_beta + o_i * s_bt, mask=o_i < length, other=0.0).to(tl.float32), BETA)

@@ -9,24 +9,21 @@ from kdakit.backends.triton_gpu.parts import part_of, state_before
 from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS",
-                               "FIRST", "CHUNKS", "HEAD", "HEADS"])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
 def scan_kernel(
     p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
-    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS, FIRST, CHUNKS, HEAD, HEADS,
+    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr,
-    EARLY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
         r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
 
     This is v_new = inverse beta r carried to both places where it is used, so that the chain from state to state is two products.
-    Grid: (N * HEADS * cdiv(V, BV),), blocks of V fastest, then heads from HEAD on; with SPLIT a program per part of a sequence (see
-    `parts`): (N * HV * PARTS * cdiv(V, BV),), parts between the two. With PIECES it is CHUNKS chunks from FIRST on, and the state before
-    all but the first is what was left in `final`; with EARLY the next piece is prepared from when all programs have begun.
+    Grid: (N * HV * PARTS * cdiv(V, BV),), blocks of V fastest, then parts of a sequence (see `parts`; 1 unless SPLIT), then heads.
     S^T [BV, KP] stays in float32 registers; every product takes S^T or a value derived from it as its left factor, which needs no trip
     through shared memory. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
     """
@@ -34,14 +31,8 @@ def scan_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = i_p % NV, i_p // NV
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if SPLIT:
-        i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
-    i_n = i_nh // HEADS
-    i_h = HEAD + i_nh - i_n * HEADS
-    i_nh = i_n * HV + i_h
+    i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
+    i_n, i_h = i_nh // HV, i_nh % HV
     if VARLEN:
         bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
         length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos
@@ -52,14 +43,10 @@ def scan_kernel(
         length = bos + T
         i_slot = i_n * NT
         i_b = i_n
-    if SPLIT:
-        i_first, i_end, last = part_of(length, i_part, PARTS, C)
+    i_first, i_end, last = part_of(length, i_part, PARTS, C)
+    if SPLIT:  # noqa: SIM102 - the compiler decides the one, the device the other
         if (i_first >= i_end) & (i_part > 0):
             return
-    elif PIECES:
-        i_first, i_end, last = FIRST, tl.minimum(FIRST + CHUNKS, tl.cdiv(length, C).to(tl.int32)), True
-    else:
-        i_first, i_end, last = 0, tl.cdiv(length, C).to(tl.int32), True
     o_c = tl.arange(0, C)
     o_t = row_tokens(C, S, GROUP)
     o_k = tl.arange(0, KP)
@@ -69,19 +56,14 @@ def scan_kernel(
     b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
-    if PIECES:  # noqa: SIM102 - the compiler decides the one, the device the other
-        if FIRST > 0:
-            b_S = tl.load(p_final + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0)
     if SPLIT:
         b_S = state_before(p_parts + i_nh * PARTS * (VP + KP) * KP, b_S, i_part, o_v, VP, KP)
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V + o_v[None, :]  # [C, BV]
     i_chunks = i_slot
-    if SPLIT or PIECES:
-        p_v += tl.cast(i_first, tl.int64) * C * s_vt * ALIGN
-        p_o += tl.cast(i_first, tl.int64) * C * HV * V
-        i_slot += i_first
-    i_slot = i_slot * HV + i_h
+    p_v += i_first.to(tl.int64) * C * s_vt * ALIGN
+    p_o += i_first.to(tl.int64) * C * HV * V
+    i_slot = (i_slot + i_first) * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
@@ -89,9 +71,9 @@ def scan_kernel(
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
     b_v = tl.load(p_v, mask=(o_t < length - i_first * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
     for i_c in tl.range(i_first, i_end, num_stages=STAGES):
-        m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         b_v_next = tl.load(p_v, mask=(o_t < length - (i_c + 1) * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
+        m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))

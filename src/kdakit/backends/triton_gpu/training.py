@@ -160,7 +160,7 @@ def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o
         constants = common(problem, config) | dict(
             BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
             HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], STAGES=config.product_stages,
-            NORMED=config.normed,
+            NORMED=joint(problem, config),
         )  # fmt: skip
         launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
     return out
@@ -184,9 +184,9 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
             BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
             HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
         )  # fmt: skip
-        if config.normed:
+        if joint(problem, config):
             few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
-            launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=max(1, padded(K) // 16), num_stages=1, **few)
+            launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=8, num_stages=1, **few)
         else:
             launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
     if problem.group > 1:
@@ -196,6 +196,11 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
     if d_dt_bias is not None:
         d_dt_bias = d_dt_bias.sum(0)[:, :K].reshape(arrays.dt_bias.shape).to(arrays.dt_bias.dtype)
     return d_q, d_k, d_g, d_A_log, d_dt_bias
+
+
+def joint(problem: Problem, config: Config) -> bool:
+    """One formula for all gates of a chunk, `normed_gradient`: for the head size whose speed it is for."""
+    return config.normed and bounded(problem) and padded(problem.K) == 128
 
 
 def limit(config: Config) -> dict[str, int]:
