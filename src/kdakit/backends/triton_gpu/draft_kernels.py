@@ -31,6 +31,13 @@ def wait_for_last(CHAINED: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def lagged(p_k, p_decay, s_k, s_decay, m_x, o_t, lag: tl.constexpr):
+    """k and d [TP, KP] of the token `lag` before each; 0 and 1 where there is none."""
+    m_lag = m_x & (o_t >= lag)[:, None]
+    return tl.load(p_k - lag * s_k, mask=m_lag, other=0.0), tl.load(p_decay - lag * s_decay, mask=m_lag, other=1.0)
+
+
 @triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def tokens_kernel(
@@ -63,14 +70,14 @@ def tokens_kernel(
     p_q += (i_n * s_qb + i_hk.to(tl.int64) * s_qh) * ALIGN + (o_t * s_qt)[:, None] * ALIGN + o_k[None, :]
     p_k += (i_n * s_kb + i_hk.to(tl.int64) * s_kh) * ALIGN + (o_t * s_kt)[:, None] * ALIGN + o_k[None, :]
     p_g += (i_n * s_gb + i_h.to(tl.int64) * s_gh) * ALIGN + (o_t * s_gt)[:, None] * ALIGN + o_k[None, :]
-    b_q = tl.load(p_q, mask=m_x, other=0.0).to(tl.float32)  # [TP, KP]
-    b_k_given = tl.load(p_k, mask=m_x, other=0.0)  # [TP, KP]
-    b_g = tl.load(p_g, mask=m_x, other=0.0).to(tl.float32)  # [TP, KP]
     b_beta = tl.load(p_beta + i_n * s_bb + i_h.to(tl.int64) * s_bh + o_t * s_bt, mask=m_t, other=0.0).to(tl.float32)  # [TP]
     a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_q = tl.load(p_q, mask=m_x, other=0.0).to(tl.float32)  # [TP, KP]
+    b_k_given = tl.load(p_k, mask=m_x, other=0.0)  # [TP, KP]
+    b_g = tl.load(p_g, mask=m_x, other=0.0).to(tl.float32)  # [TP, KP]
     o_log = ((i_n * T + o_t[:, None]) * HV + i_h) * K + o_k[None, :]
     b_c = tl.exp2(log2_decay(b_g, b_bias[None, :], a, lower_bound, GATE, True, False))  # d_t, and c_t in the end
     tl.store(p_log_decay + o_log, b_c, mask=m_x)
@@ -87,12 +94,16 @@ def tokens_kernel(
     b_of_k = tl.where(o_lag == 0, strength[:, None], 0.0)  # [TP, TP]
     b_of_q = tl.where(o_lag == 0, (tl.sum(b_q * b_k, 1) * scale_q)[:, None], 0.0)  # [TP, TP]
     tl.debug_barrier()  # decays of earlier tokens come back from the log
+    before = ()
+    for lag in tl.static_range(1, 4):
+        before += (lagged(p_k, p_log_decay + o_log, s_kt * ALIGN, HV * K, m_x, o_t, lag),)
     for lag in tl.static_range(1, TP):
-        m_lag = m_x & (o_t >= lag)[:, None]
-        b_x = tl.load(p_k - lag * s_kt * ALIGN, mask=m_lag, other=0.0).to(tl.float32) * b_c
+        if lag + 3 < TP:
+            before += (lagged(p_k, p_log_decay + o_log, s_kt * ALIGN, HV * K, m_x, o_t, lag + 3),)
+        b_x = before[lag - 1][0].to(tl.float32) * b_c
         b_of_k = tl.where(o_lag == lag, (tl.sum(b_k * b_x, 1) * minus)[:, None], b_of_k)
         b_of_q = tl.where(o_lag == lag, (tl.sum(b_q * b_x, 1) * scale_q)[:, None], b_of_q)
-        b_c *= tl.load(p_log_decay + o_log - lag * HV * K, mask=m_lag, other=1.0)
+        b_c *= before[lag - 1][1]
     p_coefficients += i_p.to(tl.int64) * (2 * TP * TP) + o_t[:, None] * TP + o_t[None, :]
     tl.store(p_coefficients, b_of_k)
     tl.store(p_coefficients + TP * TP, b_of_q)
