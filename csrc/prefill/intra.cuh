@@ -55,7 +55,7 @@ struct Intra {
     alignas(16) float beta[C];
     alignas(16) float q_norm[C];  // with the scale
     alignas(16) float k_norm[C];
-    float q_power[WARPS], k_power[WARPS];  // 1 / m of a warp's tokens, in the levels
+    float q_power[WARPS], k_power[WARPS], kb_power[WARPS];  // 1 / m of a warp's tokens, in the levels
     float k_largest[WARPS];
   };
 
@@ -344,7 +344,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
 #pragma unroll
       for (int i = 0; i < S::OWN; ++i) prefix[i] = i < own ? log_decay(p.gate, prefix[i] + bias, a, p.lower_bound) : 0.f;
     }
-    float q_largest = 0.f, k_largest = 0.f;
+    float q_largest = 0.f, k_largest = 0.f, kb_largest = 0.f;
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
       q[i] *= sh.q_norm[token0 + i];
@@ -354,12 +354,13 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
       suffix[i] = 1.f;
       diagonal[i] = fmaf(q[i], k[i], diagonal[i]);
       q_largest = fmaxf(q_largest, fabsf(q[i]));
-      k_largest = fmaxf(k_largest, fmaxf(fabsf(k[i]), fabsf(kb[i])));
+      k_largest = fmaxf(k_largest, fabsf(k[i]));
+      kb_largest = fmaxf(kb_largest, fabsf(kb[i]));
     }
-    const Power q_power(warp_largest(q_largest)), k_power(warp_largest(k_largest));
+    const Power q_power(warp_largest(q_largest)), k_power(warp_largest(k_largest)), kb_power(warp_largest(kb_largest));
 #pragma unroll
-    for (int i = 0; i < S::OWN; ++i) q[i] *= q_power.m, k[i] *= k_power.m, kb[i] *= k_power.m;
-    if (lane == 0) sh.q_power[warp] = q_power.inverse, sh.k_power[warp] = k_power.inverse;
+    for (int i = 0; i < S::OWN; ++i) q[i] *= q_power.m, k[i] *= k_power.m, kb[i] *= kb_power.m;
+    if (lane == 0) sh.q_power[warp] = q_power.inverse, sh.k_power[warp] = k_power.inverse, sh.kb_power[warp] = kb_power.inverse;
 
     // Levels 1, 2 and 4: pairs inside the warp's eight tokens. Tokens of odd blocks are rows, of even ones columns.
     const int near = S::place(lane, warp / 2);
@@ -419,7 +420,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
 #pragma unroll
     for (int i = 0; i < S::OWN; ++i) {
       prefix[i] *= before;
-      sh.w[(token0 + i) * S::LD_K + d] = kb[i] * prefix[i] * k_power.inverse;
+      sh.w[(token0 + i) * S::LD_K + d] = kb[i] * prefix[i] * kb_power.inverse;
       q[i] *= prefix[i];
       k[i] *= suffix[i] * after;
     }
@@ -427,12 +428,14 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
     const int row_tile = warp / 2 * (K / 16) + base / 16;
     const float stored = store_row_tiles(record.q + row_tile, q, warp % 2) * q_power.inverse;
     if (lane % 16 == 0) reinterpret_cast<float *>(&record.small.q[row_tile + lane / 16])[warp % 2] = stored;
-    const float k_stored = warp_largest(largest_of(k)) * k_power.inverse;
+#pragma unroll
+    for (int i = 0; i < S::OWN; ++i) k[i] *= k_power.inverse;
+    const float k_stored = warp_largest(largest_of(k));
     if (lane == 0) sh.k_largest[warp] = k_stored;
     __syncthreads();
     const Power power(fmaxf(sh.k_largest[warp & ~1], sh.k_largest[warp | 1]));
     const int column_tile = base / 16 * (C / 16) + warp / 2;
-    store_column_tiles(record.k + column_tile, C / 16, k, warp % 2, power.m * k_power.inverse);
+    store_column_tiles(record.k + column_tile, C / 16, k, warp % 2, power.m);
     if (lane % 16 == 0 && warp % 2 == 0) record.small.k[column_tile + lane / 16 * (C / 16)] = make_float2(power.inverse, power.inverse);
     if (base + S::SLICE < K) load();
 #pragma unroll
@@ -440,7 +443,7 @@ __global__ __launch_bounds__(Intra<K, V, C>::THREADS, KDA_INTRA_BLOCKS) void int
       const uint4 *levels = &sh.levels[0][0][0][0], *rows = levels + (where[n] & 0x1fff), *columns = levels + (where[n] >> 13 & 0x1fff);
       const int maker = where[n] >> 26 & 7;
       const float common = sh.k_power[where[n] >> 29];
-      const float upper = sh.q_power[maker] * common, lower = sh.k_power[maker] * common;
+      const float upper = sh.q_power[maker] * common, lower = sh.kb_power[maker] * common;
 #pragma unroll
       for (int step = 0; step < S::SLICE / 16; ++step) {
         TileA left;  // q above k

@@ -143,6 +143,15 @@ def test_prefix_causality(kernels, at):
     assert np.array_equal(before[:, :at], after[:, :at]) and not np.array_equal(before, after)
 
 
+def test_long_keys_and_small_betas(kernels):
+    """Only beta k^2 matters: neither alone may set the power of two."""
+    case = Case("native", "one head", T=70, H=1, HV=1, K=64, V=64, gate="huge")
+    arrays = case.arrays()
+    arrays = arrays._replace(k=arrays.k * np.float32(2**17), beta=arrays.beta * np.float32(2**-34))
+    rows = checking.compare(case.problem(), arrays, run(kernels, case, arrays=arrays))
+    assert all(r.ok for r in rows), rows
+
+
 @pytest.mark.parametrize("name", ["v", "q", "k", "initial_state"])
 def test_magnitudes(kernels, name):
     """float16 halves have little range: a power of two per tile must make up for it, whatever the tensor's size and spread."""
