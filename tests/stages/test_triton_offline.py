@@ -27,7 +27,7 @@ PLAIN_KERNELS = {"rebuild_kernel", "gradient_kernel"}  # of problems that the no
 PLAIN = ("sm_90", "gfx942")
 # Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
 STACK = 1536
-TIMED, TIMED_STACK = "K128 V128 C64 bfloat16", 400
+TIMED, TIMED_STACK = "K128 V128 C64 bfloat16", 400  # on sm_90, where it is timed
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -39,7 +39,7 @@ def test_kernels_compile(target):
     needed |= PLAIN_KERNELS if target in PLAIN else set()
     assert {r["kernel"] for r in rows} == needed
     for row in rows:
-        check(row)
+        check(target, row)
         assert row["new"], f"compiled again for another length: {row}"
 
 
@@ -47,12 +47,12 @@ def test_kernels_compile(target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_row_of_tile_sizes_compiles(target):
     for row in compiled(target, "every"):
-        check(row)
+        check(target, row)
 
 
-def check(row: dict) -> None:
+def check(target: str, row: dict) -> None:
     assert row["shared"] <= row["limit"], row
-    assert row["stack"] <= (TIMED_STACK if TIMED in row["problem"] else STACK), row
+    assert row["stack"] <= (TIMED_STACK if target == "sm_90" and TIMED in row["problem"] else STACK), row
     assert row["registers"] > 16, f"the compiler left nothing of {row}"
 
 
