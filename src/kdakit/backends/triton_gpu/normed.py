@@ -1,8 +1,8 @@
 """Stage intra for bfloat16 inputs whose q and k the kernel normalises, in chunks of 64 tokens: one program per chunk and value head.
 
 The same results as `intra.prepare_kernel`, laid out so that little moves between threads and a warp reads and writes whole lines of memory.
-Tiles of 32 tokens are [8 J, R, c]: 8 j + p on the first axis is the c channels from j c on and token 4 p + r. 4 tokens lie in a thread, all
-32 of them in a warp, and every warp has its own channels, so that sums over tokens stay within it.
+Tiles of 32 tokens are [8 J, R, c]: 8 j + p on the first axis is the c channels from j c on and token 4 p + r, so that 4 tokens lie in a
+thread.
 """
 
 from __future__ import annotations
@@ -143,53 +143,23 @@ def k_part(b_qk, FLIP: tl.constexpr):
 
 
 @triton.jit
-def scaled(b_x, b_y, PTX: tl.constexpr):
-    """bfloat16 b_x times float32 b_y, of which each is rounded. PTX: two at a time, without unpacking them."""
-    b_y = narrow(b_y, tl.bfloat16)
-    if PTX:
-        asm: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }"  # plus -0: sm_80 has no product alone
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [b_x, b_y], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return narrow(b_x.to(tl.float32) * b_y.to(tl.float32), tl.bfloat16)
-
-
-@triton.jit
-def store_rows(p_tiles, b_rows, KP: tl.constexpr, FLIP: tl.constexpr):
-    """q_decayed and k_in from b_rows [8 J, 8, c]."""
-    J: tl.constexpr = b_rows.shape[0] // 8
+def store_tiles(p_tiles, b_rows, b_tail, KP: tl.constexpr, FLIP: tl.constexpr):
+    """q_decayed and k_in from b_rows [8 J, 8, c]; b_tail [8 J, 4, c] to where k_solved will be."""
+    J: tl.constexpr = b_tail.shape[0] // 8
+    DTYPE: tl.constexpr = p_tiles.dtype.element_ty
+    p_tiles += channels(J, b_tail.shape[2])
     m_first = (tl.arange(0, 8) < 4)[None, :, None]
     o_row = tokens(J, 8) + (tl.where(m_first, 32, 96) if FLIP else tl.where(m_first, 64, 0))
-    tl.store(p_tiles + channels(J, b_rows.shape[2]) + o_row * KP, b_rows)
+    tl.store(p_tiles + o_row * KP, narrow(b_rows, DTYPE))
+    tl.store(p_tiles + (tokens(J, 4) + (160 if FLIP else 128)) * KP, narrow(b_tail, DTYPE))
 
 
 @triton.jit
-def store_tails(p_tiles, b_tails, KP: tl.constexpr, FLIP: tl.constexpr):
-    """k decayed to the half's end [8 J, 4, c], to where k_solved will be."""
-    J: tl.constexpr = b_tails.shape[0] // 8
-    tl.store(p_tiles + channels(J, b_tails.shape[2]) + (tokens(J, 4) + (160 if FLIP else 128)) * KP, b_tails)
-
-
-@triton.jit
-def first_tails(p_tiles, KP: tl.constexpr):
-    """What `store_tails` left of the first half, [KP, 32]."""
-    return tl.trans(tl.load(p_tiles + (128 + tl.arange(0, 32))[:, None] * KP + tl.arange(0, KP)[None, :]))
-
-
-@triton.jit
-def one_sided(b_qk, b_scale, b_s, FLIP: tl.constexpr, PTX: tl.constexpr):
-    """With b_s = s + SHIFT, s the log2-decay from some token on: normalised q and k times 2^b_s [8 J, 8, c], k times 2^-b_s [8 J, 4, c].
-    Everything else is made of these two, two channels at a time."""
-    M: tl.constexpr = b_s.shape[0]
-    c: tl.constexpr = b_s.shape[2]
-    b_qk = tl.reshape(widened(b_qk, PTX) * b_scale[:, :, None], [M, 2, 4, c])
-    b_cols = k_part(b_qk, FLIP) * power_of_2(-b_s, PTX)
-    b_rows = tl.reshape(b_qk * power_of_2(b_s, PTX)[:, None], [M, 8, c])
-    return narrow(b_rows, tl.bfloat16), narrow(b_cols, tl.bfloat16)
-
-
-@triton.jit
-def bounded_pairs(b_qk, b_scale, b_g, unit, b_before, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, PTX: tl.constexpr):
-    """The factors of the products of all pairs of a half, which share one reference: columns [KP, 32], rows [64, KP]. Stores the tiles.
-    Returns also the log2-decay over the half [8 J, c]."""
+def bounded_pairs(b_qk, b_g, unit, b_before, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, PTX: tl.constexpr,
+                  PRECISION: tl.constexpr):  # fmt: skip
+    """The products of all pairs of a half [64, 32]: with s the log2-decay from its start, rows times 2^(s + SHIFT), columns times
+    2^-(s + SHIFT). Stores the tiles. Returns also those rows, [64, KP], and the log2-decay over the half [8 J, c]."""
+    DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     b_s, b_total = running_sums(b_g)
     o_p = (tl.arange(0, b_g.shape[0]) % 8)[:, None]
     b_in = tl.zeros(b_total.shape, tl.float32)
@@ -197,62 +167,81 @@ def bounded_pairs(b_qk, b_scale, b_g, unit, b_before, p_tiles, KP: tl.constexpr,
         b_other = across(b_total, 1 << i)
         b_in = tl.where(((o_p >> i) & 1) == 1, b_in + b_other, b_in)
         b_total = b_total + b_other
+    b_s = (b_s + b_in[:, None, :]) * unit + SHIFT
     b_total = b_total * unit
-    b_rows, b_cols = one_sided(b_qk, b_scale, (b_s + b_in[:, None, :]) * unit + SHIFT, FLIP, PTX)
-    store_rows(p_tiles, scaled(b_rows, (b_before * UNSHIFT)[:, None, :], PTX), KP, FLIP)
-    store_tails(p_tiles, scaled(b_cols, power_of_2(b_total + SHIFT, PTX)[:, None, :], PTX), KP, FLIP)
-    return tl.trans(by_token(b_cols)), by_token(b_rows), b_total
+    b_row = power_of_2(b_s, PTX)
+    b_cols = k_part(b_qk, FLIP) * power_of_2(-b_s, PTX)
+    b_tail = b_cols * power_of_2(b_total + SHIFT, PTX)[:, None, :]
+    b_near = by_token(narrow(tl.reshape(b_qk * b_row[:, None], [b_g.shape[0], 8, b_g.shape[2]]), DTYPE))
+    b_row = b_row * UNSHIFT
+    if FLIP:
+        b_row = b_row * b_before[:, None, :]
+    store_tiles(p_tiles, tl.reshape(b_qk * b_row[:, None], [b_g.shape[0], 8, b_g.shape[2]]), b_tail, KP, FLIP)
+    return product(b_near, tl.trans(by_token(narrow(b_cols, DTYPE))), PRECISION), b_near, b_total
 
 
 @triton.jit
-def unbounded_pairs(b_qk, b_scale, b_g, unit, b_before, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, PTX: tl.constexpr,
+def unbounded_pairs(b_qk, b_g, unit, b_before, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, PTX: tl.constexpr,
                     PRECISION: tl.constexpr):  # fmt: skip
-    """The products of all pairs of a half [64, 32], where decays are raised to FLOOR: within blocks of 8 tokens, which share a reference,
-    then by levels, see `intra.prepare_kernel`. Stores the tiles. Returns also, in the second half, the products with the first half's
-    columns, and the log2-decay over the half [8 J, c]."""
+    """As `bounded_pairs`, where decays are raised to FLOOR: pairs within blocks of 8 tokens that way, the others by levels, see
+    `intra.prepare_kernel`. The rows that are returned decay from the half's start."""
+    DTYPE: tl.constexpr = p_tiles.dtype.element_ty
+    M: tl.constexpr = b_g.shape[0]
+    c: tl.constexpr = b_g.shape[2]
     o_p = (tl.arange(0, b_g.shape[0]) % 8)[:, None]
-    o_i, o_j = tl.arange(0, 64)[:, None] % 32, tl.arange(0, 32)[None, :]
-    m_16, m_32 = o_p // 2 % 2 == 1, o_p >= 4
-    b_s, b_8 = running_sums(b_g)
-    b_other = across(b_8, 1)
+    b_s, b_total = running_sums(b_g)
+    b_other = across(b_total, 1)
     b_s = (b_s + tl.where(o_p % 2 == 1, b_other, 0.0)[:, None, :]) * unit + SHIFT
-    b_8 = (b_8 + b_other) * unit  # over the 8 tokens
-    b_16 = across(b_8, 2)  # over the 8 beside them
-    b_32 = across(b_8 + b_16, 4)  # over the 16 beside those
-    b_rows, b_cols = one_sided(b_qk, b_scale, b_s, FLIP, PTX)
-    b_to = b_8 + SHIFT + tl.where(m_16, 0.0, b_16) + tl.where(m_32, 0.0, b_32)
-    store_tails(p_tiles, scaled(b_cols, power_of_2(b_to, PTX)[:, None, :], PTX), KP, FLIP)
-    b_from = power_of_2(tl.where(m_16, b_16, 0.0) + tl.where(m_32, b_32, 0.0), PTX) * UNSHIFT
-    b_far = scaled(b_rows, b_from[:, None, :], PTX)
-    b_across = b_8
+    b_total = (b_total + b_other) * unit
+    b_8 = power_of_2(b_total + SHIFT, PTX)[:, None, :]
+    b_other = across(b_total, 2)
+    m_odd = o_p // 2 % 2 == 1
+    b_from, b_to = tl.where(m_odd, b_other, 0.0), tl.where(m_odd, 0.0, b_other)
+    b_from16, b_to16 = power_of_2(b_from, PTX), power_of_2(b_to, PTX)
+    b_total = b_total + b_other
+    b_other = across(b_total, 4)
+    m_odd = o_p >= 4
+    b_from, b_to = power_of_2(tl.where(m_odd, b_other, 0.0), PTX), power_of_2(tl.where(m_odd, 0.0, b_other), PTX)
+    b_total = b_total + b_other
+    o_i, o_j = tl.arange(0, 64)[:, None] % 32, tl.arange(0, 32)[None, :]
+    b_row = power_of_2(b_s, PTX)
+    b_cols = k_part(b_qk, FLIP) * power_of_2(-b_s, PTX)
+    b_near = by_token(narrow(tl.reshape(b_qk * b_row[:, None], [M, 8, c]), DTYPE))
+    b_A = product(b_near, tl.trans(by_token(narrow(b_cols, DTYPE))), PRECISION)
+    b_cols = b_cols * b_8
+    b_A = tl.where(o_i // 8 == o_j // 8, b_A, product(b_near, tl.trans(by_token(narrow(b_cols, DTYPE))), PRECISION) * UNSHIFT)
+    b_row = b_row * UNSHIFT * b_from16[:, None, :]
+    b_cols = b_cols * b_to16[:, None, :]
+    b_near = by_token(narrow(tl.reshape(b_qk * b_row[:, None], [M, 8, c]), DTYPE))
+    b_A = tl.where(o_i // 16 == o_j // 16, b_A, product(b_near, tl.trans(by_token(narrow(b_cols, DTYPE))), PRECISION))
+    b_row = b_row * b_from[:, None, :]
+    b_rows = tl.reshape(b_qk * b_row[:, None], [M, 8, c])
+    b_near = by_token(narrow(b_rows, DTYPE))
     if FLIP:
-        store_rows(p_tiles, scaled(b_rows, (b_from * b_before)[:, None, :], PTX), KP, FLIP)
-        b_across = product(by_token(b_far), first_tails(p_tiles, KP), PRECISION)
-    else:
-        store_rows(p_tiles, b_far, KP, FLIP)
-    b_near = by_token(b_rows)
-    b_A = product(b_near, tl.trans(by_token(b_cols)), PRECISION)
-    b_cols = scaled(b_cols, power_of_2(b_8 + SHIFT, PTX)[:, None, :], PTX)
-    b_A = tl.where(o_i // 8 == o_j // 8, b_A, product(b_near, tl.trans(by_token(b_cols)), PRECISION) * UNSHIFT)
-    b_rows = scaled(b_rows, power_of_2(tl.where(m_16, b_16, 0.0) - SHIFT, PTX)[:, None, :], PTX)
-    b_cols = scaled(b_cols, power_of_2(tl.where(m_16, 0.0, b_16), PTX)[:, None, :], PTX)
-    b_A = tl.where(o_i // 16 == o_j // 16, b_A, product(by_token(b_rows), tl.trans(by_token(b_cols)), PRECISION))
-    return b_A, b_across, b_8 + b_16 + b_32
+        b_rows = b_rows * b_before[:, None, :]
+    store_tiles(p_tiles, b_rows, b_cols * b_to[:, None, :], KP, FLIP)
+    return b_A, b_near, b_total
 
 
 @triton.jit
 def half_pairs(
-    b_qk, b_g, b_bias, p_tiles, a, scale, unit, b_before,
-    KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    b_qk, b_g, p_tiles, p_dt_bias, a, scale, unit, length, b_before,
+    K: tl.constexpr, KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
+    PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gate, norms, pairs and tiles of a half."""
+    J: tl.constexpr = b_g.shape[0] // 8
+    c: tl.constexpr = b_g.shape[2]
     b_scale = row_scale(b_qk.to(tl.float32) * b_qk.to(tl.float32), scale, FLIP)
-    b_g = gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX)
+    b_bias = tl.zeros([8 * J, 1, c], tl.float32)
+    if HAS_DT_BIAS:
+        o_k = tl.arange(0, 8 * J)[:, None] // 8 * c + tl.arange(0, c)[None, :]  # two axes: the layout of other loads is not to follow it
+        b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None, :]
+    b_g = tl.where(tokens(J, 4) < length, gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX), 0.0)
+    b_qk = tl.reshape(widened(b_qk, PTX) * b_scale[:, :, None], [8 * J, 2, 4, c])
     if BOUNDED:
-        pairs = bounded_pairs(b_qk, b_scale, b_g, unit, b_before, p_tiles, KP, FLIP, PTX)
-    else:
-        pairs = unbounded_pairs(b_qk, b_scale, b_g, unit, b_before, p_tiles, KP, FLIP, PTX, PRECISION)
-    return pairs
+        return bounded_pairs(b_qk, b_g, unit, b_before, p_tiles, KP, FLIP, PTX, PRECISION)
+    return unbounded_pairs(b_qk, b_g, unit, b_before, p_tiles, KP, FLIP, PTX, PRECISION)
 
 
 @triton.jit
@@ -304,77 +293,65 @@ def prepare_normed_kernel(
     A half's rows are q above k, or in the second half k above q, so that the rows of A_qk and A_kk that a warp needs are those that it has.
     """
     C: tl.constexpr = 64
-    J: tl.constexpr = 4
+    J: tl.constexpr = 2 if KP == 128 else 4
     c: tl.constexpr = KP // J
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    i_s = tl.program_id(0) // HV
-    i_h = tl.program_id(0) - i_s * HV
-    if VARLEN:
-        i_s = i_s.to(tl.int64)
+    i_p = tl.program_id(0).to(tl.int64)
+    i_s, i_h = i_p // HV, i_p % HV
     i_b, _, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
-    start = tl.cast(bos, tl.int64) + i_c * C
+    start = bos + i_c * C
     if start >= eos:
         return
     length = tl.minimum(eos - start, C).to(tl.int32)
-    i_b, i_hk, i_h = i_b.to(tl.int64), (i_h * H // HV).to(tl.int64), i_h.to(tl.int64)
-    i_p = i_s.to(tl.int64) * HV + i_h
+    i_hk = i_h // (HV // H)
     p_q += (i_b * s_qb + start * s_qt + i_hk * s_qh) * ALIGN
     p_k += (i_b * s_kb + start * s_kt + i_hk * s_kh) * ALIGN
     p_g += (i_b * s_gb + start * s_gt + i_h * s_gh) * ALIGN
     p_beta += i_b * s_bb + start * s_bt + i_h * s_bh
     p_tiles += i_p * 3 * C * KP
     p_decay += i_p * KP
-    o_b = tl.arange(0, 8 * J)[:, None] // 8 * c + tl.arange(0, c)[None, :]  # [8 J, c]
-    b_bias = tl.zeros([8 * J, c], tl.float32)
     if HAS_DT_BIAS:
-        b_bias = tl.load(p_dt_bias + i_h * K + o_b, mask=o_b < K, other=0.0).to(tl.float32)
-    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, False, GATE)
-    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
+        p_dt_bias += i_h * K
+    a = gate_slope(p_A_log, i_h, False, HAS_A_LOG)
     unit = gate_unit(a, lower_bound, GATE)
-    b_bias = scaled_bias(b_bias, a, GATE)[:, None, :]
     o_i = tl.arange(0, 64)
     b_beta = write_strength(tl.load(p_beta + o_i * s_bt, mask=o_i < length, other=0.0).to(tl.float32), BETA)
     p_betas += i_p * C
     tl.store(p_betas + o_i, tl.where(o_i < length, b_beta, 0.0))
+    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, False, "log_decay")
     b_A0, b_rows, b_total0 = half_pairs(
-        b_qk, b_g, b_bias, p_tiles, a, scale, unit, tl.full([8 * J, c], 1.0, tl.float32), KP, False, GATE, BOUNDED, PTX, PRECISION
+        b_qk, b_g, p_tiles, p_dt_bias, a, scale, unit, length, tl.full([8 * J, c], 1.0, tl.float32),
+        K, KP, False, GATE, BOUNDED, HAS_DT_BIAS, PTX, PRECISION,
     )  # fmt: skip
+    tl.debug_barrier()  # k of this half, decayed to its end, is read back
     p_q += 32 * s_qt * ALIGN
     p_k += 32 * s_kt * ALIGN
     p_g += 32 * s_gt * ALIGN
-    b_qk, b_g = load_half(p_q, p_k, p_g, length - 32, s_qt, s_kt, s_gt, K, J, c, ALIGN, True, GATE)  # on its way during the product
-    if BOUNDED:
-        b_A0 = product(b_rows, b_A0, PRECISION)
-    tl.debug_barrier()  # k of this half, decayed to its end, is read back
+    b_qk, b_g = load_half(p_q, p_k, p_g, length - 32, s_qt, s_kt, s_gt, K, J, c, ALIGN, True, "log_decay")
     b_A1, b_rows, b_total1 = half_pairs(
-        b_qk, b_g, b_bias, p_tiles, a, scale, unit, power_of_2(b_total0, PTX), KP, True, GATE, BOUNDED, PTX, PRECISION
+        b_qk, b_g, p_tiles, p_dt_bias, a, scale, unit, length - 32, power_of_2(b_total0, PTX),
+        K, KP, True, GATE, BOUNDED, HAS_DT_BIAS, PTX, PRECISION,
     )  # fmt: skip
-    b_A10 = b_rows  # these rows, columns of the first half
-    if BOUNDED:
-        b_A1 = product(b_rows, b_A1, PRECISION)
-        b_A10 = product(b_rows, first_tails(p_tiles, KP), PRECISION) * UNSHIFT
-    o_k = tl.arange(0, KP)
+    o_k, o_32 = tl.arange(0, KP), tl.arange(0, 32)
     p_tail = p_tiles + 2 * C * KP + o_k[None, :]
+    b_A10 = product(b_rows, tl.trans(tl.load(p_tail + o_32[:, None] * KP)), PRECISION)  # these rows, columns of the first half
     o_m = tl.arange(0, 8 * J)[:, None]
-    p_total = p_decay + o_b
+    p_total = p_decay + o_m // 8 * c + tl.arange(0, c)[None, :]  # [8 J, c]
     tl.store(p_total, power_of_2(b_total1, PTX), mask=o_m % 8 == 0)
     tl.debug_barrier()  # this and the other half of k are read back
+    if BOUNDED:
+        b_A10 = b_A10 * UNSHIFT
 
     o_t = (o_i + 32) % 64  # rows of A_kk, and all columns: the second half first
     m_0 = (o_i < 32)[:, None]
     b_A_qk = tl.where(o_t[None, :] <= o_i[:, None], beside(b_A1, tl.where(m_0, b_A0, b_A10)), 0.0)  # [64, 64]
     b_A_kk = tl.where(o_t[None, :] < o_t[:, None], beside(b_A1, tl.where(m_0, b_A10, b_A0)), 0.0)
-    p_square = p_squares + i_p * C * C + o_t[None, :] + o_i[:, None] * C
-    p_parked = p_square.to(tl.pointer_type(SOLVE), bitcast=True)  # A_qk waits there: it would fill a quarter of the registers
-    tl.store(p_parked, narrow(b_A_qk, SOLVE))
     b_beta = tl.load(p_betas + o_t)
     b_T = unit_lower_inverse(b_A_kk * b_beta[:, None], SOLVE, PRECISION)
-    tl.debug_barrier()
-    b_A_qk = tl.load(p_parked)
+    o_square = i_p * C * C + o_t[None, :]
     if HAS_LOWER:
-        o_square = i_p * C * C + o_t[None, :]
         b_Tn = narrow(b_T, SOLVE)
-        tl.store(p_solved + o_square + o_i[:, None] * C, narrow(product(b_A_qk, b_Tn, PRECISION), DTYPE))
+        tl.store(p_solved + o_square + o_i[:, None] * C, narrow(product(narrow(b_A_qk, SOLVE), b_Tn, PRECISION), DTYPE))
         b_lower = product(narrow(b_A_kk, SOLVE), b_Tn, PRECISION)
         b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
         b_lower = tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T) / b_beta[:, None], b_lower)
@@ -382,7 +359,7 @@ def prepare_normed_kernel(
     p_tail += o_t[:, None] * KP
     b_k, b_decay = tl.load(p_tail), tl.load(p_decay + o_k)
     b_T = narrow(b_T * tl.load(p_betas + o_t)[None, :], SOLVE)
-    tl.store(p_square, narrow(product(b_A_qk, b_T, PRECISION), DTYPE))
+    tl.store(p_squares + o_square + o_i[:, None] * C, narrow(product(narrow(b_A_qk, SOLVE), b_T, PRECISION), DTYPE))
     b_k = tl.where((o_t < 32)[:, None], b_k.to(tl.float32) * b_decay[None, :], b_k.to(tl.float32)).to(SOLVE)  # decayed to the chunk's end
     tl.store(p_tail, narrow(product(tl.trans(b_T), b_k, PRECISION), DTYPE))
     tl.debug_barrier()
