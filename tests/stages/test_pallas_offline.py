@@ -158,7 +158,7 @@ def test_a_small_vmem_takes_shorter_chunks_of_what_is_large():
         for chip, length in {"v4": want, "v6e": 64}.items():
             with on_chip(chip):
                 made = tile.make_tile(problem, default_config(problem, "tpu"))
-            assert made.C == length, (job, chip)
+            assert length == made.C, (job, chip)
     with on_chip("v4"):  # whoever asks for the states before chunks asks for those of their own length
         problem = problem_of(Job("training", dtype="float32"))[1].replace(return_intermediate_states=True)
         assert tile.make_tile(problem, default_config(problem, "tpu")).C == 64
