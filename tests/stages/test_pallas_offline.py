@@ -148,6 +148,31 @@ def test_a_small_vmem_takes_fewer_heads():
     assert found == {"v4": 8, "v5e": 16, "v5p": 16, "v6e": 16, "tpu7x": 16} and default_config(problem, "cpu").heads == 16
 
 
+def test_a_small_vmem_takes_shorter_chunks_of_what_is_large():
+    from kdakit.backends.pallas_tpu import default_config
+
+    jobs = {Job("training"): 64, Job("training", dtype="float32"): 32, Job("training", K=256): 32, Job("forward", K=256): 64}
+    jobs[Job("forward", K=256, sequences=3, states=True)] = 32
+    for job, want in jobs.items():
+        _, problem = problem_of(job)
+        for chip, length in {"v4": want, "v6e": 64}.items():
+            with on_chip(chip):
+                made = tile.make_tile(problem, default_config(problem, "tpu"))
+            assert length == made.C, (job, chip)
+    with on_chip("v4"):  # whoever asks for the states before chunks asks for those of their own length
+        problem = problem_of(Job("training", dtype="float32"))[1].replace(return_intermediate_states=True)
+        assert tile.make_tile(problem, default_config(problem, "tpu")).C == 64
+
+
+def test_budget_of_packed_sequences_with_states():
+    """As at a fixed length, and each state in and out once: states are no blocks."""
+    job = Job("forward", T=1024, sequences=4, states=True)
+    (budget,) = tpu_budget.budgets(*function_of(job))
+    states = 2 * 4 * 32 * 128 * 128 * 4
+    assert budget.steps == 2 * 16 and minimal_bytes(job, 5) + states <= budget.hbm_bytes <= 1.05 * minimal_bytes(job, 5) + states
+    assert budget.vmem_bytes <= 11 * 2**20
+
+
 def test_heads_share_matrices_only_where_they_fill_lanes():
     _, problem = problem_of(BASE)
     made = {C: tile.make_tile(problem.replace(chunk_size=C), tile.Config(heads=8)) for C in (16, 32, 64, 128)}

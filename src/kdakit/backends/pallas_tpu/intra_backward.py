@@ -150,14 +150,23 @@ def _level(tile: Tile, group: list, decays: list, n: int, parts, d_qk, d_kk) -> 
     return found
 
 
+def _to_and_back(tile: Tile, head, d: _Blocks):
+    """d of the sums from the block's start, where a pair's two exponents are one less the other: R d_R - C d_C.
+
+    Gates before both tokens must collect nothing of the pair. So R and C are as rounded for the products: then both terms are sums of
+    the same numbers.
+    """
+    q_to, k_to, k_back = (operand(tile, x).astype(jnp.float32) for x in (head.x.q_to, head.x.k_to, head.x.k_back))
+    return q_to * d.whole("q_to") + k_to * d.whole("k_to") - k_back * d.whole("k_back")
+
+
 def _collect(tile: Tile, head, d: _Blocks, levels: list, collect) -> Collected:
     decay, q, k = head.d, head.q, head.k
     d_q, d_k, after = d.whole("q_to") * decay.to, d.whole("k_to") * decay.to, d.whole("k_after") * decay.after
     d_to, d_after = q * d_q + k * d_k, k * after
     d_k = d_k + after
     if tile.bounded:
-        back = d.whole("k_back") * decay.back
-        d_to, d_k = d_to - k * back, d_k + back
+        d_to, d_k = _to_and_back(tile, head, d), d_k + d.whole("k_back") * decay.back
     exponents = []
     for run, (factor, d_q_level, d_k_level) in zip(tile.levels, levels, strict=True):
         d_k_level = d_k_level * factor
