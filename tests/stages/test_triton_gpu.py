@@ -148,6 +148,21 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
+def test_gradients_that_no_gpu_has_shown_wait(monkeypatch):
+    """Without KDAKIT_UNCHECKED, gradients in a dtype or on a chip that has not been compared with float64 are refused; forwards are not."""
+    shown, gpu = CASES["lower_bound"].problem("bfloat16", needs_grad=True), torch.device("cuda")
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    for unchecked in (False, True):
+        monkeypatch.setattr(configs, "UNCHECKED", unchecked)
+        assert triton_gpu.supports(shown, gpu) is None
+        for dtype in ("float16", "float32"):
+            reason = triton_gpu.supports(shown.replace(dtype=dtype), gpu)
+            assert (reason is None) == unchecked and (unchecked or f"{dtype} gradients" in reason)
+            assert triton_gpu.supports(shown.replace(dtype=dtype, needs_grad=False), gpu) is None
+        assert (configs.untested(shown, configs.CHIPS["sm_80"]) is None) == unchecked
+        assert configs.untested(shown.replace(needs_grad=False), configs.CHIPS["sm_80"]) is None
+
+
 def test_number_of_parts():
     """Few heads and long sequences are split, others not."""
     chip = configs.CHIPS["sm_90"]

@@ -12,7 +12,7 @@ import importlib.util
 import os
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen
+from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -27,7 +27,7 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    return None
+    return untested(problem, chip_of(device))
 
 
 def interpreted(device: Any) -> str | None:
