@@ -156,7 +156,7 @@ def parts(problem: Problem, config: Config) -> int:
 
 
 def untested(problem: Problem, chip: Chip) -> str | None:
-    """Why the gradients of a problem wait for a GPU to show them right: what is right in the interpreter and compiles has been wrong on one."""
+    """Why a problem's gradients wait for a GPU to show them right: being right in the interpreter and compiling has not been enough."""
     if not problem.needs_grad or UNCHECKED or INTERPRETED:
         return None
     if chip.name != "sm_90":
