@@ -2,67 +2,32 @@
  *
  *     prefill_test           checks on a GPU; exit code 77 where there is none
  */
-#include <cuda_runtime_api.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include <stddef.h>
 
+#include "guarded.h"
 #include "kdakit.h"
-
-#define GUARD 1024 /* floats before and after each tensor */
-
-#define CUDA(call)                                                                        \
-  do {                                                                                    \
-    cudaError_t error_ = (call);                                                          \
-    if (error_ != cudaSuccess) {                                                          \
-      fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_));     \
-      exit(1);                                                                            \
-    }                                                                                     \
-  } while (0)
-
-static double uniform(uint64_t *seed) {
-  *seed = *seed * 6364136223846793005ull + 1442695040888963407ull;
-  return (double)(*seed >> 11) / 9007199254740992.0;
-}
 
 typedef struct {
   size_t count;
-  float *host;   /* count floats */
-  float *device; /* GUARD + count + GUARD floats */
+  float *host; /* count floats */
+  guarded memory;
 } array;
 
 static array make(size_t count) {
-  array x = {count, malloc((count + 1) * sizeof(float)), NULL};
-  CUDA(cudaMalloc((void **)&x.device, (count + 2 * GUARD) * sizeof(float)));
-  CUDA(cudaMemset(x.device, 0xff, (count + 2 * GUARD) * sizeof(float))); /* NaN */
+  guarded memory = guarded_make(count * sizeof(float), 1);
+  array x = {count, memory.host, memory};
   return x;
 }
 
-static float *inside(array x) { return x.device + GUARD; }
+static float *inside(array x) { return guarded_inside(x.memory); }
 
-static void upload(array x) { CUDA(cudaMemcpy(inside(x), x.host, x.count * sizeof(float), cudaMemcpyHostToDevice)); }
+static void upload(array x) { guarded_upload(x.memory); }
 
-/* Copies back and returns the number of guard words that changed. */
-static int download(array x) {
-  size_t words = x.count + 2 * GUARD;
-  float *all = malloc(words * sizeof(float));
-  int broken = 0;
-  CUDA(cudaMemcpy(all, x.device, words * sizeof(float), cudaMemcpyDeviceToHost));
-  for (size_t i = 0; i < words; ++i) {
-    uint32_t bits;
-    memcpy(&bits, &all[i], sizeof bits);
-    if ((i < GUARD || i >= GUARD + x.count) && bits != 0xffffffffu) ++broken;
-  }
-  memcpy(x.host, all + GUARD, x.count * sizeof(float));
-  free(all);
-  return broken;
-}
+/* Copies back and returns the number of guard bytes that changed. */
+static int download(array x) { return guarded_broken(x.memory, 1); }
 
-static void drop(array x) {
-  free(x.host);
-  CUDA(cudaFree(x.device));
-}
+static void drop(array x) { guarded_drop(x.memory); }
 
 /* S <- Diag(e^g) S;  S <- S + beta k (v - k^T S)^T;  o = scale S^T q, one row of [B, H]. */
 static void recurrence(int T, int D, double scale, const float *q, const float *k, const float *v, const float *g, const float *beta, double *S, double *o) {
@@ -136,7 +101,7 @@ static int check(int B, int H, int T, int D, int C, double low) {
   int unwritten = 0;
   for (size_t i = 0; i < w.count; ++i) unwritten += !isfinite(w.host[i]) || !isfinite(u.host[i]);
   const int bad = !(of_o < 2e-6) || !(of_state < 2e-6) || broken || unwritten;
-  printf("B%d H%d T%d D%d C%d g > %g: o %.1e, state %.1e, %d guard words changed, %d of w, u unwritten: %s\n", B, H, T, D, C, low, of_o, of_state, broken,
+  printf("B%d H%d T%d D%d C%d g > %g: o %.1e, state %.1e, %d guard bytes changed, %d of w, u unwritten: %s\n", B, H, T, D, C, low, of_o, of_state, broken,
          unwritten, bad ? "FAILED" : "ok");
   free(S), free(truth);
   drop(q), drop(k), drop(v), drop(g), drop(beta), drop(o), drop(first), drop(last), drop(w), drop(u), drop(space);

@@ -1,14 +1,11 @@
 """The native library on a GPU, beyond the contract test: `make test-cuda`. Skipped, with the reason, where it cannot run."""
 
-import os
-import shutil
-import subprocess
-
+import c_programs
 import numpy as np
 import pytest
 
 from kdakit import chunked
-from kdakit.backends.cuda import build, library
+from kdakit.backends.cuda import library
 from kdakit.cases import CASES, Case
 from kdakit.cli import checking
 
@@ -79,32 +76,18 @@ def test_compile_and_capture():
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """The C test program, linked to the library under test."""
-    if build.nvcc() is None:
-        pytest.skip("nvcc was not found: the C program cannot be built")
-    folder = tmp_path_factory.mktemp("native")
-    target = folder / "prefill_test"
-    root = build.source_folder()
-    command = [str(build.nvcc()), "-cudart", "static", f"-I{root / 'include'}", "-o", str(target), str(root / "tests" / "prefill_test.c")]
-    subprocess.run([*command, f"-L{library.path().parent}", "-lkdakit", "-lm"], check=True, capture_output=True)
-    return [str(target)], os.environ | {"LD_LIBRARY_PATH": str(library.path().parent)}
+    return c_programs.link("prefill_test", tmp_path_factory.mktemp("native"))
 
 
 def test_c_program(program):
     """Errors, unwritten outputs, and the memory around every tensor."""
-    command, environment = program
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = c_programs.run(program)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
+@pytest.mark.parametrize("tool", c_programs.TOOLS)
 def test_sanitizer(program, tool):
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("compute-sanitizer was not found")
-    command, environment = program
-    done = subprocess.run(
-        ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *command], capture_output=True, text=True, env=environment
-    )
+    done = c_programs.run(program, tool=tool)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

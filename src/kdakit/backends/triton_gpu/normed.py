@@ -115,7 +115,7 @@ def tokens(J: tl.constexpr, R: tl.constexpr):
 def load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K: tl.constexpr, J: tl.constexpr, c: tl.constexpr,
                ALIGN: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
     """Of 32 tokens, of which `length` are there, q above k (FLIP: k above q) [8 J, 8, c], and g [8 J, 4, c]; where there is none, g is what
-    GATE makes no decay of."""
+    GATE makes no decay of ("log_decay": 0, for callers that mask the decays themselves)."""
     o_k = channels(J, c)
     o_t = tokens(J, 4)
     none: tl.constexpr = 0.0 if GATE == "log_decay" else float("-inf")
