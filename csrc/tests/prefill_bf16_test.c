@@ -179,7 +179,8 @@ static const problem PROBLEMS[] = {
     {"softplus, packed, float32 gates", 1, 200, 1, 2, KDA_GATE_SOFTPLUS, 0, 1, 0, KDA_BETA_SIGMOID, 1, 1, {70, 0, 130, -1}},
     {"log-decays to -300", 1, 130, 2, 2, KDA_GATE_LOG_DECAY, 0, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}},
     {"log-decays to -5, promised", 1, 193, 2, 2, KDA_GATE_LOG_DECAY, 1, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}},
-    {"heads enough for wide blocks", 1, 130, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
+    {"every stage filled three times", 1, 450, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
+    {"heads enough for wide blocks", 1, 260, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
     {"one token", 1, 1, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
 };
 

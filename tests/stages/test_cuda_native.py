@@ -28,7 +28,7 @@ needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.un
 def built(tmp_path_factory):
     """The library, compiled here, and the compiler's report."""
     target = tmp_path_factory.mktemp("native") / "libkdakit.so"
-    return target, build.build(target, ARCHITECTURES)
+    return target, build.build(target, ARCHITECTURES, jobs=os.cpu_count() or 1)
 
 
 @pytest.fixture
@@ -302,6 +302,41 @@ def test_bench_names_peers_alone(capsys):
 
     assert main(["bench", "--backend", "flash_kda", "--shape", "1x64x1x16", "--mode", "fwd", "--repeat", "1"]) == 1
     assert "flash_kda did not run" in capsys.readouterr().out
+
+
+def test_calls_alike_share_all_but_their_addresses(monkeypatch):
+    """What the library would be given: the strides and addresses of this call's tensors, copied only where rows are not aligned."""
+    torch = pytest.importorskip("torch")
+    from kdakit.backends import cuda
+    from kdakit.backends.cuda import op
+    from kdakit.cli import checking
+
+    given = []
+    monkeypatch.setattr(op, "_enqueue", lambda args, like, dtype: given.append(args))
+    monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 1024 * args.tokens)
+    case = dataclasses.replace(CASES["varlen_fused"], K=128, V=128)
+    problem, config = case.problem("bfloat16"), cuda.Config("bf16", 128, 64)
+    first, second = (checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu") for _ in range(2))
+    keys = torch.cat([second.q, second.k], -1)
+    apart = second._replace(q=keys[..., :128], k=keys[..., 128:])
+    odd = second._replace(q=torch.cat([second.q, second.q[..., :1]], -1)[..., 1:])
+    for x in (first, second, apart, odd):
+        op.forward(problem, x, config)
+    for x, args in zip((first, second, apart), given, strict=False):
+        for name in ("q", "k", "v", "g", "beta"):
+            y, tensor = getattr(x, name), getattr(args, name)
+            assert (tensor.data, tensor.batch_stride, tensor.token_stride, tensor.head_stride) == (y.data_ptr(), *y.stride()[:3])
+            assert tensor.dtype == (library.BFLOAT16 if y.dtype == torch.bfloat16 else library.FLOAT32)
+        for name in ("A_log", "dt_bias", "initial_state", "cu_seqlens"):
+            y = getattr(x, name)
+            assert getattr(args, name) == (None if y is None else y.data_ptr())
+        assert (args.batch, args.tokens, args.heads, args.value_heads) == (problem.B, problem.T, problem.H, problem.HV)
+        assert args.sequences == problem.N and args.workspace_size == 1024 * problem.T and args.size == ctypes.sizeof(args)
+    assert given[3].q.data not in (odd.q.data_ptr(), second.q.data_ptr()) and given[3].q.token_stride == 128 * problem.H
+    small = CASES["plain"]  # K = 32, V = 16 in kernels of 64
+    x = checking.to_torch(small.arrays(), small.dtypes(), "cpu")
+    o, final, _ = op.forward(small.problem(), x, cuda.Config("f32", 64, 32))
+    assert o.shape == x.v.shape and final.shape == x.initial_state.shape and given[-1].q.token_stride == 64 * small.H
 
 
 def test_operators_know_their_shapes():

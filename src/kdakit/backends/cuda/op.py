@@ -9,6 +9,7 @@ They exist once this module is imported. The library is opened by the first call
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -18,47 +19,65 @@ from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, Prefil
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
-DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
+SOMEWHERE = 256  # an address that nothing looks behind
 
 
 def forward(problem: Problem, arrays: Arrays, config) -> Result:
     """A whole call: [B, T, H, D] tensors of any strides, head sizes padded to the kernel's with zeros."""
-    o, D = problem.options, config.head_dim
-    q, k, g = (_padded(x, D) for x in (arrays.q, arrays.k, arrays.g))
-    v = _aligned(_padded(arrays.v, D))
-    if config.dtype == "bf16":
-        q, k, g = _aligned(q), _aligned(k), _aligned(g)
-    dt_bias = None if arrays.dt_bias is None else _padded(arrays.dt_bias.float().reshape(problem.HV, problem.K), D)
-    initial = None
-    if arrays.initial_state is not None:
-        missing = [D - n for n in arrays.initial_state.shape[2:]]
-        initial = F.pad(arrays.initial_state, (0, missing[1], 0, missing[0])) if any(missing) else arrays.initial_state.contiguous()
-    out = v.new_empty(problem.B, problem.T, problem.HV, D)
-    final = v.new_empty(problem.N, problem.HV, D, D, dtype=torch.float32) if o.output_final_state else None
-    cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
-    A_log = None if arrays.A_log is None else arrays.A_log.float().contiguous()
-    dt_bias = None if dt_bias is None else _aligned(dt_bias.contiguous())
-    args = PrefillArgs(
-        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=D, value_dim=D, chunk_size=config.chunk,
-        **{name: _tokens_first(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", arrays.beta), ("o", out))},
-        initial_state=_pointer(initial), final_state=_pointer(final), A_log=_pointer(A_log), dt_bias=_pointer(dt_bias),
-        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
-        safe_gate=o.safe_gate and o.lower_bound is not None,
-        l2norm=o.l2norm, state_v_first=o.state_v_first, cu_seqlens=_pointer(cu), sequences=problem.N,
-        cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
-    )  # fmt: skip
-    _enqueue(args, v, config.dtype)
-    if D != problem.V:
-        out = out[..., : problem.V].contiguous()
+    D = config.head_dim
+    if problem.K == problem.V == D:
+        return _forward(problem, arrays, config)
+    o, final, _ = _forward(problem, _widened(problem, arrays, D), config)
     if final is not None:
         rows, columns = problem.state_shape[2:]
         final = final[..., :rows, :columns].contiguous()
-    return Result(out, final)
+    return Result(o[..., : problem.V].contiguous(), final)
+
+
+def _forward(problem: Problem, arrays: Arrays, config) -> Result:
+    """`forward` of tensors with the kernel's head size."""
+    D = config.head_dim
+    q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
+    v, beta = _aligned(arrays.v), arrays.beta
+    o = v.new_empty(problem.B, problem.T, problem.HV, D)
+    final = v.new_empty((problem.N, problem.HV, D, D), dtype=torch.float32) if problem.options.output_final_state else None
+    cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
+    A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))
+    if dt_bias is not None and dt_bias.data_ptr() % 16:
+        dt_bias = dt_bias.clone()
+    wide = cu is not None and cu.dtype == torch.int64
+    args = PrefillArgs.from_buffer_copy(_arguments(problem, config, wide, *[x.stride() for x in (q, k, v, g, beta, o)]))
+    args.q.data, args.k.data, args.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    args.g.data, args.beta.data, args.o.data = g.data_ptr(), beta.data_ptr(), o.data_ptr()
+    args.initial_state, args.final_state, args.cu_seqlens = _pointer(initial), _pointer(final), _pointer(cu)
+    args.A_log, args.dt_bias = _pointer(A_log), _pointer(dt_bias)
+    _enqueue(args, v, config.dtype)
+    return Result(o, final)
+
+
+@lru_cache(maxsize=1024)
+def _arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) -> PrefillArgs:
+    """All of a call's arguments but its addresses: writing them takes the host twice as long as the rest. `wide`: int64 cu_seqlens."""
+    o, D = problem.options, config.head_dim
+    dtypes = dict.fromkeys("qkv", problem.dtype) | dict(g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
+    args = PrefillArgs(
+        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=D, value_dim=D, chunk_size=config.chunk,
+        **{
+            name: library.Tensor(None, DTYPES[dtype], 0, batch, head, token)
+            for (name, dtype), (batch, token, head, *_) in zip(dtypes.items(), strides, strict=True)
+        },
+        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
+        safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first,
+        A_log=SOMEWHERE if problem.has_A_log else None, cu_seqlens=SOMEWHERE if problem.varlen else None, sequences=problem.N,
+        cu_seqlens_64=wide,
+    )  # fmt: skip
+    args.workspace_size = library.workspace_size(args, config.dtype)
+    return args
 
 
 def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:
     """On the current stream of the tensors' device, with a workspace of torch's allocator."""
-    args.workspace_size = library.workspace_size(args, dtype)
     space = like.new_empty(args.workspace_size, dtype=torch.uint8)
     args.workspace, args.stream = space.data_ptr(), torch.cuda.current_stream(like.device).cuda_stream
     with torch.cuda.device(like.device) if like.device.index != torch.cuda.current_device() else contextlib.nullcontext():
@@ -69,22 +88,25 @@ def _pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _tokens_first(x: torch.Tensor) -> library.Tensor:
-    """[B, T, H, D] or [B, T, H] as the library sees it."""
-    batch, token, head = x.stride()[:3]
-    return library.Tensor(x.data_ptr(), DTYPES[x.dtype], 0, batch, head, token)
+def _widened(problem: Problem, arrays: Arrays, D: int) -> Arrays:
+    """Head sizes of D, zeros added."""
+
+    def wide(x, *axes):
+        return x if x is None else F.pad(x, [n for axis in axes for n in (0, D - x.shape[axis])])
+
+    q, k, v, g = (wide(x, -1) for x in arrays[:4])
+    bias = None if arrays.dt_bias is None else wide(arrays.dt_bias.reshape(problem.HV, problem.K), -1)
+    return arrays._replace(q=q, k=k, v=v, g=g, dt_bias=bias, initial_state=wide(arrays.initial_state, -1, -2))
 
 
-def _padded(x: torch.Tensor, D: int) -> torch.Tensor:
-    """The last axis with D adjacent elements, zeros added."""
-    if x.shape[-1] == D:
-        return x if x.stride(-1) == 1 else x.contiguous()
-    return F.pad(x, (0, D - x.shape[-1]))
+def _adjacent(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Every row starts at a multiple of 16 bytes."""
-    fits = x.data_ptr() % 16 == 0 and all(s % (16 // x.element_size()) == 0 for s in x.stride()[:-1])
+    """[B, T, H, D] with adjacent elements of D and every row at a multiple of 16 bytes."""
+    batch, token, head, channel = x.stride()
+    fits = channel == 1 and not ((batch | token | head) * x.element_size() | x.data_ptr()) % 16
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -137,6 +159,7 @@ def prefill(
     )  # fmt: skip
     if args.scale == 0:
         raise ValueError("scale must not be 0")
+    args.workspace_size = library.workspace_size(args)
     _enqueue(args, q)
     return o, w, u, final
 
