@@ -1,5 +1,7 @@
 """Every rule of the contract about a call's arguments, with the message that a user sees."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,9 @@ def test_options_survive_as_text():
     )
     assert options.gate == "bounded" and options.beta == "double_sigmoid"
     assert Options.decode(options.encode()) == options
+    for field in dataclasses.fields(Options):
+        changed = dataclasses.replace(options, **{field.name: "changed"})
+        assert Options.decode(changed.encode()) == changed, field.name
 
 
 def test_parameters_of_other_shapes_are_welcome():

@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
   // Last chunks first: the scan starts with the first ones, which are then still in the cache.
   const uint32_t slot = (gridDim.z - 1 - blockIdx.z) * kGridRows + gridDim.y - 1 - blockIdx.y;
   const int head = blockIdx.x;
-  const Span span = chunk_span(p, slot);
+  const Span span = chunk_span(p, slot, lane);
   if (span.length <= 0) return;
   uint8_t* record = static_cast<uint8_t*>(p.workspace) + (slot * p.HV + head) * kRecordBytes;
 

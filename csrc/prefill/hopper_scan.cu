@@ -135,12 +135,16 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
 #pragma unroll
     for (int s = 0; s < 8; ++s) wgmma<0>(o, left[s], descriptor(at + kQDecayed + (s / 4) * 8192 + (s % 4) * 32), s > 0);
     wgmma_commit();
-    if (i > 0) write_output(p, task, i - 1, pending, out + i % 2 * kOutBytes, warp, lane);
+    const auto write_pending = [&] {
+      if (i > 0) write_output(p, task, i - 1, pending, out + i % 2 * kOutBytes, warp, lane);
+    };
+    if (GROUPS == 2) write_pending();
     uint32_t v[4][4];  // [16 tokens each]: (values, tokens) as in `write_output`
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       load_matrices_transposed(v[n], at + kRecordSpace + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * L::values_pitch + value * 2 +
                                          ((lane >> 3) & 1) * 16);
+    if (GROUPS == 1) write_pending();  // measured: values first pays where a block has no second group to fill the gaps
     wgmma_wait<1>();
     touch(r);
     uint32_t error[4][4];
@@ -159,8 +163,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
     wgmma_commit();
     wgmma_wait<0>();
     touch(S), touch(o);
-    __syncwarp();  // all lanes have read the stage
-    if (lane == 0) barrier_arrive(full + L::stages * 8);
+    barrier_arrive(full + L::stages * 8);  // every thread for what it read itself
 #pragma unroll
     for (int j = 0; j < 16; ++j) pending[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
   }
@@ -182,7 +185,7 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = shared_address(shared);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 4);
+    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();

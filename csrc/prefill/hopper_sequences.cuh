@@ -25,19 +25,20 @@ __device__ __forceinline__ Span sequence_span(const HopperForward& p, int64_t n)
   return {0, first, boundary(p, n + 1) - first};
 }
 
-// The tokens of a slot; length <= 0 for a slot between two sequences, or after the last.
-__device__ __forceinline__ Span chunk_span(const HopperForward& p, uint32_t slot) {
+// The tokens of a slot; length <= 0 for a slot between two sequences, or after the last. A whole warp asks, and looks at 32 boundaries at a time.
+__device__ __forceinline__ Span chunk_span(const HopperForward& p, uint32_t slot, int lane) {
   if (!p.cu_seqlens) {
     const uint32_t per_row = (static_cast<uint32_t>(p.T) + kChunk - 1) / kChunk, row = p.B == 1 ? 0 : slot / per_row;
     const int64_t first = static_cast<int64_t>(slot - row * per_row) * kChunk;
     return {row, first, row < p.B ? min(p.T - first, static_cast<int64_t>(kChunk)) : 0};
   }
-  int64_t low = 0, high = p.N;  // first_slot(low) <= slot < first_slot(high)
+  uint32_t low = 0, high = static_cast<uint32_t>(p.N);  // first_slot(low) <= slot < first_slot(high)
   while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (first_slot(p, middle) <= slot ? low : high) = middle;
+    const uint32_t step = (high - low + 31) / 32, middle = low + (lane + 1) * step;
+    low += step * __popc(__ballot_sync(~0u, middle < high && first_slot(p, middle) <= slot));
+    high = min(high, low + step);
   }
-  const int64_t first = boundary(p, low) + (slot - first_slot(p, low)) * kChunk;
+  const int64_t start = boundary(p, low), first = start + static_cast<int64_t>(slot - (start / kChunk + low)) * kChunk;
   return {0, first, min(boundary(p, low + 1) - first, static_cast<int64_t>(kChunk))};
 }
 

@@ -19,7 +19,7 @@ def link(name: str, folder: Path) -> Path:
     if build.nvcc() is None:
         pytest.skip("nvcc was not found: the C program cannot be built")
     root, target = build.source_folder(), folder / name
-    command = [str(build.nvcc()), "-cudart", "static", f"-I{root / 'include'}", "-o", str(target), str(root / "tests" / f"{name}.c")]
+    command = [str(build.nvcc()), "-O2", "-cudart", "static", f"-I{root / 'include'}", "-o", str(target), str(root / "tests" / f"{name}.c")]
     subprocess.run([*command, f"-L{library.path().parent}", "-lkdakit", "-lm"], check=True, capture_output=True)
     return target
 

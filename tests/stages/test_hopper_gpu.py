@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 L2NORM = {"use_qk_l2norm_in_kernel": True}
 BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True}
+MANY = tuple(i * i % 11 for i in range(75))
 # Whole chunks and several of them, which the shared cases are too short for.
 LONG = [
     Case("long_" + gate, "several chunks", T=330, gate=gate, keys=keys, beta=beta, options=L2NORM)
@@ -29,6 +30,7 @@ LONG = [
     Case("long_fused", "grouped heads, two rows", T=515, B=2, HV=4, gate="raw", beta="logits", A_log=True, dt_bias=True, options=BOUNDED),
     Case("long_varlen", "packed: empty, one token, whole chunks and ragged ones", T=523, lengths=(0, 65, 64, 0, 1, 128, 200, 65, 0),
          gate="raw", beta="logits", A_log=True, dt_bias=True, options=BOUNDED),
+    Case("long_many", "more packed sequences than a warp looks at together", T=sum(MANY), lengths=MANY, options=L2NORM),
 ]  # fmt: skip
 ALL = {c.name: dataclasses.replace(c, K=128, V=128) for c in [*CASES.values(), *LONG]}
 
@@ -160,9 +162,6 @@ def test_c_program(program):
 @pytest.mark.parametrize("tool", c_programs.TOOLS)
 def test_sanitizer(program, tool):
     done = c_programs.run(program, *(["unset"] if tool == "initcheck" else []), tool=tool)
-    accesses = [line for line in done.stdout.splitlines() if " access at " in line]
-    if tool == "racecheck" and accesses and all("scan_kernel" in line for line in accesses):
-        pytest.xfail("racecheck reports the scan's reads of a stage against the copies that filled it: not explained yet, see docs/cuda.md")
     assert done.returncode == 0 and "SUMMARY" in done.stdout, done.stdout[-3000:] + done.stderr
 
 
