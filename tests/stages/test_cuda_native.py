@@ -5,8 +5,8 @@ import dataclasses
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
+import c_programs
 import pytest
 
 from kdakit.backends.cuda import build, library, unsupported
@@ -157,29 +157,11 @@ def test_header_is_c99_and_ctypes_agrees(tmp_path):
 
 
 @needs_nvcc
-def test_c_program(built, tmp_path):
+def test_c_program(native, tmp_path):
     """Without a GPU it checks the refusals and says that it did no more."""
     for name, said in (("prefill_test", "refusals: ok"), ("prefill_bf16_test", "")):
-        program = c_program(built[0], tmp_path, name)
-        done = subprocess.run([str(program)], capture_output=True, text=True, env=os.environ | {"LD_LIBRARY_PATH": str(built[0].parent)})
+        done = c_programs.run(c_programs.link(name, tmp_path))
         assert said in done.stdout and done.returncode in (0, 77), done.stdout + done.stderr
-
-
-def c_program(target: Path, folder: Path, name: str) -> Path:
-    program = folder / name
-    source = build.source_folder() / "tests" / f"{name}.c"
-    command = [
-        str(build.nvcc()),
-        "-cudart",
-        "static",
-        f"-I{build.source_folder() / 'include'}",
-        "-o",
-        str(program),
-        str(source),
-        f"-L{target.parent}",
-    ]
-    subprocess.run([*command, "-lkdakit", "-lm"], check=True, capture_output=True)
-    return program
 
 
 @needs_nvcc
