@@ -118,10 +118,11 @@ def test_one_lucky_run_does_not_set_the_rule(name, operand_dtype):
         assert {n for n in truth if accuracy.error(got[n], truth[n]) > tolerance[n]} == set()
 
 
-def test_other_grids_count_for_few_numbers_only(monkeypatch):
-    _, _, truth, with_grids = allowed("softplus", "bfloat16", "bfloat16")
+@pytest.mark.parametrize("operand_dtype", ["bfloat16", "float32"])
+def test_other_roundings_count_for_few_numbers_only(operand_dtype, monkeypatch):
+    _, _, truth, with_grids = allowed("softplus", operand_dtype, operand_dtype)
     monkeypatch.setattr(accuracy, "NUMBERS", 0)
-    _, _, _, without = allowed("softplus", "bfloat16", "bfloat16")
+    _, _, _, without = allowed("softplus", operand_dtype, operand_dtype)
     assert {n for n in truth if with_grids[n] != without[n]} == {"A_log"}
     assert without["A_log"] < with_grids["A_log"] < without["dt_bias"]  # sums over tokens alone err more than those over channels too
 
