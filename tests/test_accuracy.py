@@ -101,6 +101,32 @@ def test_matrix_unit_operands_are_judged_by_their_own_plain_version():
     assert matrix["o"] < 4 * float32["o"]
 
 
+def regridded(name, operand_dtype, seed):
+    """The plain recurrence's outputs and gradients, its factors rounded on a grid that the rule has not seen."""
+    case = CASES[name]
+    rng = np.random.default_rng([1, seed])
+    args = case.problem(operand_dtype), case.arrays(operand_dtype), *case.cotangents(operand_dtype)
+    return accuracy._named(*args, np.float32, accuracy.rounding_einsum(operand_dtype, rng))
+
+
+@pytest.mark.parametrize(("name", "operand_dtype"), [("softplus", "bfloat16"), ("lower_bound", "bfloat16"), ("softplus", "float16")])
+def test_one_lucky_run_does_not_set_the_rule(name, operand_dtype):
+    """d_A_log has two numbers: a plain run that has them right by chance must not fail others that are as good as it."""
+    _, _, truth, tolerance = allowed(name, operand_dtype, operand_dtype)
+    for seed in range(8):
+        got = regridded(name, operand_dtype, seed)
+        assert {n for n in truth if accuracy.error(got[n], truth[n]) > tolerance[n]} == set()
+
+
+@pytest.mark.parametrize("operand_dtype", ["bfloat16", "float32"])
+def test_other_roundings_count_for_few_numbers_only(operand_dtype, monkeypatch):
+    _, _, truth, with_grids = allowed("softplus", operand_dtype, operand_dtype)
+    monkeypatch.setattr(accuracy, "NUMBERS", 0)
+    _, _, _, without = allowed("softplus", operand_dtype, operand_dtype)
+    assert {n for n in truth if with_grids[n] != without[n]} == {"A_log"}
+    assert without["A_log"] < with_grids["A_log"] < without["dt_bias"]  # sums over tokens alone err more than those over channels too
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_rounding_is_to_nearest_even(dtype):
     u = UNIT_ROUNDOFF[dtype]

@@ -18,8 +18,8 @@ TORCH = dispatch.names("torch")
 ALL = CASES | SEGMENT_CASES
 # Half precision changes how inputs and outputs are rounded, not what is computed between: a few cases of each kind tell. In the last three
 # little averages out: float32 gradients there show every rounding that the plain recurrence does without.
-FEW = ["plain", "gate_huge", "gate_resets", "keys_identical", "identical_two", "lower_bound", "softplus_huge", "varlen_fused", "grouped",
-       "one_token", "whole_chunks", "wide"]  # fmt: skip
+FEW = ["plain", "gate_huge", "gate_resets", "keys_identical", "identical_two", "lower_bound", "softplus", "softplus_huge", "varlen_fused",
+       "grouped", "one_token", "whole_chunks", "wide"]  # fmt: skip
 
 
 @pytest.fixture(params=BACKENDS)

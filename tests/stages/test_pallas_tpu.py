@@ -37,7 +37,7 @@ RACES = [
     (SMALL, "float32", "chunk", 0, True),
     (SMALL, "float32", "chunk", 1, False),
     (GATED, "float32", "chunk", 0, False),
-    (GATED, "float32", "chunk", 1, True),
+    (GATED, "bfloat16", "chunk", 1, True),
     (SEGMENTS, "float32", "chunk", 0, True),
     (SEGMENTS, "float32", "chunk", 1, False),
     (PACKED, "float32", "chunk", 0, False),
