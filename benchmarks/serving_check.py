@@ -115,9 +115,12 @@ def check_skips():
     _, draft = verify(pool, slots, **part(x, slice(0, 2)), **BOUNDED)
     pool.free([a])
     (again,) = pool.allocate()
+    slots.fill_(again)  # the draft has its own
+    before = pool.states([b])
     commit(pool, draft, torch.full((6,), 1, device="cuda"))
     return dict(skipped=empty == [1, 2, 3, 4], untouched=same == [i for i in range(7) if i not in (a, b)],
-                new_owner_untouched=again == a and not pool.states([a]).any().item())  # fmt: skip
+                new_owner_untouched=again == a and not pool.states([a]).any().item(),
+                owner_moved=not torch.equal(before, pool.states([b])))  # fmt: skip
 
 
 def check_graph():

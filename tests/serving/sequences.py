@@ -92,11 +92,19 @@ class TorchPool:
 
     def verify(self, slots, x, on_device=False, **options):
         given = OPTIONS | options
-        o, draft = self.serving.verify(self.pool, self.slots(slots, on_device), **self._tensors(x), backend=self.backend, **given)
+        where = self.slots(slots, on_device)
+        o, draft = self.serving.verify(self.pool, where, **self._tensors(x), backend=self.backend, **given)
+        if on_device:
+            where.add_(1).remainder_(self.pool.capacity)  # the buffer is the caller's again: the draft may not look at it
         return o.numpy(), draft
 
     def commit(self, draft, accepted, on_device=False):
         self.serving.commit(self.pool, draft, self.slots(accepted, on_device))
+
+    def advance(self, draft, accepted, x, on_device=False):
+        more = self._tensors(x)
+        o, draft = self.serving.advance(self.pool, draft, self.slots(accepted, on_device), **more, backend=self.backend, **OPTIONS)
+        return o.numpy(), draft
 
     def prefill(self, slots, x, lengths, checkpoints=None, on_device=False, deterministic=False, backend="torch_native"):
         """x [1, sum of lengths, ..]."""

@@ -36,13 +36,21 @@ class Serving(RuleBasedStateMachine):
         """Slots that no draft is waiting for."""
         return [s for s in self.sequences if self.draft is None or s not in self.draft[1]]
 
-    def choose(self, rng):
-        """Some slots in any order, padding among them."""
-        free = self.still()
-        chosen = [int(s) for s in rng.permutation(free)[: rng.integers(1, len(free) + 1)]]
+    def choose(self, rng, on_device):
+        """Some slots in any order, and among them rows to skip: the slots to give, and what they mean.
+
+        In a list only -1 is one to skip. On the device so are slots out of range, free ones, and what an earlier row has named.
+        """
+        still = self.still()
+        given = [int(s) for s in rng.permutation(still)[: rng.integers(1, len(still) + 1)]]
+        meant = list(given)
+        wrong = [-1, -5, CAPACITY, 2**31 - 1, *(s for s in range(CAPACITY) if s not in self.sequences)] if on_device else [-1]
         for _ in range(rng.integers(0, 2)):
-            chosen.insert(int(rng.integers(0, len(chosen) + 1)), -1)
-        return chosen
+            at = int(rng.integers(0, len(given) + 1))
+            slot = int(rng.choice([*wrong, *given[:at]] if on_device else wrong))
+            given.insert(at, slot)
+            meant.insert(at, -1)
+        return given, meant
 
     def settle(self, slots, x, o, counts):
         """The first counts[n] tokens of row n now belong to the sequence in slots[n]."""
@@ -93,19 +101,19 @@ class Serving(RuleBasedStateMachine):
     @rule(seed=seeds, on_device=st.booleans())
     def decode(self, seed, on_device):
         rng = np.random.default_rng(seed)
-        slots = self.choose(rng)
+        given, slots = self.choose(rng, on_device)
         x = tokens(rng, len(slots), 1)
-        self.settle(slots, x, self.pool.decode(slots, x, on_device), [1] * len(slots))
+        self.settle(slots, x, self.pool.decode(given, x, on_device), [1] * len(slots))
 
     @precondition(lambda self: self.still())
-    @rule(seed=seeds, with_checkpoints=st.booleans())
-    def prefill(self, seed, with_checkpoints):
+    @rule(seed=seeds, with_checkpoints=st.booleans(), on_device=st.booleans())
+    def prefill(self, seed, with_checkpoints, on_device):
         rng = np.random.default_rng(seed)
-        slots = self.choose(rng)
+        given, slots = self.choose(rng, on_device)
         lengths = [int(n) for n in rng.choice([0, 1, 5, 16, 19], size=len(slots))]
         x = tokens(rng, 1, sum(lengths))
         wanted = [sorted(set(rng.integers(0, n + 1, 2).tolist())) for n in lengths] if with_checkpoints else None
-        o, made = self.pool.prefill(slots, x, lengths, wanted)
+        o, made = self.pool.prefill(given, x, lengths, wanted, on_device)
         for n, slot in enumerate(slots):
             start = sum(lengths[:n])
             span = slice(start, start + lengths[n])
@@ -125,21 +133,36 @@ class Serving(RuleBasedStateMachine):
     @rule(seed=seeds, count=st.sampled_from([1, 3, 4, 8]), on_device=st.booleans())
     def verify(self, seed, count, on_device):
         rng = np.random.default_rng(seed)
-        slots = self.choose(rng)
+        given, slots = self.choose(rng, on_device)
         x = tokens(rng, len(slots), count)
-        o, draft = self.pool.verify(slots, x, on_device)
+        o, draft = self.pool.verify(given, x, on_device)
         self.draft = draft, slots, x, o
 
     @precondition(lambda self: self.draft)
     @rule(seed=seeds, on_device=st.booleans())
     def commit(self, seed, on_device):
         draft, slots, x, o = self.draft
-        accepted = np.random.default_rng(seed).integers(0, x["q"].shape[1] + 1, len(slots)).tolist()
-        owners = [s for s in slots if s in self.sequences and self.generation(s) in self.known]
+        accepted, counts = self.accept(np.random.default_rng(seed))
         self.pool.commit(draft, accepted, on_device)
         self.draft = None
-        counts = [n if s < 0 or s in owners else 0 for s, n in zip(slots, accepted, strict=True)]
         self.settle(slots, x, o, counts)
+
+    @precondition(lambda self: self.draft and hasattr(self.pool, "advance") and set(self.draft[1]) <= {-1, *self.sequences})
+    @rule(seed=seeds, count=st.sampled_from([1, 3, 4, 8]), on_device=st.booleans())
+    def advance(self, seed, count, on_device):
+        draft, slots, x, o = self.draft
+        rng = np.random.default_rng(seed)
+        (accepted, counts), following = self.accept(rng), tokens(rng, len(slots), count)
+        later, draft = self.pool.advance(draft, accepted, following, on_device)
+        self.settle(slots, x, o, counts)
+        self.draft = draft, slots, following, later
+
+    def accept(self, rng):
+        """How many tokens of each row to accept, and how many of them count: none where the slot has changed hands since."""
+        _, slots, x, _ = self.draft
+        accepted = rng.integers(0, x["q"].shape[1] + 1, len(slots)).tolist()
+        owners = [s for s in slots if s in self.sequences and self.generation(s) in self.known]
+        return accepted, [n if s < 0 or s in owners else 0 for s, n in zip(slots, accepted, strict=True)]
 
     def generation(self, slot):
         return slot, self.pool.pool.table.generation[slot]
@@ -167,10 +190,30 @@ def run(open_pool, examples, steps):
     run_state_machine_as_test(machine, settings=limits)
 
 
+def keeps_to_its_slots(pool):
+    """A draft moves the slot it was made for, whatever the tensor that named it holds by now (`verify` there changes it to the next)."""
+    rng = np.random.default_rng(0)
+    a, b = pool.allocate(2)
+    x, sequence = tokens(rng, 1, 3), Sequence()
+    untouched = pool.bytes_of(b)
+    for on_device in (False, True):
+        o, draft = pool.verify([a], x, on_device)
+        pool.commit(draft, [2], on_device)
+        sequence.extend(pieces(x, 0, slice(0, 2)), o[0, :2])
+    o, draft = pool.verify([a], x, on_device=True)
+    later, draft = pool.advance(draft, [3], x, on_device=True)
+    pool.commit(draft, [1], on_device=True)
+    sequence.extend(pieces(x, 0), o[0])
+    sequence.extend(pieces(x, 0, slice(0, 1)), later[0, :1])
+    sequence.check(pool.state(a))
+    assert all((p == q).all() for p, q in zip(untouched, pool.bytes_of(b), strict=True))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("v_first", [False, True])
 def test_torch(v_first):
     pytest.importorskip("torch")
+    keeps_to_its_slots(sequences.TorchPool(CAPACITY, "torch_native", state_v_first=v_first))
     run(lambda: sequences.TorchPool(CAPACITY, "torch_native", state_v_first=v_first), examples=25, steps=20)
 
 
@@ -197,5 +240,7 @@ def test_triton_in_its_interpreter():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
-def test_interpreted():
-    run(lambda: sequences.TorchPool(CAPACITY, "triton_gpu"), examples=8, steps=20)
+@pytest.mark.parametrize("v_first", [False, True])
+def test_interpreted(v_first):
+    keeps_to_its_slots(sequences.TorchPool(CAPACITY, "triton_gpu", state_v_first=v_first))
+    run(lambda: sequences.TorchPool(CAPACITY, "triton_gpu", state_v_first=v_first), examples=4, steps=20)

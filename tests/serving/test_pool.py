@@ -109,6 +109,10 @@ def test_other_misuse_is_named():
         pool.commit(draft, [1, 4])
     with pytest.raises(ValueError, match="one number for each of the 2 rows, got 1"):
         pool.commit(draft, [1])
+    with pytest.raises(ValueError, match="on the pool's device cpu, got meta"):
+        commit(pool.pool, draft, torch.zeros(2, dtype=torch.int64, device="meta"))
+    with pytest.raises(ValueError, match="draft must have been made of the same pool"):
+        filled()[0].commit(draft, [1, 0])
     pool.commit(draft, [1, 0])
     with pytest.raises(ValueError, match="committed before"):
         pool.commit(draft, [1, 0])

@@ -84,8 +84,8 @@ def compile_all(target: str) -> None:
         slots = torch.zeros(2, dtype=torch.int64)
         config = configs.choose(problem, chip)
         pool_launch.decode(problem, arrays, pool, slots, config)
-        _, generation, log = pool_launch.verify(problem, arrays, pool, slots, config)
-        draft = Draft(None, slots, generation, log, {}, None, 4)
+        _, owners, log = pool_launch.verify(problem, arrays, pool, slots, config)
+        draft = Draft(pool, None, *owners, log, {}, None, 4)
         if not v_first:
             pool_launch.verify(problem, arrays, pool, slots, config, (draft, slots))
         pool_launch.commit(pool, draft, slots)

@@ -42,7 +42,7 @@ def lagged(p_k, p_decay, s_k, s_decay, m_x, o_t, lag: tl.constexpr):
                                "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def tokens_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_slots, p_generation,
-    p_log_k, p_log_decay, p_log_generation, p_vectors, p_coefficients,
+    p_log_k, p_log_decay, p_log_slots, p_log_generation, p_vectors, p_coefficients,
     T, H, HV, CAPACITY, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, ALIGN: tl.constexpr,
@@ -50,16 +50,18 @@ def tokens_kernel(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """For `draft_kernel`: vectors [TP, 2, KP] of each row and head, -beta_t c_t k_t and scale c_t q_t, and coefficients [2, TP, TP],
-    -beta_t x_tj^T k_t below a diagonal of beta_t, and scale x_tj^T q_t. Logs k, d and the row's generation.
+    -beta_t x_tj^T k_t below a diagonal of beta_t, and scale x_tj^T q_t. Logs k, d, the row's slot and its generation.
 
-    q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N + N * HV,), the first N for the generations.
+    q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N + N * HV,), the first N for the owners.
     """
     wait_for_last(CHAINED)
     i_p = tl.program_id(0)
     rows = tl.num_programs(0) // (HV + 1)
     if i_p < rows:
         slot, inside = slot_of(p_slots, i_p, CAPACITY)
-        tl.store(p_log_generation + i_p, owner_of(p_slots, p_generation, i_p, slot, inside))
+        generation = owner_of(p_slots, p_generation, i_p, slot, inside)
+        tl.store(p_log_generation + i_p, generation)
+        tl.store(p_log_slots + i_p, tl.where(generation >= 0, slot, -1))
         return
     i_p -= rows
     i_n, i_h = (i_p // HV).to(tl.int64), i_p % HV

@@ -90,7 +90,7 @@ def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
-    """o, the generation of each row's slot (-1: skipped), and the log. past: an earlier draft of these slots and what of it is accepted.
+    """o, each row's slot (-1: skipped) and its generation, and the log. past: an earlier draft of these slots and what of it is accepted.
 
     Two launches, the first of which looks at no state.
     """
@@ -102,25 +102,25 @@ def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     x = views(arrays)
     key, value = (p.N, p.T, p.HV, p.K), (p.N, p.T, p.HV, p.V)
     log = Log(torch.empty(key, dtype=x.k.dtype, device=device), torch.empty(key, device=device), torch.empty(value, device=device))
-    generation = torch.empty(p.N, dtype=torch.int32, device=device)
+    owners = torch.empty_like(slots), torch.empty(p.N, dtype=torch.int32, device=device)
     out = torch.empty(value, dtype=x.v.dtype, device=device)
     if out.numel() == 0:
-        return out, generation.fill_(-1), log
+        return out, tuple(x.fill_(-1) for x in owners), log
     sizes = dict(K=p.K, KP=padded(p.K), TP=padded_tokens(p.T), ALIGN=x.align, CHAINED=chained(device))
     with on_device(arrays.q):
-        made = _tokens(p, arrays, x, pool, slots, generation, log, sizes)
-        _draft(p, x, pool, slots, made, generation, log, out, past, sizes, config)
-    return out, generation, log
+        made = _tokens(p, arrays, x, pool, slots, owners, log, sizes)
+        _draft(p, x, pool, slots, made, owners[1], log, out, past, sizes, config)
+    return out, owners, log
 
 
-def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, generation, log: Log, sizes: dict[str, Any]):
+def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, owners, log: Log, sizes: dict[str, Any]):
     """The vectors that meet the states, and the coefficients: see `tokens_kernel`."""
     o, rows, TP = problem.options, problem.N * problem.HV, sizes["TP"]
     vectors = torch.empty((rows, TP, 2, sizes["KP"]), device=x.k.device)
     coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
     args = (
         x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, slots, pool.generation,
-        log.k, log.decay, generation, vectors, coefficients,
+        log.k, log.decay, *owners, vectors, coefficients,
         problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip

@@ -20,9 +20,10 @@ from kdakit.serving.torch.pool import Rows, Slots, StatePool
 class Draft:
     """What `verify` leaves for `commit`: which rows took part, and the log of their tokens."""
 
+    pool: StatePool
     rows: Rows | None  # None where the backend's kernels read the slots themselves
-    slots: Tensor  # [N]
-    generation: Tensor  # [N]: -1 for rows that were skipped
+    slots: Tensor  # [N], a copy: what the caller's tensor holds later does not matter. -1 for rows that were skipped
+    generation: Tensor  # [N]: likewise
     log: Any  # of the backend
     inputs: Mapping[str, Tensor]  # of the convolutions
     backend: ModuleType
@@ -61,7 +62,8 @@ def verify(
 ) -> tuple[Tensor, Draft]:  # fmt: skip
     """Outputs o [N, T, HV, V] of T <= 8 guessed tokens a row, and a Draft. No state and no window changes before `commit`.
 
-    Arguments as in `decode`. The draft holds 2 K + V numbers a token and head instead of a state.
+    Arguments as in `decode`. The draft holds 2 K + V numbers a token and head instead of a state, and `window_inputs` themselves: of all
+    that was given only they must stay as they are until `commit`.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
     return _verify("verify", pool, slots, arrays, window_inputs, backend, options)
@@ -95,11 +97,11 @@ def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inp
         raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
     if hasattr(module, "pooled"):
         kernels = module.pooled()
-        o, generation, log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
-        return o, Draft(pool.rows(given) if inputs else None, given, generation, log, inputs, kernels, problem.T)
+        o, owners, log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
+        return o, Draft(pool, pool.rows(given) if inputs else None, *owners, log, inputs, kernels, problem.T)
     rows, drafts = pool.rows(given), dispatch.load("torch_native").draft
     o, log = drafts.verify(problem, arrays, pool.storage.read(rows.place))
-    return _only(rows, o), Draft(rows, given, rows.generation, log, inputs, drafts, problem.T)
+    return _only(rows, o), Draft(pool, rows, torch.where(rows.valid, given, -1), rows.generation, log, inputs, drafts, problem.T)
 
 
 @torch.no_grad()
@@ -126,11 +128,15 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
 
 def _count(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> Tensor:
     """accepted [N] on the device; the draft is spent."""
+    if draft.pool is not pool:
+        raise ValueError("draft must have been made of the same pool: its slots are others' elsewhere")
     if draft.spent:
         raise ValueError("draft must not have been committed before: verify again")
     if isinstance(accepted, Tensor):
         if tuple(accepted.shape) != tuple(draft.slots.shape) or accepted.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"accepted must be {tuple(draft.slots.shape)} int32 or int64, got {tuple(accepted.shape)} {accepted.dtype}")
+        if accepted.device != pool.device:
+            raise ValueError(f"accepted must be on the pool's device {pool.device}, got {accepted.device}; a list is taken too")
         accepted = accepted.clamp(0, draft.tokens) if draft.rows is not None else accepted
     else:
         accepted = torch.tensor(check_accepted(accepted, len(draft.slots), draft.tokens), device=pool.device)
