@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import lru_cache
 from typing import Any
 
 from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
@@ -21,7 +22,7 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if _kind(device) != "cuda" and interpreted(device) is None:
         return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "needs triton (pip install kdakit[gpu])"
     if problem.dtype == "float64" or "float64" in (problem.gate_dtype, problem.beta_dtype, problem.state_dtype):
         return "computes in float32; use backend='torch_native' for float64"
@@ -68,6 +69,11 @@ def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = No
     from kdakit.backends.triton_gpu import launch
 
     return launch.step(problem, arrays, config, final_state)
+
+
+@lru_cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _kind(device: Any) -> str:
