@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
@@ -54,9 +56,7 @@ def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], st
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
-    from kdakit.backends.triton_gpu import launch
-
-    return launch.forward(problem, arrays, config)
+    return _launch().forward(problem, arrays, config)
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
@@ -66,9 +66,26 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> Result:
+    return _launch().step(problem, arrays, config, final_state)
+
+
+@lru_cache
+def _launch() -> ModuleType:
+    if interpreted(None) is None:
+        hash_triton()
     from kdakit.backends.triton_gpu import launch
 
-    return launch.step(problem, arrays, config, final_state)
+    return launch
+
+
+@lru_cache
+def hash_triton() -> threading.Thread:
+    """Reads all of Triton, whose hash is part of every key in its cache, while others do something else: see `ahead`."""
+    from triton.runtime import cache
+
+    thread = threading.Thread(target=getattr(cache, "triton_key", lambda: None), daemon=True)
+    thread.start()
+    return thread
 
 
 @lru_cache
