@@ -53,13 +53,15 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
         named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
         compiled = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
         _compiled[key] = compiled
-    elif grid:
+    else:
         _start(compiled, grid, args, values)
     return compiled
 
 
 def _start(compiled, grid: int, args: Iterable, values: Iterable) -> None:
     """What Triton does once it has found the compiled kernel, less its calls of hooks that nobody has set."""
+    if not grid:
+        return
     driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
     stream = driver.get_current_stream(driver.get_current_device())
     run = compiled.run  # loads the kernel when asked for the first time
@@ -83,21 +85,21 @@ class Launch:
 
     def __init__(self, kernel, grid: int, numbers: tuple, constants: dict[str, Any], **options: int):
         self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
-        self.compiled: dict[Any, tuple[Any, tuple]] = {}
+        self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)  # constants come last
+        self.compiled: dict[Any, Any] = {}
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
-        if INTERPRETED or _recorded.get() is not None:
-            launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants, **self.options)
+        compiled = None
+        if _recorded.get() is None:
+            addresses = [None if x is None else x.data_ptr() for x in tensors]
+            key = tensors[0].get_device(), *[x and x % 16 for x in addresses], *[None if x is None else x.dtype for x in tensors]
+            compiled = self.compiled.get(key)
+        if compiled is not None:
+            _start(compiled, self.grid, addresses, self.rest)
             return
-        addresses = [None if x is None else x.data_ptr() for x in tensors]
-        key = torch.cuda.current_device(), *[x if x is None else x % 16 for x in addresses], *[x if x is None else x.dtype for x in tensors]
-        found = self.compiled.get(key)
-        if found is None:
-            compiled = launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants, **self.options)
-            rest = *self.numbers, *(self.constants[name] for name in self.kernel.arg_names[len(tensors) + len(self.numbers) :])
-            self.compiled[key] = compiled, rest
-        elif self.grid:
-            _start(found[0], self.grid, addresses, found[1])
+        compiled = launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants, **self.options)
+        if compiled is not None:
+            self.compiled[key] = compiled
 
 
 @contextlib.contextmanager
