@@ -44,7 +44,7 @@ _LIBRARY.define(
 )
 
 
-class _Spec(NamedTuple):
+class Spec(NamedTuple):
     """As much of a tensor as `make_problem` and `check_devices` look at."""
 
     shape: torch.Size
@@ -59,12 +59,12 @@ def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Proble
 
 def _describe_real(arrays: Arrays, op: str, options: Options, needs_grad: bool) -> Problem:
     """`_describe` for tensors whose sizes are plain numbers: a call like an earlier one is not described, nor checked, anew."""
-    return _described(op, options, needs_grad, *[None if x is None else (x.shape, x.dtype, x.device) for x in arrays])
+    return _described(op, options, needs_grad, *[None if x is None else Spec(x.shape, x.dtype, x.device) for x in arrays])
 
 
 @lru_cache(maxsize=1024)
-def _described(op: str, options: Options, needs_grad: bool, *specs: tuple[torch.Size, torch.dtype, torch.device] | None) -> Problem:
-    arrays = Arrays(*(None if x is None else _Spec(*x) for x in specs))
+def _described(op: str, options: Options, needs_grad: bool, *specs: Spec | None) -> Problem:
+    arrays = Arrays(*specs)
     check_devices(arrays)
     return make_problem(op, arrays, options, needs_grad)
 
