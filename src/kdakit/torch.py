@@ -237,8 +237,8 @@ def _options(arrays: Arrays, **flags: Any) -> Options:
 
 @lru_cache(maxsize=1024, typed=True)
 def _answered(no_A_log: bool, no_dt_bias: bool, **flags: Any) -> Options:
-    given = Arrays(*[None] * 5, A_log=None if no_A_log else True, dt_bias=None if no_dt_bias else True)
-    return make_options(given, **flags)
+    A_log, dt_bias = None if no_A_log else True, None if no_dt_bias else True  # only whether they are there counts
+    return make_options(Arrays(None, None, None, None, None, A_log, dt_bias), **flags)
 
 
 def _check_tensors(arrays: Arrays, backend: str) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from kdakit.problem import (
     Arrays,
     Options,
     Problem,
+    Spec,
     check_cu_seqlens,
     check_devices,
     checks_enabled,
@@ -44,14 +44,6 @@ _LIBRARY.define(
 )
 
 
-class Spec(NamedTuple):
-    """As much of a tensor as `make_problem` and `check_devices` look at."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
 def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
     check_devices(arrays)
     return make_problem(op, arrays, Options.decode(options), needs_grad)
@@ -59,12 +51,12 @@ def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Proble
 
 def _describe_real(arrays: Arrays, op: str, options: Options, needs_grad: bool) -> Problem:
     """`_describe` for tensors whose sizes are plain numbers: a call like an earlier one is not described, nor checked, anew."""
-    return _described(op, options, needs_grad, *[None if x is None else Spec(x.shape, x.dtype, x.device) for x in arrays])
+    return _described(op, options, needs_grad, *[None if x is None else (x.shape, x.dtype, x.device) for x in arrays])
 
 
 @lru_cache(maxsize=1024)
-def _described(op: str, options: Options, needs_grad: bool, *specs: Spec | None) -> Problem:
-    arrays = Arrays(*specs)
+def _described(op: str, options: Options, needs_grad: bool, *specs: tuple | None) -> Problem:
+    arrays = Arrays(*(None if x is None else Spec(*x) for x in specs))
     check_devices(arrays)
     return make_problem(op, arrays, options, needs_grad)
 

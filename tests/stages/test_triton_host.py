@@ -33,7 +33,12 @@ def moved(x, elements):
 def watched(monkeypatch):
     """In place of Triton: `compiled` holds what had to be compiled, `started` what the compiled kernels were given."""
     seen = types.SimpleNamespace(compiled=[], started=[])
-    monkeypatch.setattr(launch, "launch", lambda kernel, grid, args, constants, **options: seen.compiled.append((args, constants)) or kernel)
+
+    def compile_and_launch(kernel, grid, args, constants, **options):
+        seen.compiled.append((args, constants))
+        return kernel
+
+    monkeypatch.setattr(launch, "launch", compile_and_launch)
     monkeypatch.setattr(launch, "_start", lambda kernel, grid, args, values: seen.started.append((kernel, grid, [*args, *values])))
     launch._step.cache_clear()
 
@@ -90,8 +95,8 @@ def test_hooks_are_called_where_there_are_any(monkeypatch):
         run=lambda *args: ran.append(args), function="function", packed_metadata="packed",
         launch_metadata=lambda grid, stream, *args: (grid, stream, args),
     )  # fmt: skip
-    driver = types.SimpleNamespace(active=types.SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 10 + device))
-    monkeypatch.setattr(triton.runtime, "driver", driver)
+    driver = types.SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 10 + device)
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=driver))
     hooks = triton.knobs.runtime
     assert not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
     launch._start(compiled, 7, (1, 2), (3,))

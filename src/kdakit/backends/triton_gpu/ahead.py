@@ -1,8 +1,8 @@
 """First calls: the kernels of a call, and of the backward that follows it, are compiled at the same time.
 
 Triton compiles a kernel when it is first launched, so a first training step would wait for nine compilations in turn, the slowest of which
-takes a third of the time, and then for nine runs of a C compiler, which makes a launcher for each. Triton's compiler leaves the interpreter's
-lock alone, so threads are enough.
+takes a third of the time, and then for nine runs of a C compiler, which makes the launcher of each. Triton's compiler leaves the
+interpreter's lock alone, so threads are enough.
 
 With everything in Triton's cache a first call imports the kernels, hashes their sources to look them up, and hashes Triton itself, 400 MB,
 which `hash_triton` does beside the rest.

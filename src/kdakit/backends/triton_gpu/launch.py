@@ -291,6 +291,8 @@ def intermediate_states(problem: Problem, arrays: Arrays):
 
 def contiguous_parameters(arrays: Arrays) -> Arrays:
     """The small tensors as the kernels index them."""
+    if all(x is None or x.is_contiguous() for x in arrays[5:9]):
+        return arrays
     A_log, dt_bias, initial_state, cu_seqlens = (x if x is None or x.is_contiguous() else x.contiguous() for x in arrays[5:9])
     return Arrays(*arrays[:5], A_log, dt_bias, initial_state, cu_seqlens, *arrays[9:])
 

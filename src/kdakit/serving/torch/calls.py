@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from kdakit import dispatch
-from kdakit.problem import Arrays, Problem, check_devices
+from kdakit.problem import Arrays, Problem, Spec, check_devices
 from kdakit.serving.arguments import PoolSizes, check_accepted, check_drafts, describe
 from kdakit.serving.torch.pool import Rows, Slots, StatePool
-from kdakit.torch_operators import Spec
 
 
 @dataclass
@@ -145,7 +144,7 @@ def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: 
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     given = pool.device_slots(slots)
-    specs = [None if x is None else Spec(x.shape, x.dtype, x.device) for x in arrays]
+    specs = [None if x is None else (x.shape, x.dtype, x.device) for x in arrays]
     try:
         problem = _described(call, pool.sizes, pool.device, given.shape[0], *specs, **options)
     except TypeError:  # an option of a wrong type, perhaps one that cannot be looked up: it says which
@@ -154,9 +153,9 @@ def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: 
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _described(call: str, sizes: PoolSizes, device: torch.device, rows: int, /, *specs: Spec | None, **options: Any) -> Problem:
+def _described(call: str, sizes: PoolSizes, device: torch.device, rows: int, /, *specs: tuple | None, **options: Any) -> Problem:
     """A call like an earlier one is not described, nor checked, anew."""
-    arrays = Arrays(*specs)
+    arrays = Arrays(*(None if x is None else Spec(*x) for x in specs))
     check_devices(arrays)
     if arrays.q.device != device:
         raise ValueError(f"q must be on the pool's device {device}, got {arrays.q.device}")
