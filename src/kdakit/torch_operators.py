@@ -6,7 +6,10 @@ Here a call is checked and gets its backend. torch.compile, torch.export, autoca
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import lru_cache
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from kdakit.problem import (
     checks_enabled,
     make_problem,
 )
+from kdakit.reference import Result
 
 _SCHEMA_ARRAYS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -92,17 +96,43 @@ def _inference(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_s
     return [x for x in run(arrays, op, Options.decode(options), backend, False)[0] if x is not None]
 
 
+_plans: dict[Any, Callable[[Arrays], Result]] = {}
+
+
 def run(arrays: Arrays, op: str, options: Options, backend: str, needs_grad: bool):
     """Result and what is saved for a backward: what the operators do, for calls that are `unwatched`."""
+    key = None if needs_grad else _alike(op, arrays, options, backend)
+    plan = _plans.get(key)
+    if plan is not None:
+        return plan(arrays), []
     problem = _describe_real(arrays, op, options, needs_grad)
     device = arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     _check_values(problem, arrays)
     config = module.default_config(problem, device)
     with _without_autocast(device.type):
+        if key is not None and hasattr(module, "planned"):
+            return _planned(key, module, problem, arrays, config), []
         if op == "recurrent":
             return module.step(problem, arrays, config), []
         return module.forward(problem, arrays, config)
+
+
+def _alike(op: str, arrays: Arrays, options: Options, backend: str) -> Any:
+    """What calls have in common whose launches differ in addresses alone; None where values are looked at, or the call is not on a GPU."""
+    if not arrays.q.is_cuda or arrays.cu_seqlens_cpu is not None or (arrays.cu_seqlens is not None and checks_enabled()):
+        return None
+    tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in arrays]
+    return op, options, backend, *tensors
+
+
+def _planned(key: Any, module: ModuleType, problem: Problem, arrays: Arrays, config: Any, final_state: Tensor | None = None) -> Result:
+    result, plan = module.planned(problem, arrays, config, final_state)
+    if plan is not None:
+        if len(_plans) >= 1024:
+            _plans.clear()
+        _plans[key] = plan
+    return result
 
 
 @torch.library.register_fake("kdakit::forward", lib=_LIBRARY)
@@ -138,12 +168,20 @@ def _step_(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqle
 
 def run_in_place(arrays: Arrays, options: Options, backend: str) -> Tensor:
     """o of a token recurrence whose final state goes over the initial one: what kdakit::step_ does, for calls that are `unwatched`."""
+    key = _alike("in place", arrays, options, backend)
+    plan = _plans.get(key)
+    if plan is not None:
+        torch.autograd.graph.increment_version(arrays.initial_state)
+        return plan(arrays).o
     problem, device = _describe_real(arrays, "recurrent", options, False), arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     _check_values(problem, arrays)
     torch.autograd.graph.increment_version(arrays.initial_state)
+    config = module.default_config(problem, device)
     with _without_autocast(device.type):
-        return module.step(problem, arrays, module.default_config(problem, device), final_state=arrays.initial_state).o
+        if key is not None and hasattr(module, "planned"):
+            return _planned(key, module, problem, arrays, config, arrays.initial_state).o
+        return module.step(problem, arrays, config, final_state=arrays.initial_state).o
 
 
 @torch.library.register_fake("kdakit::step_", lib=_LIBRARY)

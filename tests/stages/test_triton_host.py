@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kdakit.backends import triton_gpu  # noqa: E402
-from kdakit.backends.triton_gpu import ahead, launch  # noqa: E402
+from kdakit.backends.triton_gpu import ahead, launch, plan  # noqa: E402
 from kdakit.backends.triton_gpu.recurrent import step_kernel  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
 from kdakit.cli import checking  # noqa: E402
@@ -29,6 +29,11 @@ def moved(x, elements):
     return torch.cat([x.new_zeros(elements), x.flatten()])[elements:].view(x.shape)
 
 
+def forget():
+    for made in (launch._prepare, launch._scan, launch._step):
+        made.cache_clear()
+
+
 @pytest.fixture
 def watched(monkeypatch):
     """In place of Triton: `compiled` holds what had to be compiled, `started` what the compiled kernels were given."""
@@ -39,8 +44,8 @@ def watched(monkeypatch):
         return kernel
 
     monkeypatch.setattr(launch, "launch", compile_and_launch)
-    monkeypatch.setattr(launch, "_start", lambda kernel, grid, args, values: seen.started.append((kernel, grid, [*args, *values])))
-    launch._step.cache_clear()
+    monkeypatch.setattr(launch, "start", lambda kernel, grid, args, values: seen.started.append((kernel, grid, [*args, *values])))
+    forget()
 
     def step(arrays, problem=PROBLEM):
         """(kernels compiled, kernels found) by a call."""
@@ -50,7 +55,7 @@ def watched(monkeypatch):
 
     seen.step = step
     yield seen
-    launch._step.cache_clear()  # its launches hold what this fixture compiled
+    forget()  # launches hold what this fixture compiled
 
 
 def test_a_launch_is_found_by_what_triton_specialises_on(watched):
@@ -88,6 +93,42 @@ def test_a_launch_hands_over_what_the_kernel_names(watched):
     assert named["p_q"] == x.q.data_ptr() and named["p_cu_seqlens"] is None and named["T"] == PROBLEM.T
 
 
+def roles(watched, arrays, result):
+    """Of all that kernels were started with: grids, numbers, and whose address an address is; scratch by the order in which it is met."""
+    names = {x.data_ptr(): name for name, x in [*arrays._asdict().items(), *result._asdict().items()] if x is not None}
+    scratch: dict[int, int] = {}
+    out = []
+    for kernel, grid, given in watched.started:
+        pointers = [name for name in kernel.arg_names if name.startswith("p_")]
+        whose = [None if a is None else names.get(a) or scratch.setdefault(a, len(scratch)) for a in given[: len(pointers)]]
+        out.append((kernel.__name__, grid, whose, given[len(pointers) :]))
+    return out
+
+
+@pytest.mark.parametrize("op, in_place", [("chunk", False), ("recurrent", False), ("recurrent", True)])
+def test_a_plan_repeats_the_launches(op, in_place, watched):
+    problem, first = PROBLEM.replace(op=op), tensors()
+    config = triton_gpu.default_config(problem, "cpu")
+    for _ in range(2):  # compiled by the first, found by the second
+        watched.started.clear()
+        result, repeat = plan.planned(problem, first, config, first.initial_state if in_place else None)
+    want = roles(watched, first, result)
+    assert len(want) == (2 if op == "chunk" else 1)
+    again = tensors()
+    watched.started.clear()
+    result = repeat(again)
+    assert roles(watched, again, result) == want
+    assert (result.final_state is again.initial_state) == in_place
+    assert repeat.bytes == 0 if op == "recurrent" else repeat.bytes % 4 == 0 and len(repeat.offsets) == 4
+
+
+def test_no_plan_where_something_is_copied_or_unclear(watched):
+    x, config = tensors(), triton_gpu.default_config(PROBLEM, "cpu")
+    for y in (x._replace(k=x.q), x._replace(q=x.q.mT.contiguous().mT), x._replace(initial_state=x.initial_state.mT.contiguous().mT)):
+        for _ in range(2):
+            assert plan.planned(PROBLEM, y, config)[1] is None
+
+
 @pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter has no hooks")
 def test_hooks_are_called_where_there_are_any(monkeypatch):
     ran = []
@@ -99,16 +140,16 @@ def test_hooks_are_called_where_there_are_any(monkeypatch):
     monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=driver))
     hooks = triton.knobs.runtime
     assert not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
-    launch._start(compiled, 7, (1, 2), (3,))
+    launch.start(compiled, 7, (1, 2), (3,))
     assert ran.pop() == (7, 1, 1, 13, "function", "packed", None, None, None, 1, 2, 3)
     hooks.launch_exit_hook.add(print)
     try:
-        launch._start(compiled, 7, (1, 2), (3,))
+        launch.start(compiled, 7, (1, 2), (3,))
     finally:
         hooks.launch_exit_hook.remove(print)
     about = ((7, 1, 1), 13, (1, 2, 3))
     assert ran.pop() == (7, 1, 1, 13, "function", "packed", about, hooks.launch_enter_hook, hooks.launch_exit_hook, 1, 2, 3)
-    launch._start(compiled, 0, (1, 2), (3,))
+    launch.start(compiled, 0, (1, 2), (3,))
     assert not ran
 
 

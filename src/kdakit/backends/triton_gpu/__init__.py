@@ -69,6 +69,14 @@ def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = No
     return _launch().step(problem, arrays, config, final_state)
 
 
+def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Result, Any]:
+    """`forward` or `step` of a call that is not differentiated, and a function of the tensors that repeats it, if it can be."""
+    _launch()
+    from kdakit.backends.triton_gpu import plan
+
+    return plan.planned(problem, arrays, config, final_state)
+
+
 @lru_cache
 def _launch() -> ModuleType:
     if interpreted(None) is None:

@@ -29,6 +29,7 @@ FAR = 2**24  # elements: within a chunk offsets are 32-bit
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
 _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
+_seen: ContextVar[list | None] = ContextVar("seen", default=None)
 
 
 def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> Any:
@@ -54,11 +55,11 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
         compiled = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
         _compiled[key] = compiled
     else:
-        _start(compiled, grid, args, values)
+        start(compiled, grid, args, values)
     return compiled
 
 
-def _start(compiled, grid: int, args: Iterable, values: Iterable) -> None:
+def start(compiled, grid: int, args: Iterable, values: Iterable) -> None:
     """What Triton does once it has found the compiled kernel, less its calls of hooks that nobody has set."""
     if not grid:
         return
@@ -95,11 +96,14 @@ class Launch:
             key = tensors[0].get_device(), *[x and x % 16 for x in addresses], *[None if x is None else x.dtype for x in tensors]
             compiled = self.compiled.get(key)
         if compiled is not None:
-            _start(compiled, self.grid, addresses, self.rest)
-            return
-        compiled = launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants, **self.options)
-        if compiled is not None:
+            start(compiled, self.grid, addresses, self.rest)
+        else:
+            compiled = launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants, **self.options)
+            if compiled is None:
+                return
             self.compiled[key] = compiled
+        if (seen := _seen.get()) is not None:
+            seen.append((compiled, self.grid, tensors, self.rest))
 
 
 @contextlib.contextmanager
@@ -110,6 +114,16 @@ def recording() -> Iterator[list]:
         yield record
     finally:
         _recorded.reset(token)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list]:
+    """Within, every `Launch` that runs adds (compiled kernel, grid, tensors, other parameters) to the list."""
+    token = _seen.set(seen := [])
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
 
 
 def _specialised(x: Any) -> Any:
