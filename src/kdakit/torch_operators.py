@@ -119,7 +119,7 @@ def run(arrays: Arrays, op: str, options: Options, backend: str, needs_grad: boo
 
 
 def _alike(op: str, arrays: Arrays, options: Options, backend: str) -> Any:
-    """What calls have in common whose launches differ in addresses alone; None where values are looked at, or the call is not on a GPU."""
+    """What calls on a GPU have in common that differ in values and addresses alone; None where values are looked at."""
     if not arrays.q.is_cuda or arrays.cu_seqlens_cpu is not None or (arrays.cu_seqlens is not None and checks_enabled()):
         return None
     tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in arrays]
@@ -127,6 +127,7 @@ def _alike(op: str, arrays: Arrays, options: Options, backend: str) -> Any:
 
 
 def _planned(key: Any, module: ModuleType, problem: Problem, arrays: Arrays, config: Any, final_state: Tensor | None = None) -> Result:
+    """A call by a backend that can say how to repeat it."""
     result, plan = module.planned(problem, arrays, config, final_state)
     if plan is not None:
         if len(_plans) >= 1024:
