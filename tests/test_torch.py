@@ -297,6 +297,42 @@ def test_refusals_reach_the_user():
         kt.chunk_kda(*tensors[:2], tensors[2].to("meta"), *tensors[3:])
 
 
+def test_what_is_remembered_of_a_call_is_its_own():
+    """A call like an earlier one is checked once; flags of another type that compare equal are no such call."""
+    x = log_decay_inputs(T=8)
+    for _ in range(2):
+        kt.chunk_kda(*x, output_final_state=True, chunk_size=64)
+    for wrong in (dict(output_final_state=1), dict(output_final_state=[True]), dict(scale=[1.0])):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            kt.chunk_kda(*x, **{"output_final_state": True, "chunk_size": 64} | wrong)
+    with pytest.raises(ValueError, match="chunk_size"):
+        kt.chunk_kda(*x, output_final_state=True, chunk_size=64.0)
+    with pytest.raises(ValueError, match="must be on q's device"):
+        kt.chunk_kda(*x[:4], x[4].to("meta"), output_final_state=True, chunk_size=64)
+
+
+def test_whoever_watches_sees_the_operator():
+    """A call that nobody watches runs without PyTorch's dispatcher; a mode, a transform or a tracer sees kdakit::inference."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **kwargs or {})
+
+    x = log_decay_inputs(T=8)
+    want = kt.chunk_kda(*x)[0]
+    with Watch():
+        assert torch.equal(kt.chunk_kda(*x)[0], want)
+    assert "kdakit.inference.default" in seen
+    with pytest.warns():  # that it is deprecated, or that sizes are constants
+        traced = torch.jit.trace(lambda q: kt.chunk_kda(q, *x[1:])[0] + 0, (x[0],), check_trace=False)
+    assert "kdakit::inference" in str(traced.graph)
+    assert torch.equal(traced(x[0]), want)
+
+
 def test_state_in_half_precision():
     """The recurrence reads and writes a bfloat16 state; arithmetic between is float32."""
     case = CASES["plain"]

@@ -12,8 +12,10 @@ A backend is a module with
 
 and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
 saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `preferred(problem) -> bool`
-(whether 'auto' should ask it for a chunked call before those ahead of it) and `operand_dtype(problem)` (the dtype in which products take
-their factors, for accuracy.py; float32 where absent).
+(whether 'auto' should ask it for a chunked call before those ahead of it), `operand_dtype(problem)` (the dtype in which products take
+their factors, for accuracy.py; float32 where absent) and, of a torch backend, `planned(problem, arrays, config, final_state) -> (Result,
+function | None)`: a call that is not differentiated, and a function of the tensors that repeats it for others of the same shapes, strides,
+dtypes, device and addresses modulo 16.
 """
 
 from __future__ import annotations

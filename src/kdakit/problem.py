@@ -44,6 +44,14 @@ class Arrays(NamedTuple):
 DIFFERENTIABLE = Arrays._fields[:8]
 
 
+class Spec(NamedTuple):
+    """As much of a tensor as the checks look at: calls that agree in it need be checked once."""
+
+    shape: Any
+    dtype: Any
+    device: Any
+
+
 @dataclass(frozen=True)
 class Options:
     """What is computed, whatever the sizes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options
-from kdakit.torch_operators import Differentiated, unwatched
+from kdakit.torch_operators import Differentiated, run, run_in_place, unwatched
 
 __all__ = ["chunk_kda", "fused_recurrent_kda", "kda_gate", "naive_chunk_kda", "naive_recurrent_kda"]
 
@@ -74,7 +75,7 @@ def chunk_kda(
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("chunk_kda", _CHUNK_ARGUMENTS, state_v_first, compatibility)
     arrays = autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
-    options = make_options(
+    options = _options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, disable_recompute=disable_recompute,
@@ -118,7 +119,7 @@ def fused_recurrent_kda(
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)
     arrays = autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
-    options = make_options(
+    options = _options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, state_v_first=state_v_first,
@@ -224,14 +225,28 @@ def autocast(arrays: Arrays) -> Arrays:
     return arrays._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
 
 
+def _options(arrays: Arrays, **flags: Any) -> Options:
+    """`make_options`, which answers the same flags once."""
+    if torch.compiler.is_compiling():
+        return make_options(arrays, **flags)
+    try:
+        return _answered(arrays.A_log is None, arrays.dt_bias is None, **flags)
+    except TypeError:  # a flag of a wrong type, perhaps one that cannot be looked up: it says which
+        return make_options(arrays, **flags)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _answered(no_A_log: bool, no_dt_bias: bool, **flags: Any) -> Options:
+    A_log, dt_bias = None if no_A_log else True, None if no_dt_bias else True  # only whether they are there counts
+    return make_options(Arrays(None, None, None, None, None, A_log, dt_bias), **flags)
+
+
 def _check_tensors(arrays: Arrays, backend: str) -> bool:
     """Whether the call will be differentiated, if these are tensors at all."""
     check_backend_name(backend)
-    for name, array in zip(Arrays._fields, arrays, strict=True):
-        if array is not None and not isinstance(array, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(array).__name__}")
-        if array is None and name in ("q", "k", "v", "g", "beta"):
-            raise TypeError(f"{name} must be a torch.Tensor, got None")
+    for i, array in enumerate(arrays):
+        if not isinstance(array, Tensor) and (array is not None or i < 5):
+            raise TypeError(f"{Arrays._fields[i]} must be a torch.Tensor, got {'None' if array is None else type(array).__name__}")
     return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
 
 
@@ -241,16 +256,19 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
                          "got tensors that require gradients")  # fmt: skip
     if arrays.initial_state is None:
         raise ValueError("inplace_final_state=True requires initial_state, which it overwrites, got None")
-    o = torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend)
-    return o, arrays.initial_state
+    if unwatched(arrays):
+        return run_in_place(arrays, options, backend), arrays.initial_state
+    return torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend), arrays.initial_state
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
     if _check_tensors(arrays, backend):
-        if unwatched(arrays[:10]):
+        if unwatched(arrays):
             o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
         else:
             o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
+    elif unwatched(arrays):
+        o, final_state, states = run(arrays, op, options, backend, False)[0]
     else:
         o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
         final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None

@@ -6,8 +6,10 @@ Here a call is checked and gets its backend. torch.compile, torch.export, autoca
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +20,13 @@ from kdakit.problem import (
     Arrays,
     Options,
     Problem,
+    Spec,
     check_cu_seqlens,
     check_devices,
     checks_enabled,
     make_problem,
 )
+from kdakit.reference import Result
 
 _SCHEMA_ARRAYS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -44,28 +48,21 @@ _LIBRARY.define(
 )
 
 
-class _Spec(NamedTuple):
-    """As much of a tensor as `make_problem` looks at."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
     check_devices(arrays)
     return make_problem(op, arrays, Options.decode(options), needs_grad)
 
 
-def _describe_real(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:
+def _describe_real(arrays: Arrays, op: str, options: Options, needs_grad: bool) -> Problem:
     """`_describe` for tensors whose sizes are plain numbers: a call like an earlier one is not described, nor checked, anew."""
-    check_devices(arrays)
-    return _described(op, options, needs_grad, *[None if x is None else (x.shape, x.dtype) for x in arrays])
+    return _described(op, options, needs_grad, *[None if x is None else (x.shape, x.dtype, x.device) for x in arrays])
 
 
 @lru_cache(maxsize=1024)
-def _described(op: str, options: str, needs_grad: bool, *specs: tuple[torch.Size, torch.dtype] | None) -> Problem:
-    arrays = Arrays(*(None if x is None else _Spec(*x) for x in specs))
-    return make_problem(op, arrays, Options.decode(options), needs_grad)
+def _described(op: str, options: Options, needs_grad: bool, *specs: tuple | None) -> Problem:
+    arrays = Arrays(*(None if x is None else Spec(*x) for x in specs))
+    check_devices(arrays)
+    return make_problem(op, arrays, options, needs_grad)
 
 
 def _without_autocast(kind: str):
@@ -87,7 +84,7 @@ def _empty(like: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "forward", "CompositeExplicitAutograd")
 def _forward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, op, options, backend, needs_grad):
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    result, saved = _run(arrays, op, options, backend, needs_grad)
+    result, saved = run(arrays, op, Options.decode(options), backend, needs_grad)
     return result.o, *(_empty(q) if x is None else x for x in result[1:]), saved
 
 
@@ -96,19 +93,47 @@ def _inference(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_s
     """`forward` for calls that are not differentiated: what PyTorch does around an operator with a derivative takes as long as a short
     sequence. Returns o, and the final state and the states before each chunk where they are asked for."""
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    return [x for x in _run(arrays, op, options, backend, False)[0] if x is not None]
+    return [x for x in run(arrays, op, Options.decode(options), backend, False)[0] if x is not None]
 
 
-def _run(arrays: Arrays, op: str, options: str, backend: str, needs_grad: bool):
+_plans: dict[Any, Callable[[Arrays], Result]] = {}
+
+
+def run(arrays: Arrays, op: str, options: Options, backend: str, needs_grad: bool):
+    """Result and what is saved for a backward: what the operators do, for calls that are `unwatched`."""
+    key = None if needs_grad else _alike(op, arrays, options, backend)
+    plan = _plans.get(key)
+    if plan is not None:
+        return plan(arrays), []
     problem = _describe_real(arrays, op, options, needs_grad)
     device = arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     _check_values(problem, arrays)
     config = module.default_config(problem, device)
     with _without_autocast(device.type):
+        if key is not None and hasattr(module, "planned"):
+            return _planned(key, module, problem, arrays, config), []
         if op == "recurrent":
             return module.step(problem, arrays, config), []
         return module.forward(problem, arrays, config)
+
+
+def _alike(op: str, arrays: Arrays, options: Options, backend: str) -> Any:
+    """What calls on a GPU have in common that differ in values and addresses alone; None where values are looked at."""
+    if not arrays.q.is_cuda or arrays.cu_seqlens_cpu is not None or (arrays.cu_seqlens is not None and checks_enabled()):
+        return None
+    tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in arrays]
+    return op, options, backend, *tensors
+
+
+def _planned(key: Any, module: ModuleType, problem: Problem, arrays: Arrays, config: Any, final_state: Tensor | None = None) -> Result:
+    """A call by a backend that can say how to repeat it."""
+    result, plan = module.planned(problem, arrays, config, final_state)
+    if plan is not None:
+        if len(_plans) >= 1024:
+            _plans.clear()
+        _plans[key] = plan
+    return result
 
 
 @torch.library.register_fake("kdakit::forward", lib=_LIBRARY)
@@ -139,12 +164,25 @@ def _inference_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
 @torch.library.impl(_LIBRARY, "step_", "CompositeExplicitAutograd")
 def _step_(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, options, backend):
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe_real(arrays, "recurrent", options, False)
-    module = dispatch.select("torch", problem, q.device, backend)
+    return run_in_place(arrays, Options.decode(options), backend)
+
+
+def run_in_place(arrays: Arrays, options: Options, backend: str) -> Tensor:
+    """o of a token recurrence whose final state goes over the initial one: what kdakit::step_ does, for calls that are `unwatched`."""
+    key = _alike("in place", arrays, options, backend)
+    plan = _plans.get(key)
+    if plan is not None:
+        torch.autograd.graph.increment_version(arrays.initial_state)
+        return plan(arrays).o
+    problem, device = _describe_real(arrays, "recurrent", options, False), arrays.q.device
+    module = dispatch.select("torch", problem, device, backend)
     _check_values(problem, arrays)
-    torch.autograd.graph.increment_version(initial_state)
-    with _without_autocast(q.device.type):
-        return module.step(problem, arrays, module.default_config(problem, q.device), final_state=initial_state).o
+    torch.autograd.graph.increment_version(arrays.initial_state)
+    config = module.default_config(problem, device)
+    with _without_autocast(device.type):
+        if key is not None and hasattr(module, "planned"):
+            return _planned(key, module, problem, arrays, config, arrays.initial_state).o
+        return module.step(problem, arrays, config, final_state=arrays.initial_state).o
 
 
 @torch.library.register_fake("kdakit::step_", lib=_LIBRARY)
@@ -159,7 +197,7 @@ def _backward(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
 ):  # fmt: skip
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe_real(arrays, op, options, needs_grad=True)
+    problem = _describe_real(arrays, op, Options.decode(options), needs_grad=True)
     module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
     with _without_autocast(q.device.type):
         grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))
@@ -196,11 +234,14 @@ def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
 torch.library.register_autograd("kdakit::forward", _autograd_backward, setup_context=_setup_context, lib=_LIBRARY)
 
 
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
 def unwatched(tensors) -> bool:
-    """Whether nobody would see an operator: no compiler, dispatch mode or transform is at work, and these are plain tensors."""
+    """Whether nobody would see an operator: no compiler, tracer, dispatch mode or transform is at work, and these are plain tensors."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    return all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return torch._C._get_tracing_state() is None and _PLAIN.issuperset(map(type, tensors))
 
 
 class Differentiated(torch.autograd.Function):

@@ -150,6 +150,32 @@ def captured(function):
     return replay
 
 
+@pytest.mark.parametrize("op", ["chunk", "recurrent"])
+@pytest.mark.parametrize("name", ["model", "model_packed"])
+def test_calls_that_come_again(name, op):
+    """Later calls repeat the launches of the first one: with the bits that a first call has, for whatever tensors they get."""
+    from kdakit import torch_operators
+
+    case, x, _ = inputs(name)
+
+    def shifted(a):
+        return torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape)
+
+    flipped = x._replace(q=x.q.flip(1), v=x.v.flip(1), initial_state=x.initial_state.flip(0))
+    other = [flipped, x, x._replace(k=x.q), x._replace(k=x.q.clone()), flipped._replace(k=shifted(x.k)), x._replace(g=shifted(x.g))]
+    other += [x._replace(v=x.v.transpose(1, 2).contiguous().transpose(1, 2)), x._replace(A_log=x.A_log.half()), flipped]
+    other += [x._replace(initial_state=x.initial_state.mT.contiguous().mT)]  # copied at every call
+    fresh = []
+    for y in other:
+        torch_operators._plans.clear()
+        fresh.append([o.clone() for o in call(case, y, op)])
+    torch_operators._plans.clear()
+    for _ in range(2):
+        for y, want in zip(other, fresh, strict=True):
+            assert same(call(case, y, op), want)
+    assert 5 <= len(torch_operators._plans) <= 8
+
+
 @pytest.mark.parametrize("what", ["forward", "training", "decode"])
 @pytest.mark.parametrize("name", ["model", "model_packed", "model_softplus"])
 def test_graph_capture(name, what):

@@ -117,3 +117,10 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
     from kdakit.backends.cuda import op
 
     return op.forward(problem, arrays, config), []
+
+
+def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Result, Any]:
+    """Repeated, a call is neither described nor given a backend anew; there is nothing else to prepare."""
+    from kdakit.backends.cuda import op
+
+    return op.forward(problem, arrays, config), lambda again: op.forward(problem, again, config)

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
@@ -21,7 +24,7 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if _kind(device) != "cuda" and interpreted(device) is None:
         return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "needs triton (pip install kdakit[gpu])"
     if problem.dtype == "float64" or "float64" in (problem.gate_dtype, problem.beta_dtype, problem.state_dtype):
         return "computes in float32; use backend='torch_native' for float64"
@@ -53,9 +56,7 @@ def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], st
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
-    from kdakit.backends.triton_gpu import launch
-
-    return launch.forward(problem, arrays, config)
+    return _launch().forward(problem, arrays, config)
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
@@ -65,9 +66,39 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> Result:
+    return _launch().step(problem, arrays, config, final_state)
+
+
+def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Result, Any]:
+    """`forward` or `step` of a call that is not differentiated, and a function of the tensors that repeats it, if it can be."""
+    _launch()
+    from kdakit.backends.triton_gpu import plan
+
+    return plan.planned(problem, arrays, config, final_state)
+
+
+@lru_cache
+def _launch() -> ModuleType:
+    if interpreted(None) is None:
+        hash_triton()
     from kdakit.backends.triton_gpu import launch
 
-    return launch.step(problem, arrays, config, final_state)
+    return launch
+
+
+@lru_cache
+def hash_triton() -> threading.Thread:
+    """Reads all of Triton, whose hash is part of every key in its cache, while others do something else: see `ahead`."""
+    from triton.runtime import cache
+
+    thread = threading.Thread(target=getattr(cache, "triton_key", lambda: None), daemon=True)
+    thread.start()
+    return thread
+
+
+@lru_cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _kind(device: Any) -> str:

@@ -1,20 +1,25 @@
 """First calls: the kernels of a call, and of the backward that follows it, are compiled at the same time.
 
 Triton compiles a kernel when it is first launched, so a first training step would wait for nine compilations in turn, the slowest of which
-takes a third of the time. Its compiler leaves the interpreter's lock alone, so threads are enough.
+takes a third of the time, and then for nine runs of a C compiler, which makes the launcher of each. Triton's compiler leaves the
+interpreter's lock alone, so threads are enough.
+
+With everything in Triton's cache a first call imports the kernels, hashes their sources to look them up, and hashes Triton itself, 400 MB,
+which `hash_triton` does beside the rest.
 """
 
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 
-from kdakit.backends.triton_gpu import launch, training
+from kdakit.backends.triton_gpu import hash_triton, launch, training
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.problem import Arrays, Problem
 
@@ -34,9 +39,26 @@ def compile_all(problem: Problem, arrays: Arrays, config: Config) -> None:
     if key in _ready:
         return
     _ready.add(key)
-    with ThreadPoolExecutor(WORKERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        for kernel, args, constants, options in reversed(launches(problem, arrays, config)):  # the slowest is the last
+    wanted = launches(problem, arrays, config)
+    for kernel, *_ in wanted:
+        kernel.cache_key  # noqa: B018  the hash of its source and of all it calls, kept there
+    hash_triton().join()
+    with _Compilers(WORKERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for kernel, args, constants, options in reversed(wanted):  # the slowest is the last
             kernel.warmup(*args, grid=(1,), **constants, **options)
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile a kernel and then its launcher."""
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future:  # type: ignore[override]
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # what it makes stays in Triton's cache
+    return kernel
 
 
 def launches(problem: Problem, arrays: Arrays, config: Config) -> list[tuple[Any, tuple, dict, dict]]:
@@ -52,5 +74,7 @@ def launches(problem: Problem, arrays: Arrays, config: Config) -> list[tuple[Any
             d_final = None
             if problem.options.output_final_state:
                 d_final = torch.empty(problem.state_shape, device="meta")
-            training.backward(problem, arrays, kept, torch.empty_like(arrays.v), d_final, config)
+            # Not torch.empty_like, which for tensors without memory imports sympy: seconds.
+            d_o = torch.empty(arrays.v.shape, dtype=arrays.v.dtype, device="meta")
+            training.backward(problem, arrays, kept, d_o, d_final, config)
     return recorded

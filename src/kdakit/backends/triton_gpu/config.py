@@ -84,15 +84,17 @@ def chip_of(device: Any) -> Chip:
     import torch
 
     device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return CHIPS["sm_90"]
-    return _chip_of(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return _chip_of("cuda", torch.cuda.current_device())
+    return _chip_of(device.type, device.index)
 
 
 @lru_cache
-def _chip_of(index: int) -> Chip:
+def _chip_of(kind: str, index: int | None) -> Chip:
     import torch
 
+    if kind != "cuda" or not torch.cuda.is_available():
+        return CHIPS["sm_90"]
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return CHIPS.get(properties.gcnArchName.partition(":")[0], CHIPS["gfx942"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,10 +29,11 @@ FAR = 2**24  # elements: within a chunk offsets are 32-bit
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 _compiled: dict[Any, Any] = {}
 _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
+_seen: ContextVar[list | None] = ContextVar("seen", default=None)
 
 
-def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> None:
-    """Run `kernel` on `grid` programs; `args` and those of `constants` that it has are its parameters.
+def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> Any:
+    """Run `kernel` on `grid` programs; `args` and those of `constants` that it has are its parameters. Returns the compiled kernel.
 
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
@@ -45,14 +47,63 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
             record.append((kernel, args, named, options))
         elif grid:
             kernel[(grid,)](*args, **named)
-        return
+        return None
     key = kernel, torch.cuda.current_device(), *options.values(), *values, *map(_specialised, args)
     compiled = _compiled.get(key)
     if compiled is None:
         named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
-        _compiled[key] = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
-    elif grid:
-        compiled[(grid, 1, 1)](*args, *values)
+        compiled = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
+        _compiled[key] = compiled
+    else:
+        start(compiled, grid, args, values)
+    return compiled
+
+
+def start(compiled, grid: int, args: Iterable, values: Iterable) -> None:
+    """What Triton does once it has found the compiled kernel, less its calls of hooks that nobody has set."""
+    if not grid:
+        return
+    driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
+    stream = driver.get_current_stream(driver.get_current_device())
+    run = compiled.run  # loads the kernel when asked for the first time
+    enter, leave, about = hooks.launch_enter_hook, hooks.launch_exit_hook, None
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        about = compiled.launch_metadata((grid, 1, 1), stream, *args, *values)
+    else:
+        enter = leave = None
+    run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, about, enter, leave, *args, *values)
+
+
+class Launch:
+    """A kernel with its grid and all its parameters but the tensors, for calls that come again.
+
+    What Triton specialises on is then settled but for the tensors, so that a compiled kernel is found by
+
+        (device, dtype of each tensor, which of them start at a multiple of 16 bytes)
+
+    and gets addresses: Triton would ask each tensor for its own, and the driver whose it is.
+    """
+
+    def __init__(self, kernel, grid: int, numbers: tuple, constants: dict[str, Any], **options: int):
+        self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
+        self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)  # constants come last
+        self.compiled: dict[Any, Any] = {}
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        compiled = None
+        if _recorded.get() is None:
+            addresses = [None if x is None else x.data_ptr() for x in tensors]
+            key = tensors[0].get_device(), *[x and x % 16 for x in addresses], *[None if x is None else x.dtype for x in tensors]
+            compiled = self.compiled.get(key)
+        if compiled is not None:
+            start(compiled, self.grid, addresses, self.rest)
+        else:
+            compiled = launch(self.kernel, self.grid, (*tensors, *self.numbers), self.constants, **self.options)
+            if compiled is None:
+                return
+            self.compiled[key] = compiled
+        if (seen := _seen.get()) is not None:
+            seen.append((compiled, self.grid, tensors, self.rest))
 
 
 @contextlib.contextmanager
@@ -65,6 +116,16 @@ def recording() -> Iterator[list]:
         _recorded.reset(token)
 
 
+@contextlib.contextmanager
+def watching() -> Iterator[list]:
+    """Within, every `Launch` that runs adds (compiled kernel, grid, tensors, other parameters) to the list."""
+    token = _seen.set(seen := [])
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
+
+
 def _specialised(x: Any) -> Any:
     """What Triton compiles a kernel parameter for."""
     kind = type(x)
@@ -75,37 +136,53 @@ def _specialised(x: Any) -> Any:
     return x.dtype, x.data_ptr() % 16 == 0
 
 
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Of q, k, v, g and beta. Equal layouts are one object, see `_layout`."""
+
+    near: bool  # whether the kernels can read them
+    align: int
+    strides: dict[str, tuple[int, ...]]  # "q": (batch, token, head) in units of `align` elements; "b" in elements
+
+
 class Views(NamedTuple):
-    """The token tensors with unit stride in their last dimension, their other strides in units of `align` elements."""
+    """The token tensors with unit stride in their last dimension."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     g: torch.Tensor
-    align: int
-    strides: dict[str, tuple[int, int, int]]  # "q": (batch, token, head)
+    layout: Layout
+
+    @property
+    def align(self) -> int:
+        return self.layout.align
+
+    @property
+    def strides(self) -> dict[str, tuple[int, ...]]:
+        return self.layout.strides
 
 
 def views(arrays: Arrays) -> Views:
     """Strides are honoured; only a tensor whose channels are not adjacent in memory, or whose tokens lie absurdly far apart, is copied."""
     q, k, v, g, beta = arrays[:5]
     layouts = (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), (g.shape, g.stride())
-    near, align, strides = _layout(layouts, beta.stride())
-    if not near:
-        near = [_layout((layout,), ())[0] for layout in layouts]
+    layout = _layout(layouts, beta.stride())
+    if not layout.near:
+        near = [_layout((x,), ()).near for x in layouts]
         q, k, v, g = (x if keep else x.contiguous() for x, keep in zip((q, k, v, g), near, strict=True))
-        _, align, strides = _layout(tuple((x.shape, x.stride()) for x in (q, k, v, g)), beta.stride())
-    return Views(q, k, v, g, align, strides)
+        layout = _layout(tuple((x.shape, x.stride()) for x in (q, k, v, g)), beta.stride())
+    return Views(q, k, v, g, layout)
 
 
 @lru_cache(maxsize=1024)
-def _layout(layouts: tuple, beta: tuple) -> tuple[bool, int, dict]:
-    """Of tensors' (shape, strides): whether the kernels can read them, and what `Views` says of them."""
+def _layout(layouts: tuple, beta: tuple) -> Layout:
+    """Of tensors' (shape, strides)."""
     near = all((stride[3] == 1 or shape[3] == 1) and stride[1] < FAR for shape, stride in layouts)
     own = [[s if n > 1 else 0 for s, n in zip(stride[:3], shape[:3], strict=True)] for shape, stride in layouts]
     align = math.gcd(16, *(s for strides in own for s in strides))
     strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=False)}
-    return near, align, strides | {"b": beta}
+    return Layout(near, align, strides | {"b": beta})
 
 
 def chunk_slots(problem: Problem, C: int) -> int:
@@ -143,82 +220,74 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
 
 
 @lru_cache(maxsize=1024)
-def prepare_constants(problem: Problem, config: Config, align: int) -> dict[str, Any]:
-    o = problem.options
-    return dict(
-        K=problem.K, KP=padded(problem.K), C=config.chunk, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
-        ALIGN=align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
+def _prepare(problem: Problem, config: Config, layout: Layout) -> Launch:
+    o, C, strides = problem.options, config.chunk, layout.strides
+    numbers = (
+        problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
+        *strides["q"], *strides["k"], *strides["g"], *strides["b"],
+    )  # fmt: skip
+    constants = dict(
+        K=problem.K, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
+        ALIGN=layout.align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
         HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
         PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
         HAS_LOWER=problem.needs_grad, BOUNDED=bounded(problem),
     )  # fmt: skip
+    registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
+    kernel, grid = prepare_normed_kernel if config.normed else prepare_kernel, chunk_slots(problem, C) * problem.HV
+    return Launch(kernel, grid, numbers, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
 
 
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
     """Stage intra of every chunk."""
-    o, C = problem.options, config.chunk
     space = workspace(problem, config, arrays.q.device)
-    if space.slots == 0:
-        return space
-    args = (
-        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, space.tiles, space.squares, space.decay,
-        space.beta, space.lower, space.solved, problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale,
-        o.lower_bound or 0.0,
-        *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
-    )  # fmt: skip
-    constants = prepare_constants(problem, config, x.align)
-    registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
-    kernel = prepare_normed_kernel if config.normed else prepare_kernel
-    launch(kernel, space.slots * problem.HV, args, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
+    if space.slots:
+        _prepare(problem, config, x.layout)(
+            x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, space.tiles, space.squares, space.decay,
+            space.beta, space.lower, space.solved,
+        )  # fmt: skip
     return space
 
 
 @lru_cache(maxsize=1024)
-def scan_constants(problem: Problem, config: Config, align: int) -> dict[str, Any]:
-    o = problem.options
-    return dict(
+def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpoint: int) -> tuple[Launch, Launch]:
+    """The scan of sequences in `number` parts, and before it that of their parts: see `parts`."""
+    o, NT, HV = problem.options, -(-problem.T // config.chunk), problem.HV
+    constants = dict(
         K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=config.chunk, S=config.half, GROUP=config.group,
-        ALIGN=align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
+        ALIGN=layout.align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
         PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state,
         HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
     )  # fmt: skip
+    options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {})
+    numbers = problem.T, problem.N, NT, HV, *layout.strides["v"], max(1, o.chunk_size // config.chunk), checkpoint, number
+    grid = problem.N * HV * -(-problem.V // config.block_v) * number
+    of_parts = problem.N * HV * (number - 1) * (padded(problem.V) + padded(problem.K)) // config.block_v
+    return (
+        Launch(scan_kernel, grid, numbers, constants, **options),
+        Launch(parts_kernel, of_parts, (problem.T, NT, HV, number, *layout.strides["v"]), constants, **options),
+    )
 
 
 def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
     """Stages state and output of every sequence."""
-    o, C, device = problem.options, config.chunk, arrays.q.device
+    o, device = problem.options, arrays.q.device
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
     final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
-    grid = problem.N * problem.HV * -(-problem.V // config.block_v)
-    if grid:
-        constants = scan_constants(problem, config, x.align)
-        number, parts = split(problem, arrays, x, space, config, constants) if config.split else (1, None)
-        args = (
+    if problem.N:
+        number = parts(problem, config) if config.split else 1
+        scan_all, scan_parts = _scan(problem, config, x.layout, number, CHECKPOINT)
+        made = space.decay if config.split else None
+        if config.split and (number > 1 or _recorded.get() is not None):  # compiled even then, so that a longer sequence finds it
+            KP, VP = padded(problem.K), padded(problem.V)
+            made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=device)
+            scan_parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made)
+        scan_all(
             x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
-            offsets, space.checkpoints, parts, problem.T, problem.N, -(-problem.T // C), problem.HV, *x.strides["v"],
-            max(1, o.chunk_size // C), CHECKPOINT, number,
+            offsets, space.checkpoints, made,
         )  # fmt: skip
-        registers = {"maxnreg": config.registers} if config.registers else {}
-        launch(scan_kernel, grid * number, args, constants, num_warps=config.scan_warps, **registers)
     return Result(out, final, states)
-
-
-def split(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, constants: dict) -> tuple[int, torch.Tensor]:
-    """Into how many parts sequences are split, and what leads from part to part: see `parts`."""
-    number = parts(problem, config)
-    if number == 1 and _recorded.get() is None:  # compiled even then, so that a longer sequence finds it
-        return number, space.decay
-    KP, VP = constants["KP"], constants["VP"]
-    made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=arrays.q.device)
-    args = (
-        x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made,
-        problem.T, -(-problem.T // config.chunk), problem.HV, number, *x.strides["v"],
-    )  # fmt: skip
-    grid = problem.N * problem.HV * (number - 1) * (VP + KP) // config.block_v
-    registers = {"maxnreg": config.registers} if config.registers else {}
-    launch(parts_kernel, grid, args, constants, num_warps=config.scan_warps, **registers)
-    return number, made
 
 
 def intermediate_states(problem: Problem, arrays: Arrays):
@@ -236,6 +305,8 @@ def intermediate_states(problem: Problem, arrays: Arrays):
 
 def contiguous_parameters(arrays: Arrays) -> Arrays:
     """The small tensors as the kernels index them."""
+    if all(x is None or x.is_contiguous() for x in arrays[5:9]):
+        return arrays
     A_log, dt_bias, initial_state, cu_seqlens = (x if x is None or x.is_contiguous() else x.contiguous() for x in arrays[5:9])
     return Arrays(*arrays[:5], A_log, dt_bias, initial_state, cu_seqlens, *arrays[9:])
 
@@ -257,10 +328,25 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
         return result, training.saved(problem, arrays, x, space, config)
 
 
+@lru_cache(maxsize=1024)
+def _step(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
+    o, strides = problem.options, layout.strides
+    numbers = (
+        problem.T, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
+        *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["b"],
+    )  # fmt: skip
+    constants = dict(
+        K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=config.step_block_v, ALIGN=layout.align,
+        VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
+        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state, HAS_FINAL=has_final,
+    )  # fmt: skip
+    grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
+    return Launch(step_kernel, grid, numbers, constants, num_warps=config.step_warps)
+
+
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> Result:
     """The token recurrence in one launch. final_state: where the state goes, perhaps over the initial one, of which every program reads and
     writes a part of its own."""
-    o = problem.options
     if final_state is not None and not final_state.is_contiguous():
         result = step(problem.replace(output_final_state=True), arrays, config)
         return result._replace(final_state=final_state.copy_(result.final_state))
@@ -268,23 +354,13 @@ def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Te
     x = views(arrays)
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
     final = final_state
-    if final is None and o.output_final_state:
+    if final is None and problem.options.output_final_state:
         final = torch.empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype), device=x.v.device)
-    grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
-    if grid:
-        args = (
-            x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, out, arrays.initial_state, final,
-            problem.T, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
-            *x.strides["q"], *x.strides["k"], *x.strides["v"], *x.strides["g"], *x.strides["b"],
-        )  # fmt: skip
-        constants = dict(
-            K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=config.step_block_v, ALIGN=x.align,
-            VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
-            HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state,
-            HAS_FINAL=final is not None,
-        )  # fmt: skip
+    if problem.N:
         with on_device(arrays.q):
-            launch(step_kernel, grid, args, constants, num_warps=config.step_warps)
+            _step(problem, config, x.layout, final is not None)(
+                x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, out, arrays.initial_state, final
+            )
     return Result(out, final)
 
 

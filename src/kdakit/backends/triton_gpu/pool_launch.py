@@ -68,25 +68,32 @@ class Log(NamedTuple):
 
 def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config) -> torch.Tensor:
     """One launch."""
-    o, storage, cut = problem.options, pool.storage, cut_for("decode", pool)
+    storage = pool.storage
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
-    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
-    if grid == 0 or problem.T == 0:
-        return out
-    args = (
-        x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, storage.states, storage.scales, storage.residual,
-        slots.contiguous(), pool.generation, problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
-        *x.strides["q"], *x.strides["k"], *x.strides["v"], *x.strides["g"], *x.strides["b"],
+    if problem.N and problem.T:
+        with on_device(arrays.q):
+            _decode(problem, x.layout, pool.sizes, pool.capacity, cut_for("decode", pool))(
+                x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, storage.states, storage.scales, storage.residual,
+                slots.contiguous(), pool.generation,
+            )  # fmt: skip
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode(problem: Problem, layout: launches.Layout, sizes: Any, capacity: int, cut: Cut) -> launches.Launch:
+    o, strides = problem.options, layout.strides
+    numbers = (
+        problem.T, problem.H, problem.HV, capacity, o.scale, o.lower_bound or 0.0,
+        *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["b"],
     )  # fmt: skip
     constants = _activations(problem) | dict(
-        K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v, ALIGN=x.align, V_FIRST=pool.sizes.state_v_first,
-        FEEDBACK=pool.sizes.feedback, SINGLE=problem.T == 1,
+        K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v, ALIGN=layout.align, V_FIRST=sizes.state_v_first,
+        FEEDBACK=sizes.feedback, SINGLE=problem.T == 1,
     )  # fmt: skip
-    with on_device(arrays.q):
-        launches.launch(decode_kernel, grid, args, constants, num_warps=cut.warps)
-    return out
+    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
+    return launches.Launch(decode_kernel, grid, numbers, constants, num_warps=cut.warps)
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):

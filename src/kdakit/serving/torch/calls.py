@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kdakit import dispatch
-from kdakit.problem import Arrays, Problem, check_devices
-from kdakit.serving.arguments import check_accepted, check_drafts, describe
+from kdakit.problem import Arrays, Problem, Spec, check_devices
+from kdakit.serving.arguments import PoolSizes, check_accepted, check_drafts, describe
 from kdakit.serving.torch.pool import Rows, Slots, StatePool
 
 
@@ -145,15 +146,26 @@ def _count(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> T
 
 
 def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options: dict[str, Any]):
-    for name, x in arrays._asdict().items():
+    for name, x in zip(Arrays._fields, arrays, strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    check_devices(arrays)
-    if arrays.q.device != pool.device:
-        raise ValueError(f"q must be on the pool's device {pool.device}, got {arrays.q.device}")
     given = pool.device_slots(slots)
-    problem = describe(call, "recurrent", pool.sizes, arrays, len(given), options)
+    specs = [None if x is None else (x.shape, x.dtype, x.device) for x in arrays]
+    try:
+        problem = _described(call, pool.sizes, pool.device, given.shape[0], *specs, **options)
+    except TypeError:  # an option of a wrong type, perhaps one that cannot be looked up: it says which
+        problem = _described.__wrapped__(call, pool.sizes, pool.device, given.shape[0], *specs, **options)
     return problem, given, dispatch.select("torch", problem, arrays.q.device, backend)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _described(call: str, sizes: PoolSizes, device: torch.device, rows: int, /, *specs: tuple | None, **options: Any) -> Problem:
+    """A call like an earlier one is not described, nor checked, anew."""
+    arrays = Arrays(*(None if x is None else Spec(*x) for x in specs))
+    check_devices(arrays)
+    if arrays.q.device != device:
+        raise ValueError(f"q must be on the pool's device {device}, got {arrays.q.device}")
+    return describe(call, "recurrent", sizes, arrays, rows, options)
 
 
 def _decode(problem: Problem, arrays: Arrays, pool: StatePool, rows: Rows, module: ModuleType) -> Tensor:

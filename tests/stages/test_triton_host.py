@@ -1,0 +1,163 @@
+"""The host side of the Triton backend, without a GPU: what a launch is found by, what it hands over, what a first call imports."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+triton = pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kdakit.backends import triton_gpu  # noqa: E402
+from kdakit.backends.triton_gpu import ahead, launch, plan  # noqa: E402
+from kdakit.backends.triton_gpu.recurrent import step_kernel  # noqa: E402
+from kdakit.cases import CASES  # noqa: E402
+from kdakit.cli import checking  # noqa: E402
+
+CASE = CASES["lower_bound"]
+PROBLEM = CASE.problem("bfloat16").replace(op="recurrent")
+
+
+def tensors():
+    return checking.to_torch(CASE.arrays("bfloat16"), CASE.dtypes("bfloat16"), "cpu")
+
+
+def moved(x, elements):
+    """The same values, so many elements behind the beginning of their memory."""
+    return torch.cat([x.new_zeros(elements), x.flatten()])[elements:].view(x.shape)
+
+
+def forget():
+    for made in (launch._prepare, launch._scan, launch._step):
+        made.cache_clear()
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """In place of Triton: `compiled` holds what had to be compiled, `started` what the compiled kernels were given."""
+    seen = types.SimpleNamespace(compiled=[], started=[])
+
+    def compile_and_launch(kernel, grid, args, constants, **options):
+        seen.compiled.append((args, constants))
+        return kernel
+
+    monkeypatch.setattr(launch, "launch", compile_and_launch)
+    monkeypatch.setattr(launch, "start", lambda kernel, grid, args, values: seen.started.append((kernel, grid, [*args, *values])))
+    forget()
+
+    def step(arrays, problem=PROBLEM):
+        """(kernels compiled, kernels found) by a call."""
+        before = len(seen.compiled), len(seen.started)
+        launch.step(problem, arrays, triton_gpu.default_config(problem, "cpu"))
+        return len(seen.compiled) - before[0], len(seen.started) - before[1]
+
+    seen.step = step
+    yield seen
+    forget()  # launches hold what this fixture compiled
+
+
+def test_a_launch_is_found_by_what_triton_specialises_on(watched):
+    x = tensors()
+    assert watched.step(x) == (1, 0)
+    assert watched.step(x) == watched.step(x._replace(q=x.q.clone())) == (0, 1)
+    other = [
+        x._replace(q=moved(x.q, 1)),  # not at a multiple of 16 bytes
+        x._replace(A_log=moved(x.A_log, 1)),
+        x._replace(A_log=x.A_log.half()),
+        x._replace(q=x.q.transpose(1, 2).contiguous().transpose(1, 2)),  # the same sizes, other strides
+        x._replace(beta=x.beta.repeat_interleave(2, 1)[:, ::2]),
+    ]
+    for y in other:
+        assert watched.step(y) == (1, 0)
+        assert watched.step(y) == (0, 1)
+    for changes in (dict(scale=0.3), dict(lower_bound=-4.0), dict(state_v_first=True, needs_grad=True)):
+        assert watched.step(x, PROBLEM.replace(**changes)) == (1, 0)
+    assert watched.step(x) == (0, 1)
+
+
+def test_a_launch_hands_over_what_the_kernel_names(watched):
+    """Found again, a kernel gets addresses in place of tensors and otherwise what it was compiled with, in the order of its parameters."""
+    x = tensors()
+    watched.step(x)
+    watched.step(x)
+    (args, constants), (kernel, grid, given) = watched.compiled[0], watched.started[0]
+    assert kernel is step_kernel and grid == PROBLEM.N * PROBLEM.HV * -(-PROBLEM.V // constants["BV"])
+    assert len(given) == len(step_kernel.arg_names)
+    named, first = dict(zip(step_kernel.arg_names, given, strict=True)), dict(zip(step_kernel.arg_names, args, strict=False))
+    fresh = ("p_o", "p_final")
+    for name, value in (first | constants).items():
+        if name not in fresh:
+            assert named[name] == (value.data_ptr() if isinstance(value, torch.Tensor) else value), name
+    assert named["p_q"] == x.q.data_ptr() and named["p_cu_seqlens"] is None and named["T"] == PROBLEM.T
+
+
+def roles(watched, arrays, result):
+    """Of all that kernels were started with: grids, numbers, and whose address an address is; scratch by the order in which it is met."""
+    names = {x.data_ptr(): name for name, x in [*arrays._asdict().items(), *result._asdict().items()] if x is not None}
+    scratch: dict[int, int] = {}
+    out = []
+    for kernel, grid, given in watched.started:
+        pointers = [name for name in kernel.arg_names if name.startswith("p_")]
+        whose = [None if a is None else names.get(a) or scratch.setdefault(a, len(scratch)) for a in given[: len(pointers)]]
+        out.append((kernel.__name__, grid, whose, given[len(pointers) :]))
+    return out
+
+
+@pytest.mark.parametrize("op, in_place", [("chunk", False), ("recurrent", False), ("recurrent", True)])
+def test_a_plan_repeats_the_launches(op, in_place, watched):
+    problem, first = PROBLEM.replace(op=op), tensors()
+    config = triton_gpu.default_config(problem, "cpu")
+    for _ in range(2):  # compiled by the first, found by the second
+        watched.started.clear()
+        result, repeat = plan.planned(problem, first, config, first.initial_state if in_place else None)
+    want = roles(watched, first, result)
+    assert len(want) == (2 if op == "chunk" else 1)
+    again = tensors()
+    watched.started.clear()
+    result = repeat(again)
+    assert roles(watched, again, result) == want
+    assert (result.final_state is again.initial_state) == in_place
+    assert repeat.bytes == 0 if op == "recurrent" else repeat.bytes % 4 == 0 and len(repeat.offsets) == 4
+
+
+def test_no_plan_where_something_is_copied_or_unclear(watched):
+    x, config = tensors(), triton_gpu.default_config(PROBLEM, "cpu")
+    for y in (x._replace(k=x.q), x._replace(q=x.q.mT.contiguous().mT), x._replace(initial_state=x.initial_state.mT.contiguous().mT)):
+        for _ in range(2):
+            assert plan.planned(PROBLEM, y, config)[1] is None
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter has no hooks")
+def test_hooks_are_called_where_there_are_any(monkeypatch):
+    ran = []
+    compiled = types.SimpleNamespace(
+        run=lambda *args: ran.append(args), function="function", packed_metadata="packed",
+        launch_metadata=lambda grid, stream, *args: (grid, stream, args),
+    )  # fmt: skip
+    driver = types.SimpleNamespace(get_current_device=lambda: 3, get_current_stream=lambda device: 10 + device)
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=driver))
+    hooks = triton.knobs.runtime
+    assert not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    launch.start(compiled, 7, (1, 2), (3,))
+    assert ran.pop() == (7, 1, 1, 13, "function", "packed", None, None, None, 1, 2, 3)
+    hooks.launch_exit_hook.add(print)
+    try:
+        launch.start(compiled, 7, (1, 2), (3,))
+    finally:
+        hooks.launch_exit_hook.remove(print)
+    about = ((7, 1, 1), 13, (1, 2, 3))
+    assert ran.pop() == (7, 1, 1, 13, "function", "packed", about, hooks.launch_enter_hook, hooks.launch_exit_hook, 1, 2, 3)
+    launch.start(compiled, 0, (1, 2), (3,))
+    assert not ran
+
+
+@pytest.mark.parametrize("name", ["lower_bound", "grouped"])
+def test_looking_ahead_does_without_sympy(name, monkeypatch):
+    """PyTorch imports it, which takes seconds, for some operations on tensors without memory."""
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    case = CASES[name]
+    problem = case.problem("bfloat16", needs_grad=True)
+    arrays = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")
+    assert len(ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))) >= 7
