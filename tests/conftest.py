@@ -5,4 +5,4 @@ test_jax.py verifies a few cases with the default flags in a process of its own.
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
