@@ -248,7 +248,7 @@ SHARDED = """
 
 def test_sharded_batch_and_heads():
     """On 8 host devices: with jit's own partitioning and with shard_map, gradients of replicated parameters included."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(SHARDED)], env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
                          capture_output=True, text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]

@@ -1,9 +1,10 @@
-"""Groups of ranks, forked from a process that has imported what they all need: python forked.py JOBS, a JSON file.
+"""Groups of ranks, forked from a process that has imported what they all need: python forked.py JOBS MODULE .., JOBS being a JSON file.
 
 A job is [SCRIPT, SIZE, FOLDER, TIMEOUT, ARGUMENT, ...]: SIZE processes of the script with RANK SIZE STORE and the arguments as theirs. Jobs
 run one after another. Prints a JSON list of [exit code, stderr] for each, a rank each; the code of one that was killed is negative.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -11,12 +12,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-
-import torch.distributed  # noqa: F401
-from torch.distributed.device_mesh import init_device_mesh  # noqa: F401
-
-import kdakit.parallel.heads
-import kdakit.parallel.torch  # noqa: F401
 
 
 def become(script, rank, size, folder, arguments):
@@ -56,4 +51,6 @@ def run(script, size, folder, timeout, *arguments):
 
 
 if __name__ == "__main__":
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     print(json.dumps([run(*job) for job in json.loads(Path(sys.argv[1]).read_text())]))

@@ -19,14 +19,14 @@ RANKS = Path(__file__).parent / "ranks.py"
 SIZES = (1, 2, 3, 4, 8)
 
 
-def launch(tmp, *jobs, timeout=300):
+def launch(tmp, *jobs, timeout=300, imports=()):
     """Groups of processes: a job is (script, size, argument, ..); for each, the ranks' (exit code, stderr). See forked.py."""
     listed = []
     for i, (script, size, *arguments) in enumerate(jobs):
         (tmp / f"job{i}").mkdir()
         listed.append([str(script), size, str(tmp / f"job{i}"), timeout, *map(str, arguments)])
     (tmp / "forked.json").write_text(json.dumps(listed))
-    command = [sys.executable, RANKS.with_name("forked.py"), tmp / "forked.json"]
+    command = [sys.executable, RANKS.with_name("forked.py"), tmp / "forked.json", "kdakit.parallel.torch", *imports]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -187,6 +187,7 @@ def test_a_convolution_reads_over_the_border(tmp_path):
 
 def test_the_model_cut_over_context_heads_and_data(tmp_path):
     """Eight ranks as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences: loss and every gradient equal those of one process."""
-    (ended,) = launch(tmp_path, (RANKS.with_name("model_ranks.py"), 8))
+    imports = ("kdakit.backends.triton_gpu", "kdakit.models.torch", "torch._dynamo", "torch.distributed.tensor.parallel")
+    (ended,) = launch(tmp_path, (RANKS.with_name("model_ranks.py"), 8), imports=imports)
     for rank, (code, err) in enumerate(ended):
         assert code == 0, (rank, err)
