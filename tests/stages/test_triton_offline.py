@@ -17,10 +17,11 @@ from itertools import product
 import pytest
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
-# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads
+# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads, float32 that compiles sooner
 PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
-            ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
-TAKEN = {target: (0, 2, 3) for target in ("sm_80", "sm_89", "sm_100")} | {"sm_90": range(5), "gfx942": range(5)}
+            ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4), ("float32", 64, 64, True, 96))  # fmt: skip
+TAKEN = dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0, 2, 5)) | {"sm_90": range(5), "gfx942": range(5)}
+TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
 # The same instructions, less shared memory: what both launch alike is compiled for the first, and held to the second's limit.
 TWINS = {"sm_80": "sm_89"}
 FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
@@ -99,76 +100,75 @@ def _case(dtype: str, K: int, V: int, bounded: bool, H: int):
     return Case("offline", "", T=1, H=H, HV=H, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
 
 
-def compile_all(target: str, every: bool = False) -> None:
+def offline_driver(chip):
+    """As much of a GPU driver as a compilation asks for."""
     import torch
     from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
 
-    from kdakit.backends.triton_gpu import ahead
-    from kdakit.backends.triton_gpu import config as configs
-    from kdakit.problem import Arrays
-
-    chip = configs.CHIPS[target]
-    gpu = GPUTarget("hip", target, 64) if chip.hip else GPUTarget("cuda", int(target[3:]), 32)
+    gpu = GPUTarget("hip", chip.name, 64) if chip.hip else GPUTarget("cuda", int(chip.name[3:]), 32)
 
     class Driver:
-        """As much of a GPU driver as a compilation asks for."""
+        get_current_target = staticmethod(lambda: gpu)
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+        is_active = staticmethod(lambda: True)
+        map_python_to_cpp_type = staticmethod(lambda name: name)
 
-        def get_current_target(self):
-            return gpu
+    return Driver()
 
-        def get_current_device(self):
-            return 0
 
-        def get_current_stream(self, device=None):
-            return 0
+def problem_of(dtype: str, K: int, V: int, bounded: bool, H: int, T: int):
+    """A problem, and arrays that have its shapes and dtypes only."""
+    import torch
 
-        def get_active_torch_device(self):
-            return torch.device("cpu")
+    from kdakit.problem import Arrays
 
-        def is_active(self):
-            return True
+    case = _case(dtype, K, V, bounded, H)
+    shapes = [None if x is None else (1, T, *x.shape[2:]) if x.shape[:2] == (1, 1) else x.shape for x in case.arrays(dtype)[:5]]
+    shapes += [None if x is None else x.shape for x in case.arrays(dtype)[5:]]
+    arrays = Arrays(*(None if s is None else torch.empty(s, dtype=getattr(torch, d), device="meta")
+                      for s, d in zip(shapes, case.dtypes(dtype), strict=True)))  # fmt: skip
+    return case.problem(dtype).replace(T=T), arrays
 
-        def map_python_to_cpp_type(self, name):
-            return name
 
-    driver.set_active(Driver())
-    seen: set[int] = set()
+def compile_all(target: str, every: bool = False) -> None:
+    from triton.runtime import driver
+
+    from kdakit.backends.triton_gpu import ahead, launch
+    from kdakit.backends.triton_gpu import config as configs
+
+    chip, seen = configs.CHIPS[target], set()
     smaller = configs.CHIPS[TWINS[target]] if target in TWINS and not every else None
     larger = next((configs.CHIPS[first] for first, second in TWINS.items() if second == target and not every), None)
+    driver.set_active(offline_driver(chip))
 
-    def alike(problem, arrays, other):
-        """What `other` launches for the problem, to compare with: kernel, constants and options are all that differs between chips."""
-        return [(x[0], *x[2:]) for x in ahead.launches(problem, arrays, configs.choose(problem, other))] if other else []
+    def key(kernel, args, constants, options):
+        return kernel.__name__, list(map(launch._specialised, args)), constants, options
+
+    def launches(problem, arrays, chip):
+        return [(key(*x), x) for x in ahead.launches(problem, arrays, configs.choose(problem, chip))] if chip else []
 
     def compile_launches(problem, arrays, longer):
-        done, limited = alike(problem, arrays, larger), alike(problem, arrays, smaller)
-        for kernel, args, constants, options in ahead.launches(problem, arrays, configs.choose(problem, chip)):
-            facts = dict(kernel=kernel.__name__, problem=str(problem), new=not longer)
-            if (kernel, constants, options) in done:
-                print(json.dumps(facts | dict(elsewhere=True)), flush=True)
-                continue
-            made = kernel.warmup(*args, grid=(1,), **constants, **options)
-            if longer and id(made) in seen:
-                continue
-            seen.add(id(made))
-            limit = min(chip.shared_memory, smaller.shared_memory) if (kernel, constants, options) in limited else chip.shared_memory
-            sizes = dict(shared=made.metadata.shared, limit=limit, elsewhere=False, **resources(made))
-            print(json.dumps(facts | sizes), flush=True)
+        done, limited = ([k for k, _ in launches(problem, arrays, other)] for other in (larger, smaller))
+        for what, (kernel, args, constants, options) in launches(problem, arrays, chip):
+            facts = dict(kernel=kernel.__name__, problem=str(problem), new=not longer, elsewhere=what in done)
+            if not facts["elsewhere"]:
+                made = kernel.warmup(*args, grid=(1,), **constants, **options)
+                if longer and id(made) in seen:
+                    continue
+                seen.add(id(made))
+                limit = min(c.shared_memory for c in ((chip, smaller) if what in limited else (chip,)))
+                facts |= dict(shared=made.metadata.shared, limit=limit, **resources(made))
+            print(json.dumps(facts), flush=True)
 
-    for index, (dtype, K, V, bounded, H) in enumerate(covering(target) if every else PROBLEMS):
+    for index, sizes in enumerate(covering(target) if every else PROBLEMS):
         if not every and index not in TAKEN[target]:
             continue
-        case = _case(dtype, K, V, bounded, H)
+        trained = every or index in TRAINED[target]
         for longer in (False,) if every else (False, True):
-            T = 1000 if longer else 128
-            problem = case.problem(dtype).replace(T=T)
-            shapes = [None if x is None else (1, T, *x.shape[2:]) if x.shape[:2] == (1, 1) else x.shape for x in case.arrays(dtype)[:5]]
-            rest = [None if x is None else x.shape for x in case.arrays(dtype)[5:]]
-            arrays = Arrays(*(None if s is None else torch.empty(s, dtype=getattr(torch, d), device="meta")
-                              for s, d in zip(shapes + rest, case.dtypes(dtype), strict=True)))  # fmt: skip
-            trained = every or index == 0 or (index == 3 and target == "sm_90")  # a backward takes a while
-            if every or index != 3 or not trained:  # so does float32, whose forward for gradients differs in what it keeps
+            problem, arrays = problem_of(*sizes, T=1000 if longer else 128)
+            if every or not trained or (index, target) == (0, "sm_90"):  # elsewhere the forward of a gradient, which keeps more, will do
                 compile_launches(problem, arrays, longer)
             compile_launches(problem.replace(op="recurrent"), arrays, longer)
             if trained:
