@@ -17,13 +17,14 @@ from itertools import product
 import pytest
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
-# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads, float32 that compiles sooner
+# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads
 PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
-            ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4), ("float32", 64, 64, True, 96))  # fmt: skip
-TAKEN = dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0, 2, 5)) | {"sm_90": range(5), "gfx942": range(5)}
+            ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
+TAKEN = dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0, 2)) | {"sm_90": range(5), "gfx942": range(5)}
 TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
-# The same instructions, less shared memory: what both launch alike is compiled for the first, and held to the second's limit.
-TWINS = {"sm_80": "sm_89"}
+# {(target, dtype): chips with the same instructions}: what they launch alike is compiled for the target, and held to their shared memory.
+# No chip has matrix instructions for float32.
+STANDS_FOR = {("sm_80", "bfloat16"): ("sm_89",), ("sm_90", "float32"): ("sm_80", "sm_89", "sm_100")}
 FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
 NVIDIA_KERNELS = {"prepare_normed_kernel", "rebuild_normed_kernel", "gradient_normed_kernel"}
 BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "restore_kernel"}
@@ -139,26 +140,29 @@ def compile_all(target: str, every: bool = False) -> None:
     from kdakit.backends.triton_gpu import config as configs
 
     chip, seen = configs.CHIPS[target], set()
-    smaller = configs.CHIPS[TWINS[target]] if target in TWINS and not every else None
-    larger = next((configs.CHIPS[first] for first, second in TWINS.items() if second == target and not every), None)
     driver.set_active(offline_driver(chip))
 
-    def key(kernel, args, constants, options):
-        return kernel.__name__, list(map(launch._specialised, args)), constants, options
-
     def launches(problem, arrays, chip):
-        return [(key(*x), x) for x in ahead.launches(problem, arrays, configs.choose(problem, chip))] if chip else []
+        """[(what is compiled, how it is launched)]."""
+        known = ahead.launches(problem, arrays, configs.choose(problem, chip))
+        return [((x[0].__name__, list(map(launch._specialised, x[1])), *x[2:]), x) for x in known]
+
+    def launched_by(what, problem, arrays, chips):
+        return [c for c in chips if what in [w for w, _ in launches(problem, arrays, configs.CHIPS[c])]]
 
     def compile_launches(problem, arrays, longer):
-        done, limited = ([k for k, _ in launches(problem, arrays, other)] for other in (larger, smaller))
+        first = [t for (t, dtype), chips in STANDS_FOR.items() if target in chips and dtype == problem.dtype and not every]
+        others = STANDS_FOR.get((target, problem.dtype), ())
         for what, (kernel, args, constants, options) in launches(problem, arrays, chip):
-            facts = dict(kernel=kernel.__name__, problem=str(problem), new=not longer, elsewhere=what in done)
-            if not facts["elsewhere"]:
+            elsewhere = bool(launched_by(what, problem, arrays, first))
+            facts = dict(kernel=kernel.__name__, problem=str(problem), new=not longer, elsewhere=elsewhere)
+            if not elsewhere:
                 made = kernel.warmup(*args, grid=(1,), **constants, **options)
                 if longer and id(made) in seen:
                     continue
                 seen.add(id(made))
-                limit = min(c.shared_memory for c in ((chip, smaller) if what in limited else (chip,)))
+                alike = (target, *launched_by(what, problem, arrays, others))
+                limit = min(configs.CHIPS[c].shared_memory for c in alike)
                 facts |= dict(shared=made.metadata.shared, limit=limit, **resources(made))
             print(json.dumps(facts), flush=True)
 
