@@ -20,11 +20,12 @@ TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 # (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads
 PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
             ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
-TAKEN = dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0, 2)) | {"sm_90": range(5), "gfx942": range(5)}
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: every problem for every target
+TAKEN = dict.fromkeys(TARGETS, range(5)) | ({} if FULL else dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0, 2)))
 TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
 # {(target, dtype): chips with the same instructions}: what they launch alike is compiled for the target, and held to their shared memory.
 # No chip has matrix instructions for float32.
-STANDS_FOR = {("sm_80", "bfloat16"): ("sm_89",), ("sm_90", "float32"): ("sm_80", "sm_89", "sm_100")}
+STANDS_FOR = {} if FULL else {("sm_80", "bfloat16"): ("sm_89",), ("sm_90", "float32"): ("sm_80", "sm_89", "sm_100")}
 FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
 NVIDIA_KERNELS = {"prepare_normed_kernel", "rebuild_normed_kernel", "gradient_normed_kernel"}
 BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "restore_kernel"}
@@ -172,7 +173,7 @@ def compile_all(target: str, every: bool = False) -> None:
         trained = every or index in TRAINED[target]
         for longer in (False,) if every else (False, True):
             problem, arrays = problem_of(*sizes, T=1000 if longer else 128)
-            if every or not trained or (index, target) == (0, "sm_90"):  # elsewhere the forward of a gradient, which keeps more, will do
+            if every or FULL or not trained or (index, target) == (0, "sm_90"):  # elsewhere the forward of a gradient, which keeps more, will do
                 compile_launches(problem, arrays, longer)
             compile_launches(problem.replace(op="recurrent"), arrays, longer)
             if trained:
