@@ -173,7 +173,7 @@ def compile_all(target: str, every: bool = False) -> None:
         trained = every or index in TRAINED[target]
         for longer in (False,) if every else (False, True):
             problem, arrays = problem_of(*sizes, T=1000 if longer else 128)
-            if every or FULL or not trained or (index, target) == (0, "sm_90"):  # elsewhere the forward of a gradient, which keeps more, will do
+            if every or FULL or not trained or (index, target) == (0, "sm_90"):  # one that keeps more stands for it
                 compile_launches(problem, arrays, longer)
             compile_launches(problem.replace(op="recurrent"), arrays, longer)
             if trained:
