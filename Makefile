@@ -8,7 +8,7 @@ WORKERS ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-gpu lint docs tables cuda test-cuda clean
+.PHONY: help venv demo test test-full test-gpu lint docs tables cuda test-cuda clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remem
 
 test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of cases and dtypes, every tile size for every GPU; over an hour
+	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu:  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py check

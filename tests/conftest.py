@@ -1,8 +1,78 @@
-"""Compile quickly, compute the same: most of the suite's time would be LLVM optimising XLA programs that run once.
+"""Compile quickly, interpret quickly, compute the same: most of the suite's time would be LLVM optimising XLA programs that run once.
 
 test_jax.py verifies a few cases with the default flags in a process of its own. Set XLA_FLAGS yourself to test with others.
 """
 
+import gc
+import hashlib
+import importlib.metadata
+import importlib.util
 import os
+import pickle
+from types import SimpleNamespace
 
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+import pytest
+
+from kdakit.cli import checking
+
+FLAGS = "--xla_backend_optimization_level=0"
+if importlib.util.find_spec("jax") and importlib.metadata.version("jax").startswith("0.10."):  # XLA aborts at a flag that it does not know
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"  # compiles twice as fast
+os.environ.setdefault("XLA_FLAGS", FLAGS)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_patch_a_launch():
+    """Triton's interpreter replaces the functions of triton.language anew at every call of a jitted helper: a third of its time."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, launched = interpreter._patch_lang, []
+
+    def patch_once(function):
+        if launched:
+            return interpreter._LangPatchScope()  # nothing changed, nothing to restore
+        scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        launched.append(scope.restore)
+        scope.restore = lambda: launched.pop()()
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_truth_a_session(tmp_path_factory):
+    """The truth of a problem and its plain recurrence's errors, once for all backends and workers: files, by what they are made of."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "truths"
+    folder.mkdir(exist_ok=True)
+    expect = checking.expect
+
+    def kept(problem, arrays, cotangents=None, operand_dtype="float32"):
+        given = pickle.dumps((problem, tuple(arrays), cotangents, operand_dtype))
+        file = folder / hashlib.sha256(given).hexdigest()
+        if not file.exists():
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_bytes(pickle.dumps(expect(problem, arrays, cotangents, operand_dtype)))
+            part.replace(file)
+        return pickle.loads(file.read_bytes())
+
+    checking.expect = kept
+
+
+# They take longest, most of them in processes of their own: begun first, none of them is what the other worker waits for at the end.
+LONG = ("test_demo_shows", "test_in_the_interpreter", "test_kernels_compile", "in_its_interpreter", "make_the_losses_of_one",
+        "test_the_model_cut", "test_bench_over_ranks")  # fmt: skip
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: garbage is looked for in what came later, and less often, which saves a tenth of tracing."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 20)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not any(name in item.name for name in LONG))

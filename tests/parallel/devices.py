@@ -82,10 +82,10 @@ def run(job):
         call = uneven_function(mesh, options, (job["case"], dtype, job["size"]))
         return {n: np.asarray(x).astype(np.float64) for n, x in call(inputs, rest, seeds, *extra).items()}
     call = function(mesh, options, (job["case"], dtype, job["size"]))
-    results = {n: np.asarray(x).astype(np.float64) for n, x in call(inputs, rest, seeds).items()}
     if job.get("text"):
-        results["text"] = call.lower(inputs, rest, seeds).compile().as_text()
-    return results
+        call = call.lower(inputs, rest, seeds).compile()
+    results = {n: np.asarray(x).astype(np.float64) for n, x in call(inputs, rest, seeds).items()}
+    return results | ({"text": call.as_text()} if job.get("text") else {})
 
 
 def halo(size, count):

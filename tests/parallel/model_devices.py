@@ -1,5 +1,7 @@
 """The JAX model on 8 host devices, cut over data, context and heads, equals the whole one. A process of its own."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,9 +103,10 @@ def main():
     mesh = jax.make_mesh((1, 4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     cu_seqlens = jnp.asarray([0, 22, 23, 23, 50, 96])
     line = tokens.reshape(1, -1), targets.reshape(1, -1)
-    compare(mesh, P(None, "context"), *line, cu_seqlens=cu_seqlens)
     compare(mesh, P(None, "context"), *line, cu_seqlens=cu_seqlens, slices=[21, 0, 40, 35])
-    compare(mesh, P(None, "context"), *line, slices=[2, 60, 1, 33])
+    if os.environ.get("KDAKIT_FULL") == "1":  # make test-full; devices.py has these of the operator alone
+        compare(mesh, P(None, "context"), *line, cu_seqlens=cu_seqlens)
+        compare(mesh, P(None, "context"), *line, slices=[2, 60, 1, 33])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from kdakit import accuracy
 from kdakit.cases import CASES, SEGMENT_CASES
 from kdakit.cli import checking
 
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+FLAGS = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
 EVERY_CASE = CASES | SEGMENT_CASES
 DEVICES = Path(__file__).parent / "devices.py"
 CHOSEN = [

@@ -19,16 +19,17 @@ RANKS = Path(__file__).parent / "ranks.py"
 SIZES = (1, 2, 3, 4, 8)
 
 
-def launch(script, size, tmp, *arguments, timeout=300):
-    """`size` processes of a script, called with RANK SIZE STORE and the arguments; their (exit code, stderr)."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = lambda rank: [sys.executable, str(script), str(rank), str(size), str(tmp / "store"), *map(str, arguments)]
-    running = [subprocess.Popen(command(rank), stderr=subprocess.PIPE, text=True, env=environment) for rank in range(size)]
-    try:
-        return [(p.returncode, err) for p in running for err in [p.communicate(timeout=timeout)[1]]]
-    finally:
-        for p in running:
-            p.kill()
+def launch(tmp, *jobs, timeout=300, imports=()):
+    """Groups of processes: a job is (script, size, argument, ..); for each, the ranks' (exit code, stderr). See forked.py."""
+    listed = []
+    for i, (script, size, *arguments) in enumerate(jobs):
+        (tmp / f"job{i}").mkdir()
+        listed.append([str(script), size, str(tmp / f"job{i}"), timeout, *map(str, arguments)])
+    (tmp / "forked.json").write_text(json.dumps(listed))
+    command = [sys.executable, RANKS.with_name("forked.py"), tmp / "forked.json", "kdakit.parallel.torch", *imports]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def random_cuts(rng, T, size):
@@ -59,7 +60,7 @@ AGAIN = len(JOBS) - 2
 def collected(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("ranks")
     (tmp / "jobs").write_text(json.dumps(JOBS))
-    ended = launch(RANKS, max(SIZES), tmp, tmp / "out", tmp / "jobs")
+    (ended,) = launch(tmp, (RANKS, max(SIZES), tmp / "out", tmp / "jobs"))
     for rank, (code, err) in enumerate(ended):
         assert code == 0, f"rank {rank}: {err}"
     return pickle.loads((tmp / "out").read_bytes())
@@ -126,23 +127,28 @@ for turn in range(3):
 """
 
 
-@pytest.mark.parametrize(
-    ("what", "messages"),
-    [
-        ("disagree", ["K must be the same on every rank of the group, got [16, 32, 16]"] * 3),
-        ("refuse", ["refused on rank 1", "beta must be one of", "refused on rank 1"]),
-        ("no_tensor", ["refused on rank 1", "q must be a torch.Tensor, got NoneType", "refused on rank 1"]),
-        ("backend", ["options must be the same on every rank"] * 3),
-        ("die", [None, "", None]),
-        ("hang", [None, "", None]),
-    ],
-)
-def test_every_rank_raises(tmp_path, what, messages):
+REFUSALS = {
+    "disagree": ["K must be the same on every rank of the group, got [16, 32, 16]"] * 3,
+    "refuse": ["refused on rank 1", "beta must be one of", "refused on rank 1"],
+    "no_tensor": ["refused on rank 1", "q must be a torch.Tensor, got NoneType", "refused on rank 1"],
+    "backend": ["options must be the same on every rank"] * 3,
+    "die": [None, "", None],
+    "hang": [None, "", None],
+}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("refused")
+    (tmp / "refusal.py").write_text(REFUSAL)
+    return dict(zip(REFUSALS, launch(tmp, *((tmp / "refusal.py", 3, what) for what in REFUSALS), timeout=120), strict=True))
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_every_rank_raises(refused, what):
     """A rank that disagrees, refuses, dies or hangs in the middle of the others' call: an error on all of them within the timeout."""
-    script = tmp_path / "refusal.py"
-    script.write_text(REFUSAL)
-    for rank, ((code, err), message) in enumerate(zip(launch(script, 3, tmp_path, what, timeout=120), messages, strict=True)):
-        assert code != 0, (rank, err)
+    for rank, ((code, err), message) in enumerate(zip(refused[what], REFUSALS[what], strict=True)):
+        assert code > 0, (rank, code, err)  # below 0: it had to be killed
         assert message is None or message in err, (rank, err)
         assert message is not None or ("Error" in err and "raised too late" not in err), (rank, err)
 
@@ -174,11 +180,14 @@ def test_a_convolution_reads_over_the_border(tmp_path):
     """Slices of 5, 0, 1 and 6 tokens, a window of four: outputs and gradients equal those of the whole."""
     script = tmp_path / "halo.py"
     script.write_text(HALO)
-    for rank, (code, err) in enumerate(launch(script, 4, tmp_path, timeout=120)):
+    (ended,) = launch(tmp_path, (script, 4), timeout=120)
+    for rank, (code, err) in enumerate(ended):
         assert code == 0, (rank, err)
 
 
 def test_the_model_cut_over_context_heads_and_data(tmp_path):
     """Eight ranks as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences: loss and every gradient equal those of one process."""
-    for rank, (code, err) in enumerate(launch(RANKS.with_name("model_ranks.py"), 8, tmp_path)):
+    imports = ("kdakit.backends.triton_gpu", "kdakit.models.torch", "torch._dynamo", "torch.distributed.tensor.parallel")
+    (ended,) = launch(tmp_path, (RANKS.with_name("model_ranks.py"), 8), imports=imports)
+    for rank, (code, err) in enumerate(ended):
         assert code == 0, (rank, err)

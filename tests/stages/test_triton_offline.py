@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for every shipped target on a machine without a GPU, within its shared memory and without heavy spills.
 
 Run as a script with a target's name it prints a JSON line per kernel. Each target has a process: wrong code for one can abort LLVM. With
-KDAKIT_EVERY_TILE=1 every row of every chip's tile sizes is compiled, forward and backward, which takes minutes a chip.
+KDAKIT_EVERY_TILE=1 (`make test-full`) every row of every chip's tile sizes is compiled, forward and backward, which takes minutes a chip.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 # (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads
 PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
             ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: every problem for every target
+TAKEN = dict.fromkeys(TARGETS, range(5)) | ({} if FULL else dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0, 2)))
+TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
+# {(target, dtype): chips with the same instructions}: what they launch alike is compiled for the target, and held to their shared memory.
+# No chip has matrix instructions for float32.
+STANDS_FOR = {} if FULL else {("sm_80", "bfloat16"): ("sm_89",), ("sm_90", "float32"): ("sm_80", "sm_89", "sm_100")}
 FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
 NVIDIA_KERNELS = {"prepare_normed_kernel", "rebuild_normed_kernel", "gradient_normed_kernel"}
 BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "restore_kernel"}
@@ -38,6 +44,8 @@ def test_kernels_compile(target):
     needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
     needed |= PLAIN_KERNELS if target in PLAIN else set()
     assert {r["kernel"] for r in rows} == needed
+    rows = [r for r in rows if not r["elsewhere"]]
+    assert {"scan_kernel", "reverse_kernel", "replay_kernel", "products_kernel"} <= {r["kernel"] for r in rows}, "their tiles differ"
     for row in rows:
         check(target, row)
         assert row["new"], f"compiled again for another length: {row}"
@@ -94,63 +102,81 @@ def _case(dtype: str, K: int, V: int, bounded: bool, H: int):
     return Case("offline", "", T=1, H=H, HV=H, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
 
 
-def compile_all(target: str, every: bool = False) -> None:
+def offline_driver(chip):
+    """As much of a GPU driver as a compilation asks for."""
     import torch
     from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
 
-    from kdakit.backends.triton_gpu import ahead
-    from kdakit.backends.triton_gpu import config as configs
-    from kdakit.problem import Arrays
-
-    chip = configs.CHIPS[target]
-    gpu = GPUTarget("hip", target, 64) if chip.hip else GPUTarget("cuda", int(target[3:]), 32)
+    gpu = GPUTarget("hip", chip.name, 64) if chip.hip else GPUTarget("cuda", int(chip.name[3:]), 32)
 
     class Driver:
-        """As much of a GPU driver as a compilation asks for."""
+        get_current_target = staticmethod(lambda: gpu)
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+        is_active = staticmethod(lambda: True)
+        map_python_to_cpp_type = staticmethod(lambda name: name)
 
-        def get_current_target(self):
-            return gpu
+    return Driver()
 
-        def get_current_device(self):
-            return 0
 
-        def get_current_stream(self, device=None):
-            return 0
+def problem_of(dtype: str, K: int, V: int, bounded: bool, H: int, T: int):
+    """A problem, and arrays that have its shapes and dtypes only."""
+    import torch
 
-        def get_active_torch_device(self):
-            return torch.device("cpu")
+    from kdakit.problem import Arrays
 
-        def is_active(self):
-            return True
+    case = _case(dtype, K, V, bounded, H)
+    shapes = [None if x is None else (1, T, *x.shape[2:]) if x.shape[:2] == (1, 1) else x.shape for x in case.arrays(dtype)[:5]]
+    shapes += [None if x is None else x.shape for x in case.arrays(dtype)[5:]]
+    arrays = Arrays(*(None if s is None else torch.empty(s, dtype=getattr(torch, d), device="meta")
+                      for s, d in zip(shapes, case.dtypes(dtype), strict=True)))  # fmt: skip
+    return case.problem(dtype).replace(T=T), arrays
 
-        def map_python_to_cpp_type(self, name):
-            return name
 
-    driver.set_active(Driver())
-    seen: set[int] = set()
+def compile_all(target: str, every: bool = False) -> None:
+    from triton.runtime import driver
+
+    from kdakit.backends.triton_gpu import ahead, launch
+    from kdakit.backends.triton_gpu import config as configs
+
+    chip, seen = configs.CHIPS[target], set()
+    driver.set_active(offline_driver(chip))
+
+    def launches(problem, arrays, chip):
+        """[(what is compiled, how it is launched)]."""
+        known = ahead.launches(problem, arrays, configs.choose(problem, chip))
+        return [((x[0].__name__, list(map(launch._specialised, x[1])), *x[2:]), x) for x in known]
+
+    def launched_by(what, problem, arrays, chips):
+        return [c for c in chips if what in [w for w, _ in launches(problem, arrays, configs.CHIPS[c])]]
 
     def compile_launches(problem, arrays, longer):
-        for kernel, args, constants, options in ahead.launches(problem, arrays, configs.choose(problem, chip)):
-            made = kernel.warmup(*args, grid=(1,), **constants, **options)
-            if longer and id(made) in seen:
-                continue
-            seen.add(id(made))
-            sizes = dict(shared=made.metadata.shared, limit=chip.shared_memory, **resources(made))
-            print(json.dumps(dict(kernel=kernel.__name__, problem=str(problem), new=not longer, **sizes)), flush=True)
+        first = [t for (t, dtype), chips in STANDS_FOR.items() if target in chips and dtype == problem.dtype and not every]
+        others = STANDS_FOR.get((target, problem.dtype), ())
+        for what, (kernel, args, constants, options) in launches(problem, arrays, chip):
+            elsewhere = bool(launched_by(what, problem, arrays, first))
+            facts = dict(kernel=kernel.__name__, problem=str(problem), new=not longer, elsewhere=elsewhere)
+            if not elsewhere:
+                made = kernel.warmup(*args, grid=(1,), **constants, **options)
+                if longer and id(made) in seen:
+                    continue
+                seen.add(id(made))
+                alike = (target, *launched_by(what, problem, arrays, others))
+                limit = min(configs.CHIPS[c].shared_memory for c in alike)
+                facts |= dict(shared=made.metadata.shared, limit=limit, **resources(made))
+            print(json.dumps(facts), flush=True)
 
-    for index, (dtype, K, V, bounded, H) in enumerate(covering(target) if every else PROBLEMS):
-        case = _case(dtype, K, V, bounded, H)
+    for index, sizes in enumerate(covering(target) if every else PROBLEMS):
+        if not every and index not in TAKEN[target]:
+            continue
+        trained = every or index in TRAINED[target]
         for longer in (False,) if every else (False, True):
-            T = 1000 if longer else 128
-            problem = case.problem(dtype).replace(T=T)
-            shapes = [None if x is None else (1, T, *x.shape[2:]) if x.shape[:2] == (1, 1) else x.shape for x in case.arrays(dtype)[:5]]
-            rest = [None if x is None else x.shape for x in case.arrays(dtype)[5:]]
-            arrays = Arrays(*(None if s is None else torch.empty(s, dtype=getattr(torch, d), device="meta")
-                              for s, d in zip(shapes + rest, case.dtypes(dtype), strict=True)))  # fmt: skip
-            compile_launches(problem, arrays, longer)
+            problem, arrays = problem_of(*sizes, T=1000 if longer else 128)
+            if every or FULL or not trained or (index, target) == (0, "sm_90"):  # one that keeps more stands for it
+                compile_launches(problem, arrays, longer)
             compile_launches(problem.replace(op="recurrent"), arrays, longer)
-            if every or index == 0 or (index == 3 and target == "sm_90"):  # a backward takes a while
+            if trained:
                 compile_launches(problem.replace(needs_grad=True), arrays, longer)
 
 
