@@ -1,5 +1,7 @@
 """Every rule of the contract about a call's arguments, with the message that a user sees."""
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 
@@ -116,6 +118,8 @@ def test_options_survive_as_text():
     )
     assert options.gate == "bounded" and options.beta == "double_sigmoid"
     assert Options.decode(options.encode()) == options
+    every = Options(2.0, "bounded", -1.0, True, True, "sigmoid", True, True, True, True, 16, True)
+    assert all(x != y for x, y in zip(astuple(every), astuple(Options()), strict=True)) and Options.decode(every.encode()) == every
 
 
 def test_parameters_of_other_shapes_are_welcome():

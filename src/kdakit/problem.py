@@ -63,7 +63,11 @@ class Options:
 
     def encode(self) -> str:
         """A string for interfaces that carry only plain values; `Options.decode` reads it back."""
-        return repr(tuple(vars(self).values()))
+        # One by one: TorchDynamo of PyTorch 2.11 cannot trace vars(self), and astuple(self) copies.
+        return repr((
+            self.scale, self.gate, self.lower_bound, self.safe_gate, self.l2norm, self.beta, self.output_final_state,
+            self.return_intermediate_states, self.state_v_first, self.disable_recompute, self.chunk_size, self.deterministic,
+        ))  # fmt: skip
 
     @staticmethod
     @lru_cache(maxsize=4096)
