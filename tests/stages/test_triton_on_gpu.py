@@ -71,9 +71,9 @@ def test_sequences_in_parts(name):
     """Few heads and long sequences: scanned in parts, forward and gradients against float64."""
     from kdakit.backends.triton_gpu import chip_of, config
 
-    changes = {
-        "one": dict(T=2500), "packed": dict(T=6000, lengths=(2500, 0, 70, 3430)),
-        "softplus": dict(T=2500, options=FUSED | {"chunk_size": 64}),
+    changes = {  # the rule wants sixteen plain runs for the one number of A_log's gradient: a minute
+        "one": dict(T=2500, A_log=False), "packed": dict(T=6000, lengths=(2500, 0, 70, 3430), A_log=False),
+        "softplus": dict(T=2000, options=FUSED | {"chunk_size": 64}),
     }[name]  # fmt: skip
     case = Case(f"parts_{name}", "long", **MODEL | dict(H=1, HV=1) | changes)
     problem = case.problem("bfloat16", needs_grad=True)
