@@ -31,9 +31,9 @@ test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of c
 	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-gpu:  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py check
-	KDAKIT_UNCHECKED=1 PYTHONPATH=src $(PYTHON) -m pytest -q tests/test_contract.py -k triton_gpu $(ARGS)
-	KDAKIT_UNCHECKED=1 PYTHONPATH=src $(PYTHON) -m pytest -q tests/stages/test_triton_on_gpu.py $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py check
+	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q tests/test_contract.py tests/stages/test_triton_on_gpu.py \
+		-k 'triton_gpu or triton_on_gpu' $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples

@@ -295,6 +295,19 @@ def test_errors_of_everybody_on_the_same_inputs(monkeypatch, tmp_path, capsys):
     assert results.markdown([record]).count("not finite") == 3
 
 
+def test_errors_over_draws():
+    draws = [{"o": 3.0, "final_state": 1.0, "gradient": 9.0, "gradients": {"q": 9.0, "A_log": 1.0}},
+             {"o": 4.0, "final_state": 1.0, "gradient": 7.0, "gradients": {"q": 1.0, "A_log": 7.0}}]  # fmt: skip
+    got = errors.mean(draws)
+    assert got["o"] == pytest.approx(12.5**0.5) and got["gradients"] == pytest.approx({"q": 41**0.5, "A_log": 5.0})
+    assert got["gradient"] == got["gradients"]["q"]
+    draws[1]["gradients"]["q"] = draws[1]["o"] = None
+    assert errors.mean(draws)["gradient"] is None and errors.mean(draws)["o"] is None
+    assert errors.mean([{"reason": "no"}] * 2) == {"reason": "no"} and errors.mean(draws[:1]) == draws[0]
+    ahead = [{"o": x, "final_state": x, "no_gradient": "forward only"} for x in (3.0, 4.0)]
+    assert errors.mean(ahead)["o"] == pytest.approx(12.5**0.5) and errors.mean(ahead)["no_gradient"] == "forward only"
+
+
 def test_cases_of_errors_are_as_hard_as_they_say():
     """Gates, betas and keys after activation."""
     seen = {}

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -156,18 +157,17 @@ def test_in_parts(name, number, monkeypatch):
 
 
 def test_gradients_that_no_gpu_has_shown_wait(monkeypatch):
-    """Without KDAKIT_UNCHECKED, gradients in a dtype or on a chip that has not been compared with float64 are refused; forwards are not."""
-    shown, gpu = CASES["lower_bound"].problem("bfloat16", needs_grad=True), torch.device("cuda")
+    """Without KDAKIT_UNCHECKED, gradients on a chip that has not been compared with float64 are refused; forwards are not."""
+    gpu = torch.device("cuda")
     monkeypatch.setattr(configs, "INTERPRETED", False)
-    for unchecked in (False, True):
+    for unchecked, dtype in product((False, True), ("bfloat16", "float16", "float32")):
         monkeypatch.setattr(configs, "UNCHECKED", unchecked)
-        assert triton_gpu.supports(shown, gpu) is None
-        for dtype in ("float16", "float32"):
-            reason = triton_gpu.supports(shown.replace(dtype=dtype), gpu)
-            assert (reason is None) == unchecked and (unchecked or f"{dtype} gradients" in reason)
-            assert triton_gpu.supports(shown.replace(dtype=dtype, needs_grad=False), gpu) is None
-        assert (configs.untested(shown, configs.CHIPS["sm_80"]) is None) == unchecked
-        assert configs.untested(shown.replace(needs_grad=False), configs.CHIPS["sm_80"]) is None
+        problem = CASES["lower_bound"].problem(dtype, needs_grad=True)
+        assert triton_gpu.supports(problem, gpu) is None and configs.untested(problem, configs.CHIPS["sm_90"]) is None
+        for name in set(configs.CHIPS) - {"sm_90"}:
+            reason = configs.untested(problem, configs.CHIPS[name])
+            assert (reason is None) == unchecked and (unchecked or f"gradients on {name}" in reason)
+            assert configs.untested(problem.replace(needs_grad=False), configs.CHIPS[name]) is None
 
 
 def test_number_of_parts():

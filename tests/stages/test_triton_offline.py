@@ -58,6 +58,28 @@ def test_every_row_of_tile_sizes_compiles(target):
         check(target, row)
 
 
+NAMES = """
+import sys
+from kdakit.backends.triton_gpu import launch, names, training
+kernels = [x for m in (launch, training) for n, x in sorted(vars(m).items()) if n.endswith("_kernel")]
+for kernel in kernels[:: int(sys.argv[1])]:
+    names.settle(kernel)
+print(len(kernels), *(kernel.cache_key for kernel in kernels))
+"""
+
+
+def test_names_in_the_cache_do_not_depend_on_what_came_first():
+    """A second process finds what a first one compiled, in whatever order both compile."""
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+
+    def names(step):
+        return subprocess.run([sys.executable, "-c", NAMES, step], capture_output=True, text=True, env=env, check=True).stdout.split()
+
+    forward = names("1")
+    assert int(forward[0]) >= 12 and len(set(forward)) == len(forward) and names("-1") == forward
+
+
 def check(target: str, row: dict) -> None:
     assert row["shared"] <= row["limit"], row
     assert row["stack"] <= (TIMED_STACK if target == "sm_90" and TIMED in row["problem"] else STACK), row

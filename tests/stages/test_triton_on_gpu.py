@@ -71,9 +71,9 @@ def test_sequences_in_parts(name):
     """Few heads and long sequences: scanned in parts, forward and gradients against float64."""
     from kdakit.backends.triton_gpu import chip_of, config
 
-    changes = {
-        "one": dict(T=2500), "packed": dict(T=6000, lengths=(2500, 0, 70, 3430)),
-        "softplus": dict(T=2500, options=FUSED | {"chunk_size": 64}),
+    changes = {  # the rule wants sixteen plain runs for the one number of A_log's gradient: a minute
+        "one": dict(T=2500, A_log=False), "packed": dict(T=6000, lengths=(2500, 0, 70, 3430), A_log=False),
+        "softplus": dict(T=2000, options=FUSED | {"chunk_size": 64}),
     }[name]  # fmt: skip
     case = Case(f"parts_{name}", "long", **MODEL | dict(H=1, HV=1) | changes)
     problem = case.problem("bfloat16", needs_grad=True)
@@ -81,8 +81,8 @@ def test_sequences_in_parts(name):
     if not chosen.split:
         pytest.skip("sequences are not split on this chip")
     assert config.parts(problem, chosen) > 1
-    rows = checking.check("triton_gpu", case, "bfloat16")
-    assert all(r.ok for r in rows), rows
+    bad = [r for r in checking.check("triton_gpu", case, "bfloat16") if not r.ok]
+    assert not bad, bad
 
 
 class Poisoned:
@@ -109,9 +109,14 @@ class Poisoned:
         return all(p[: self.BORDER].isnan().all() and p[-self.BORDER :].isnan().all() for p in self.pools)
 
 
-@pytest.mark.parametrize(
-    "name, dtype", [*((name, "bfloat16") for name in CASES_HERE), ("odd_sizes", "float32"), ("varlen_many", "float16")]
-)
+OTHER_DTYPES = [
+    ("odd_sizes", "float32"),
+    ("varlen_many", "float16"),
+    *((n, d) for n in ("model", "model_packed") for d in ("float32", "float16")),
+]
+
+
+@pytest.mark.parametrize("name, dtype", [*((name, "bfloat16") for name in CASES_HERE), *OTHER_DTYPES])
 def test_poisoned_workspaces(name, dtype, monkeypatch):
     """What is in a workspace before a call, or beside it, does not matter, and what is beside it stays."""
     case, x, cotangents = inputs(name, dtype, grad=True)
@@ -128,6 +133,14 @@ def test_poisoned_workspaces(name, dtype, monkeypatch):
     assert same(got, want) and same(keeping, want) and same(again, decoded)
     memory.pools[0][0] = 0
     assert not memory.intact()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_many_calls_give_the_same_bits(dtype):
+    """A race within a kernel need not show in a single call."""
+    case, x, cotangents = inputs("model", dtype, grad=True)
+    want = train(case, x, cotangents)
+    assert all(same(train(case, x, cotangents), want) for _ in range(100))
 
 
 def captured(function):
@@ -383,8 +396,9 @@ def sanitize(tool, program):
 
 
 @pytest.mark.parametrize("tool, names, dtype", [
-    ("memcheck", ("model_packed", "model_softplus", "odd_sizes", "varlen_many"), "bfloat16"), ("memcheck", ("odd_sizes",), "float32"),
-    ("racecheck", ("model_packed",), "bfloat16"),
+    ("memcheck", ("model_packed", "model_softplus", "odd_sizes", "varlen_many"), "bfloat16"),
+    ("memcheck", ("model_packed", "odd_sizes"), "float32"),
+    ("racecheck", ("model_packed",), "bfloat16"), ("racecheck", ("model_packed",), "float32"),
 ])  # fmt: skip
 def test_sanitizer(tool, names, dtype):
     for name in names:  # compiled before the sanitizer slows the host down

@@ -26,6 +26,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--accuracy", action="store_true", help="also hold o and the final state of three heads against float64")
     parser.add_argument("--errors", action="store_true", help="time nothing: errors against float64, with gradients, on hard inputs")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases of --errors")
+    parser.add_argument("--draws", type=int, default=1, metavar="N", help="with --errors: root mean squares over N draws of the inputs")
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions of each contestant (default: 20)")
     parser.add_argument("--seconds", type=float, default=30, metavar="S", help="stop repeating after about S seconds (default: 30)")
     parser.add_argument("--memory", action="store_true", help="also run each contestant in a process of its own and report its peak memory")
@@ -47,8 +48,8 @@ def run(args) -> int:
 
     if args.table and not args.render:
         raise UsageError("--table writes recorded results: name them with --render JSON ...")
-    if args.repeat < 1 or args.seconds <= 0:
-        raise UsageError(f"--repeat and --seconds must be positive, got {args.repeat} and {args.seconds}")
+    if args.repeat < 1 or args.seconds <= 0 or args.draws < 1:
+        raise UsageError(f"--repeat, --seconds and --draws must be positive, got {args.repeat}, {args.seconds} and {args.draws}")
     recorded = [json.loads(Path(path).read_text()) for path in args.render or ()]
     records = recorded or [_chosen_kind(args)(args)]
     for record in records:

@@ -46,29 +46,29 @@ def sweep(args) -> dict[str, Any]:
     cases = [CASES[name] for name in pick("case", args.case, CASES)]
     measured: list[dict[str, Any]] = []
     missing: list[dict[str, Any]] = []
-    truths: dict[str, Truth] = {}
+    truths: dict[str, list[Truth]] = {}
     with console.progress() as bar, peers.untuned():
         task = bar.add_task("errors", total=len(cases) * len(chosen))
         for name in chosen:
             for case in cases:
                 bar.update(task, advance=1, description=f"{case.name} {name}")
                 if case.name not in truths:
-                    truths[case.name] = Truth(case, args.dtype)
+                    truths[case.name] = [Truth(case, args.dtype, seed) for seed in range(args.draws)]
                 about = {"contestant": name, "case": case.name, "why": case.why, "dtype": args.dtype}
-                got = truths[case.name].errors(name)
+                got = mean([truth.errors(name) for truth in truths[case.name]])
                 (missing if "reason" in got else measured).append(about | got)
-                found = bench.record("errors", {"dtype": args.dtype}, measured, missing)
+                found = bench.record("errors", {"dtype": args.dtype, "draws": args.draws}, measured, missing)
                 if args.json:
                     bench.save(found, args.json)
     return found
 
 
 class Truth:
-    """A case with its float64 results, gradients included."""
+    """A draw of a case with its float64 results, gradients included."""
 
-    def __init__(self, case: Case, dtype: str):
+    def __init__(self, case: Case, dtype: str, seed: int = 0):
         self.case, self.dtype = case, dtype
-        self.arrays, self.cotangents = case.arrays(dtype), case.cotangents(dtype)
+        self.arrays, self.cotangents = case.arrays(dtype, seed), case.cotangents(dtype, seed + 1)
         self.values = accuracy.truths(case.problem(dtype, "chunk", True), self.arrays, *self.cotangents)
 
     def errors(self, name: str) -> dict[str, Any]:
@@ -98,6 +98,24 @@ class Truth:
                 raise peers.Unavailable(why)
             function = checking.call("torch", name, self.case, "chunk")
         return checking.run_torch(function, self.case, self.dtype, self.arrays, self.cotangents if grad else None)
+
+
+def mean(draws: list[dict[str, Any]]) -> dict[str, Any]:
+    """The root mean squares of what `Truth.errors` found: an output of a few numbers, as A_log's gradient is, has luck in a single draw."""
+    first = draws[0]
+    if "reason" in first or len(draws) == 1:
+        return first
+    if "gradients" not in first:
+        return first | {n: _root([d[n] for d in draws]) for n in ("o", "final_state")}
+    gradients = {n: _root([d["gradients"][n] for d in draws]) for n in first["gradients"]}
+    worst = None if None in gradients.values() else max(gradients.values())
+    return {n: _root([d[n] for d in draws]) for n in ("o", "final_state")} | {"gradient": worst, "gradients": gradients}
+
+
+def _root(errors: list[float | None]) -> float | None:
+    """The root mean square; None if one is None."""
+    known = [x for x in errors if x is not None]
+    return math.sqrt(sum(x * x for x in known) / len(known)) if len(known) == len(errors) else None
 
 
 def _finite(x: float) -> float | None:

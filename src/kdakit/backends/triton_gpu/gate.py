@@ -80,7 +80,7 @@ def decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.
         if GATE == "softplus":
             b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
         elif GATE == "bounded":
-            b_x = lower_bound / (1.0 + exponential(-a * b_x, True, False))
+            b_x = lower_bound / (1.0 + exponential(tl.minimum(-a * b_x, 79.0), True, False))
         b_e = exponential(b_x, True, False)
     else:
         b_e = power_of_2(log2_decay(b_x, 0.0, a, lower_bound, GATE, False, PTX), PTX)

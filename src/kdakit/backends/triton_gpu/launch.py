@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padded, parts
 from kdakit.backends.triton_gpu.intra import prepare_kernel
+from kdakit.backends.triton_gpu.names import settle
 from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
 from kdakit.backends.triton_gpu.parts import parts_kernel
 from kdakit.backends.triton_gpu.recurrent import step_kernel
@@ -44,6 +45,7 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     if INTERPRETED or record is not None:
         named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
         if record is not None:
+            settle(kernel)
             record.append((kernel, args, named, options))
         elif grid:
             kernel[(grid,)](*args, **named)
@@ -51,6 +53,7 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
     key = kernel, torch.cuda.current_device(), *options.values(), *values, *map(_specialised, args)
     compiled = _compiled.get(key)
     if compiled is None:
+        settle(kernel)
         named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
         compiled = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
         _compiled[key] = compiled
