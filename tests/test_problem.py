@@ -1,7 +1,5 @@
 """Every rule of the contract about a call's arguments, with the message that a user sees."""
 
-from dataclasses import fields, replace
-
 import numpy as np
 import pytest
 
@@ -118,9 +116,6 @@ def test_options_survive_as_text():
     )
     assert options.gate == "bounded" and options.beta == "double_sigmoid"
     assert Options.decode(options.encode()) == options
-    for i, field in enumerate(fields(Options)):  # every field travels, in its place
-        changed = replace(options, **{field.name: f"other {i}"})
-        assert Options.decode(changed.encode()) == changed != options
 
 
 def test_parameters_of_other_shapes_are_welcome():

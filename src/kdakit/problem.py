@@ -71,10 +71,7 @@ class Options:
 
     def encode(self) -> str:
         """A string for interfaces that carry only plain values; `Options.decode` reads it back."""
-        # By name: torch.compile traces through here, and not every version of it knows what vars() or fields() of a dataclass are.
-        return repr((self.scale, self.gate, self.lower_bound, self.safe_gate, self.l2norm, self.beta, self.output_final_state,
-                     self.return_intermediate_states, self.state_v_first, self.disable_recompute, self.chunk_size,
-                     self.deterministic))  # fmt: skip
+        return repr(tuple(vars(self).values()))
 
     @staticmethod
     @lru_cache(maxsize=4096)
