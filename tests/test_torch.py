@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import kdakit.torch as kt  # noqa: E402
-from kdakit import accuracy, reference  # noqa: E402
+from kdakit import accuracy, reference, torch_operators  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
 from kdakit.cli import checking  # noqa: E402
 from kdakit.problem import Arrays, make_options  # noqa: E402
@@ -309,6 +309,38 @@ def test_what_is_remembered_of_a_call_is_its_own():
         kt.chunk_kda(*x, output_final_state=True, chunk_size=64.0)
     with pytest.raises(ValueError, match="must be on q's device"):
         kt.chunk_kda(*x[:4], x[4].to("meta"), output_final_state=True, chunk_size=64)
+
+
+class OnGpu:
+    """As much of a tensor on a GPU as a call is recognised by."""
+
+    is_cuda = True
+
+    def __init__(self, x, device="cuda:0", address=0):
+        self.shape, self.stride, self.dtype, self.device = x.shape, x.stride, x.dtype, torch.device(device)
+        self.data_ptr = lambda: 4096 + address
+
+
+def test_what_a_repeated_call_is_recognised_by(monkeypatch):
+    """Two calls on a GPU are alike if nothing differs but values and addresses, and these not modulo 16."""
+    monkeypatch.delenv("KDAKIT_CHECKS", raising=False)
+    q = torch.zeros(1, 8, 2, 16)
+    options = make_options(Arrays(*[None] * 5), output_final_state=True)
+    arrays = Arrays(*(OnGpu(x) for x in (q, q, q, q, q[..., 0])), cu_seqlens=OnGpu(torch.zeros(2, dtype=torch.int32)))
+
+    def key(*, op="chunk", options=options, backend="auto", **changes):
+        return torch_operators._alike(op, arrays._replace(**changes), options, backend)
+
+    assert key() == key(k=OnGpu(q, address=160)) and hash(key()) == hash(key(k=OnGpu(q, address=160)))
+    other = [
+        key(k=OnGpu(q, address=8)), key(k=OnGpu(q.transpose(1, 2).contiguous().transpose(1, 2))), key(k=OnGpu(q.bfloat16())),
+        key(k=OnGpu(q[:, :4])), key(k=OnGpu(q, "cuda:1")), key(A_log=OnGpu(q)), key(dt_bias=OnGpu(q)), key(cu_seqlens=None),
+        key(op="recurrent"), key(backend="triton_gpu"), key(options=make_options(arrays)),
+    ]  # fmt: skip
+    assert len({key(), *other}) == len(other) + 1
+    assert key(cu_seqlens_cpu=torch.zeros(2)) is None and key(q=q) is None
+    monkeypatch.setenv("KDAKIT_CHECKS", "1")  # then the values of cu_seqlens are looked at
+    assert key() is None and key(cu_seqlens=None) is not None
 
 
 def test_whoever_watches_sees_the_operator():
