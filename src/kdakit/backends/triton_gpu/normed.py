@@ -62,7 +62,7 @@ def scaled_bias(b_bias, a, GATE: tl.constexpr):
 def load_rows(p_q, p_k, p_g, first: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr,
               ALIGN: tl.constexpr, FLIP: tl.constexpr):  # fmt: skip
     """Of 32 tokens from the chunk's token `first` on, q above k (FLIP: k above q) [8 J, 8, c], and g [8 J, 4, c]. What is not there is the
-    last token that is: a mask would cost more. Volatile, because the compiler would let g wait until q and k are there."""
+    last token that is: a mask would cost more."""
     o_k = channels(J, KP // J)
     o_t = tl.minimum(first + tokens(J, 4), length - 1)
     p_g += o_t * s_gt * ALIGN + o_k
@@ -70,7 +70,7 @@ def load_rows(p_q, p_k, p_g, first: tl.constexpr, length, s_qt, s_kt, s_gt, K: t
     m_q = (tl.arange(0, 8) < 4)[None, :, None] != FLIP
     p_q = tl.where(m_q, p_q + o_t * s_qt * ALIGN, p_k + o_t * s_kt * ALIGN) + o_k
     if K == KP:
-        b_g, b_qk = tl.load(p_g, volatile=True), tl.load(p_q, volatile=True)
+        b_g, b_qk = tl.load(p_g), tl.load(p_q)
     else:
         b_g, b_qk = tl.load(p_g, mask=o_k < K, other=0.0), tl.load(p_q, mask=o_k < K, other=0.0)
     return b_qk, b_g
