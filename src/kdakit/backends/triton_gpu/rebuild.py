@@ -6,20 +6,31 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.gate import gate_slope, inverse_norm, power_of_2, write_strength
-from kdakit.backends.triton_gpu.normed import (
-    across,
-    by_token,
-    channels,
-    gate_share,
-    gate_unit,
-    k_part,
-    load_half,
-    running_sums,
-    scaled_bias,
-    tokens,
-    widened,
-)  # fmt: skip
+from kdakit.backends.triton_gpu.normed import gate_share, gate_unit, scaled_bias
 from kdakit.backends.triton_gpu.tile import locate, narrow, product
+from kdakit.backends.triton_gpu.token_tiles import across, by_token, channels, running_sums, tokens, widened
+
+
+@triton.jit
+def load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K: tl.constexpr, J: tl.constexpr, c: tl.constexpr,
+               ALIGN: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
+    """Of 32 tokens, of which `length` are there, q above k (FLIP: k above q) [8 J, 8, c], and g [8 J, 4, c]; where there is none, g is what
+    GATE makes no decay of ("log_decay": 0)."""
+    o_k = channels(J, c)
+    o_t = tokens(J, 4)
+    none: tl.constexpr = 0.0 if GATE == "log_decay" else float("-inf")
+    b_g = tl.load(p_g + o_t * s_gt * ALIGN + o_k, mask=(o_t < length) & (o_k < K), other=none)
+    o_t = tokens(J, 8)
+    m_q = (tl.arange(0, 8) < 4)[None, :, None] != FLIP
+    p_qk = tl.where(m_q, p_q + o_t * s_qt * ALIGN, p_k + o_t * s_kt * ALIGN) + o_k
+    return tl.load(p_qk, mask=(o_t < length) & (o_k < K), other=0.0), b_g
+
+
+@triton.jit
+def k_part(b_qk, FLIP: tl.constexpr):
+    """b_qk [8 J, 2, 4, c] -> k [8 J, 4, c]."""
+    o_2 = tl.arange(0, 2)[None, :, None, None]
+    return tl.sum(tl.where(o_2 == (0 if FLIP else 1), b_qk.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -1,0 +1,106 @@
+"""Tiles of 32 tokens [8 J, R, c]: 8 j + p on the first axis is the c channels from j c on and token 4 p + r.
+
+4 tokens lie in a thread, all 32 of them in a warp, and every warp has its own channels, so that sums over tokens stay within it, and a warp
+reads and writes whole sectors of memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdakit.backends.triton_gpu.tile import narrow
+
+# 2^(s + SHIFT) and its inverse fit for the log2-decays s of 32 tokens at least -7.22 each, and of 8 tokens at least FLOOR each.
+SHIFT = tl.constexpr(118.0)
+UNSHIFT = tl.constexpr(2.0**-118)
+FLOOR = tl.constexpr(-29.0)  # an unbounded gate is raised to this: 2^-29 is far below what bfloat16 factors resolve
+
+
+@triton.jit
+def pick(b_x, i: tl.constexpr):
+    """b_x [8 J, R, c] -> b_x[:, i]. A sum of integers, so that the compiler drops the zeros and only a register is named."""
+    o_i = tl.arange(0, b_x.shape[1])[None, :, None]
+    return tl.sum(tl.where(o_i == i, b_x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def across(b_x, s: tl.constexpr):
+    """b_x [8 J, c] -> at each p the value of p ^ s. A sum of two integers less the one is exactly the other."""
+    c: tl.constexpr = b_x.shape[1]
+    M: tl.constexpr = b_x.shape[0]
+    b_i = tl.reshape(b_x.to(tl.int32, bitcast=True), [M // (2 * s), 2, s, c])
+    return tl.reshape(tl.sum(b_i, 1, keep_dims=True) - b_i, [M, c]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def running_sums(b_g):
+    """b_g [8 J, 4, c] -> sums over the token and those before it in its thread, and over all of them [8 J, c]."""
+    o_i = tl.arange(0, 4)[None, :, None]
+    b_s, b_total = b_g, pick(b_g, 0)
+    for j in tl.static_range(1, 4):
+        b_total = b_total + pick(b_g, j)
+        b_s = tl.where(o_i == j, b_total[:, None, :], b_s)
+    return b_s, b_total
+
+
+@triton.jit
+def token(b_x, i: tl.constexpr):
+    """b_x [8 J, R, c] of 16 bits -> b_x[:, i]."""
+    o_i = tl.arange(0, b_x.shape[1])[None, :, None]
+    return tl.sum(tl.where(o_i == i, b_x.to(tl.int16, bitcast=True), 0), 1).to(tl.int16).to(b_x.dtype, bitcast=True)
+
+
+@triton.jit
+def put(b_x, b_i, i: tl.constexpr):
+    """b_x [8 J, R, c] with b_i [8 J, c] at i."""
+    return tl.where(tl.arange(0, b_x.shape[1])[None, :, None] == i, b_i[:, None, :], b_x)
+
+
+@triton.jit
+def by_token(b_x):
+    """b_x [8 J, n 4, c] -> [n 32, J c], rows by token."""
+    n: tl.constexpr = b_x.shape[1] // 4
+    J: tl.constexpr = b_x.shape[0] // 8
+    c: tl.constexpr = b_x.shape[2]
+    return tl.reshape(tl.permute(tl.reshape(b_x, [J, 8, n, 4, c]), (2, 1, 3, 0, 4)), [n * 32, J * c])
+
+
+@triton.jit
+def widened(b_x, PTX: tl.constexpr):
+    """bfloat16 -> float32. The compiler keeps whatever it has widened once; widened here, it can wait in half the registers."""
+    if PTX:
+        asm: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(asm, "=f,=f,r", [b_x], dtype=tl.float32, is_pure=True, pack=2)
+    return b_x.to(tl.float32)
+
+
+@triton.jit
+def channels(J: tl.constexpr, c: tl.constexpr):
+    """[8 J, 1, c]"""
+    return tl.arange(0, 8 * J)[:, None, None] // 8 * c + tl.max_contiguous(tl.arange(0, c), 8 if c >= 32 else 4)[None, None, :]
+
+
+@triton.jit
+def tokens(J: tl.constexpr, R: tl.constexpr):
+    """[8 J, R, 1]"""
+    return tl.arange(0, 8 * J)[:, None, None] % 8 * 4 + tl.arange(0, R)[None, :, None] % 4
+
+
+@triton.jit
+def scaled(b_x, b_y, PTX: tl.constexpr):
+    """bfloat16 b_x times float32 b_y, of which each is rounded. PTX: two at a time, without unpacking them."""
+    b_y = narrow(b_y, tl.bfloat16)
+    if PTX:
+        asm: tl.constexpr = "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }"  # plus -0: sm_80 has no product alone
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [b_x, b_y], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return narrow(b_x.to(tl.float32) * b_y.to(tl.float32), tl.bfloat16)
+
+
+@triton.jit
+def lowered(b_x, PTX: tl.constexpr):
+    """bfloat16 b_x times UNSHIFT: exact, two at a time."""
+    if PTX:
+        asm: tl.constexpr = "{ .reg .b32 y, z; mov.b32 y, 0x04800480; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, y, z; }"
+        return tl.inline_asm_elementwise(asm, "=r,r", [b_x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return narrow(b_x.to(tl.float32) * UNSHIFT, tl.bfloat16)
