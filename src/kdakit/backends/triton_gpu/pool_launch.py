@@ -156,7 +156,7 @@ def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
     args = (storage.states, storage.scales, storage.residual, draft.slots.contiguous(), pool.generation, accepted.contiguous(),
             *draft.log, draft.generation, T, HV)  # fmt: skip
     chain = chained(storage.states.device)
-    constants = dict(K=s.K, V=V, KP=triton.next_power_of_2(s.K), BV=cut.block_v, TP=padded_tokens(T), V_FIRST=s.state_v_first,
+    constants = dict(K=s.K, V=V, KP=padded(s.K), BV=cut.block_v, TP=padded_tokens(T), V_FIRST=s.state_v_first,
                      FEEDBACK=s.feedback, CHAINED=chain)  # fmt: skip
     if draft.log.u.numel():
         with on_device(storage.states):
