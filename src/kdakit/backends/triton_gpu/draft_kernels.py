@@ -20,8 +20,6 @@ from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_stre
 from kdakit.backends.triton_gpu.pool_kernels import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.tile import narrow, state_offsets
 
-AHEAD = tl.constexpr(4)  # vectors of 512 bytes on their way
-
 
 @triton.jit
 def wait_for_last(CHAINED: tl.constexpr):
@@ -171,19 +169,15 @@ def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constex
     """S^T w for all vectors w [TP, 2, KP]: two tuples of TP columns [BV].
 
     PRODUCT "sums": a sum over K for each, which costs nothing but its multiplications where a thread holds many key channels of few value
-    channels; vectors are loaded AHEAD of their use. Otherwise one matrix product: "tf32", from halves, or "ieee".
+    channels; all vectors are asked for before the first is used. Otherwise one matrix product: "tf32", from halves, or "ieee".
     """
     if PRODUCT == "sums":
         us, os, ws = (), (), ()
-        for i in tl.static_range(AHEAD):
-            ws += (tl.load(p_vectors + i * KP + o_k),)
         for i in tl.static_range(2 * TP):
-            if i + AHEAD < 2 * TP:
-                ws += (tl.load(p_vectors + (i + AHEAD) * KP + o_k),)
-            if i % 2 == 0:
-                us += (tl.sum(b_S * ws[i][None, :], 1),)
-            else:
-                os += (tl.sum(b_S * ws[i][None, :], 1),)
+            ws += (tl.load(p_vectors + i * KP + o_k),)
+        for t in tl.static_range(TP):
+            us += (tl.sum(b_S * ws[2 * t][None, :], 1),)
+            os += (tl.sum(b_S * ws[2 * t + 1][None, :], 1),)
     else:
         b_vectors = tl.load(p_vectors + tl.arange(0, 2 * TP)[None, :] * KP + o_k[:, None])  # [KP, 2 TP]
         b_us, b_os = tl.split(tl.reshape(exact_product(b_S, b_vectors, PRODUCT == "tf32"), [BV, TP, 2]))
@@ -192,24 +186,29 @@ def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constex
 
 
 @triton.jit
-def replay(
-    p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K: tl.constexpr, V: tl.constexpr, TP: tl.constexpr
-):
-    """S <- Diag(c_n) S + sum_j x_nj u_j^T, n = `accepted`: every element of the state meets one product a token."""
-    p_k = p_log_k + i_t * K + o_k
-    p_decay = p_log_decay + i_t * K + o_k
-    p_u = p_log_u + i_t * V + o_v
-    b_c = tl.full([o_k.shape[0]], 1.0, tl.float32)
-    keys, values = (), ()
-    for back in tl.static_range(TP):
-        t = TP - 1 - back
-        there = t < accepted
-        keys += (tl.load(p_k + t * HV * K, mask=m_k & there, other=0.0).to(tl.float32) * b_c,)  # [KP]
-        values += (tl.load(p_u + t * HV * V, mask=m_v & there, other=0.0),)  # [BV]
-        b_c = b_c * tl.load(p_decay + t * HV * K, mask=m_k & there, other=1.0)
-    b_S = b_S * b_c[None, :]
+def logged(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, K: tl.constexpr, V: tl.constexpr, TP: tl.constexpr):
+    """k and d [KP], and u [BV], of each token; 0, 1 and 0 for those that were not accepted."""
+    keys, decays, values = (), (), ()
     for t in tl.static_range(TP):
-        b_S = tl.fma(values[t][:, None], keys[t][None, :], b_S)
+        values += (tl.load(p_log_u + (i_t + t * HV) * V + o_v, mask=m_v & (t < accepted), other=0.0),)
+    for t in tl.static_range(TP):
+        o_log = (i_t + t * HV) * K + o_k
+        keys += (tl.load(p_log_k + o_log, mask=m_k & (t < accepted), other=0.0),)
+        decays += (tl.load(p_log_decay + o_log, mask=m_k & (t < accepted), other=1.0),)
+    return keys, decays, values
+
+
+@triton.jit
+def replay(b_S, b_scale, keys, decays, values, TP: tl.constexpr):
+    """S <- Diag(c_n) S + sum_j x_nj u_j^T: every element of the state meets one product a token."""
+    b_c = tl.full([b_S.shape[1]], 1.0, tl.float32)
+    xs = ()
+    for back in tl.static_range(TP):
+        xs += (keys[TP - 1 - back].to(tl.float32) * b_c,)  # [KP]
+        b_c = b_c * decays[TP - 1 - back]
+    b_S = b_S * b_c[None, :]
+    for back in tl.static_range(TP):
+        b_S = tl.fma(values[TP - 1 - back][:, None], xs[back][None, :], b_S)
     return b_S, b_scale * b_c
 
 
@@ -251,7 +250,8 @@ def draft_kernel(
         accepted = tl.where((generation >= 0) & (tl.load(p_past_generation + i_n) == generation), accepted, 0)
         i_past = i_n * T_past * HV + i_h
         moves = accepted > 0
-        b_new, b_scale = replay(p_past_k, p_past_decay, p_past_u, i_past, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V, PAST)
+        keys, decays, values = logged(p_past_k, p_past_decay, p_past_u, i_past, HV, accepted, o_k, o_v, m_k, m_v, K, V, PAST)
+        b_new, b_scale = replay(b_S, b_scale, keys, decays, values, PAST)
         if p_states.dtype.element_ty != tl.float32:  # the tokens see the state as it is stored
             b_new, _ = store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & moves, m_k & moves, b_new, b_scale, FEEDBACK)
         if p_states.dtype.element_ty == tl.int8:  # in floats the replay of nothing is what was read
@@ -309,5 +309,6 @@ def commit_kernel(
         i_t = i_n * T * HV + i_h
         b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, FEEDBACK)
         same = tl.load(p_generation + slot) == drafted  # found out while the state is on its way
-        b_S, b_scale = replay(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, b_S, b_scale, K, V, TP)
+        keys, decays, values = logged(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, K, V, TP)
+        b_S, b_scale = replay(b_S, b_scale, keys, decays, values, TP)
         store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & same, m_k & same, b_S, b_scale, FEEDBACK)
