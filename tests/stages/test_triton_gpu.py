@@ -156,6 +156,16 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
+def test_gate_beyond_overflow():
+    """The bounded gate in float32 where e^x of its input is beyond float32: no decay, not the strongest."""
+    options = FUSED | {"lower_bound": -5.0, "safe_gate": True}
+    case = Case("gate_beyond", "huge inputs", T=40, gate="raw_huge", beta="logits", A_log=True, dt_bias=True, options=options)
+    problem, x = case.problem("float32"), case.arrays("float32")
+    tensors = Arrays(*(None if a is None else torch.as_tensor(np.array(a)).float() for a in x))
+    got = triton_gpu.forward(problem, tensors, triton_gpu.default_config(problem, "cpu"))[0]
+    assert accuracy.error(got.o.double().numpy(), accuracy.truths(problem, x)["o"]) < 1e-6
+
+
 def test_gradients_that_no_gpu_has_shown_wait(monkeypatch):
     """Without KDAKIT_UNCHECKED, gradients on a chip that has not been compared with float64 are refused; forwards are not."""
     gpu = torch.device("cuda")

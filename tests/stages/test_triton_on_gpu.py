@@ -85,6 +85,14 @@ def test_sequences_in_parts(name):
     assert not bad, bad
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gate_beyond_overflow(dtype):
+    """The bounded gate where e^x of its input is beyond float32: no decay, not the strongest. d_g in float32: docs/numerics.md."""
+    case = Case("gate_beyond", "a bounded gate with huge inputs", **MODEL | dict(T=200, gate="raw_huge"))
+    rows = [r for r in checking.check("triton_gpu", case, dtype) if r.name not in ("g", "A_log", "dt_bias") or dtype != "float32"]
+    assert len(rows) >= 7 and not [r for r in rows if not r.ok], rows
+
+
 class Poisoned:
     """Every tensor that torch.empty makes is full of NaN and lies between borders of NaN."""
 
