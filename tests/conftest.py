@@ -9,6 +9,8 @@ import importlib.metadata
 import importlib.util
 import os
 import pickle
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,8 @@ def one_patch_a_launch():
     import triton.language as tl
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_LangPatchScope"):  # not the interpreter of Triton 3.6
+        return
     patch, launched = interpreter._patch_lang, []
 
     def patch_once(function):
@@ -42,20 +46,24 @@ def one_patch_a_launch():
     interpreter._patch_lang = patch_once
 
 
+def pytest_configure(config):
+    if "KDAKIT_TRUTHS" not in os.environ:  # else this is a worker, or a process that a test has started
+        folder = tempfile.TemporaryDirectory(prefix="kdakit_truths_")
+        os.environ["KDAKIT_TRUTHS"] = folder.name
+        config.add_cleanup(folder.cleanup)
+
+
 @pytest.fixture(autouse=True, scope="session")
-def one_truth_a_session(tmp_path_factory):
+def one_truth_a_session():
     """The truth of a problem and its plain recurrence's errors, once for all backends and workers: files, by what they are made of."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "truths"
-    folder.mkdir(exist_ok=True)
     expect = checking.expect
 
-    def kept(problem, arrays, cotangents=None, operand_dtype="float32"):
-        given = pickle.dumps((problem, tuple(arrays), cotangents, operand_dtype))
-        file = folder / hashlib.sha256(given).hexdigest()
+    def kept(*given, **named):
+        key = hashlib.sha256(pickle.dumps((given, sorted(named.items())))).hexdigest()
+        file = Path(os.environ["KDAKIT_TRUTHS"]) / key
         if not file.exists():
             part = file.with_suffix(f".{os.getpid()}")
-            part.write_bytes(pickle.dumps(expect(problem, arrays, cotangents, operand_dtype)))
+            part.write_bytes(pickle.dumps(expect(*given, **named)))
             part.replace(file)
         return pickle.loads(file.read_bytes())
 
