@@ -30,18 +30,40 @@ def wait_for_last(CHAINED: tl.constexpr):
 
 
 @triton.jit
+def fetch(p, size):
+    """Asks for `size` bytes from address p, both multiples of 16, to be brought into the L2 cache. Nothing is read."""
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [p, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def lagged(p_k, p_decay, s_k, s_decay, m_x, o_t, lag: tl.constexpr):
     """k and d [TP, KP] of the token `lag` before each; 0 and 1 where there is none."""
     m_lag = m_x & (o_t >= lag)[:, None]
     return tl.load(p_k - lag * s_k, mask=m_lag, other=0.0), tl.load(p_decay - lag * s_decay, mask=m_lag, other=1.0)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "fetch_from", "fetch_to", "fetch_bytes", "scale", "lower_bound", "s_qb", "s_qt",
+                               "s_qh", "s_kb", "s_kt", "s_kh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def tokens_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_slots, p_generation,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_states, p_slots, p_generation,
     p_log_k, p_log_decay, p_log_slots, p_log_generation, p_vectors, p_coefficients,
-    T, H, HV, CAPACITY, scale, lower_bound,
+    T, H, HV, CAPACITY, fetch_from, fetch_to, fetch_bytes, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, ALIGN: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
@@ -50,7 +72,8 @@ def tokens_kernel(
     """For `draft_kernel`: vectors [TP, 2, KP] of each row and head, -beta_t c_t k_t and scale c_t q_t, and coefficients [2, TP, TP],
     -beta_t x_tj^T k_t below a diagonal of beta_t, and scale x_tj^T q_t. Logs k, d, the row's slot and its generation.
 
-    q and k stay as they came: norms are numbers, and u carries that of k. Grid: (N + N * HV,), the first N for the owners.
+    q and k stay as they came: norms are numbers, and u carries that of k. The memory has little to do meanwhile: programs from fetch_from
+    to fetch_to ask for the state, of fetch_bytes, that `draft_kernel` will read. Grid: (N + N * HV,), the first N for the owners.
     """
     wait_for_last(CHAINED)
     i_p = tl.program_id(0)
@@ -94,6 +117,11 @@ def tokens_kernel(
     b_of_k = tl.where(o_lag == 0, strength[:, None], 0.0)  # [TP, TP]
     b_of_q = tl.where(o_lag == 0, (tl.sum(b_q * b_k, 1) * scale_q)[:, None], 0.0)  # [TP, TP]
     tl.debug_barrier()  # decays of earlier tokens come back from the log
+    if CHAINED:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if (i_p >= fetch_from) & (i_p < fetch_to):
+            slot, inside = slot_of(p_slots, i_n, CAPACITY)
+            if inside:
+                fetch(p_states.to(tl.int64) + (slot * HV + i_h) * fetch_bytes, fetch_bytes)
     before = ()
     for lag in tl.static_range(1, 4):
         before += (lagged(p_k, p_log_decay + o_log, s_kt * ALIGN, HV * K, m_x, o_t, lag),)

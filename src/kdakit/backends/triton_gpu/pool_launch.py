@@ -31,6 +31,7 @@ CUTS = {
     ("decode", True): Cut(16, 1), ("verify", True): Cut(64, 4), ("commit", True): Cut(32, 4),
 }  # fmt: skip
 TOKEN_WARPS = 2
+FETCHED = (8 << 20, 32 << 20)  # bytes of the states, in the order of the rows, that `tokens_kernel` asks for: the first are read at once
 
 
 def cut_for(call: str, pool: Any) -> Cut:
@@ -126,9 +127,9 @@ def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, owners, log: 
     vectors = torch.empty((rows, TP, 2, sizes["KP"]), device=x.k.device)
     coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
     args = (
-        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, slots, pool.generation,
+        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, pool.storage.states, slots, pool.generation,
         log.k, log.decay, *owners, vectors, coefficients,
-        problem.T, problem.H, problem.HV, pool.capacity, o.scale, o.lower_bound or 0.0,
+        problem.T, problem.H, problem.HV, pool.capacity, *_fetched(pool), o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
     registers = (
@@ -137,6 +138,12 @@ def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, owners, log: 
     options = _options(TOKEN_WARPS, sizes["CHAINED"], registers)
     launches.launch(tokens_kernel, problem.N + rows, args, sizes | _activations(problem), **options)
     return vectors, coefficients
+
+
+def _fetched(pool: Any) -> tuple[int, int, int]:
+    """From which head of which row on, and up to which, `tokens_kernel` asks for states; and the bytes of one."""
+    size = pool.sizes.K * pool.sizes.V * pool.storage.states.element_size()
+    return (FETCHED[0] // size, FETCHED[1] // size, size) if size % 16 == 0 else (0, 0, size)
 
 
 def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, out, past, sizes: dict[str, Any], config: Config) -> None:
