@@ -20,6 +20,7 @@ from kdakit.problem import DIFFERENTIABLE, Arrays, Problem
 
 OUTPUTS = ("o", "final_state", "states")
 CALLS = {"chunk": "chunk_kda", "recurrent": "fused_recurrent_kda"}
+COMPILER_OPTIONS: dict[str, Any] | None = None  # of XLA, for JAX backends that are not interpreted; None: whatever XLA_FLAGS says
 
 
 class Row(NamedTuple):
@@ -209,7 +210,7 @@ def _jax_functions(backend: str, call_options: tuple[tuple[str, Any], ...], op: 
 
     # An interpreted kernel is a large program that runs once or twice: compiling it dearly does not pay.
     quick = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-    options = quick if interpreted(backend) else None
+    options = quick if interpreted(backend) else COMPILER_OPTIONS
     return jax.jit(forward, compiler_options=options), jax.jit(with_gradients, compiler_options=options)
 
 
