@@ -68,7 +68,8 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   std::vector<std::vector<Copy>> copies;  // the last group is open
-  enum { READY, WARP, BLOCK, DONE } at = READY;
+  enum { READY, WARP, PART, BLOCK, DONE } at = READY;
+  int barrier = 0, meeting = 0;  // at PART: which, and how many threads meet there
 };
 
 inline std::vector<Fiber> fibers;
@@ -120,6 +121,15 @@ inline void run_block(unsigned block, int threads, int order, const std::functio
           if (fibers[t].at == Fiber::WARP) fibers[t].at = Fiber::READY;
         ++ready;
       }
+    }
+    for (int barrier = 1; barrier < 16; ++barrier) {
+      int waiting = 0, meeting = 0;
+      for (const Fiber &fiber : fibers)
+        if (fiber.at == Fiber::PART && fiber.barrier == barrier) ++waiting, meeting = fiber.meeting;
+      if (waiting == 0 || waiting < meeting) continue;
+      for (Fiber &fiber : fibers)
+        if (fiber.at == Fiber::PART && fiber.barrier == barrier) fiber.at = Fiber::READY;
+      ++ready;
     }
     for (const Fiber &fiber : fibers) done += fiber.at == Fiber::DONE, blocked += fiber.at == Fiber::BLOCK;
     if (done == threads) return;
@@ -199,11 +209,8 @@ inline void load_transposed(uint4 &x, const void *row) {
   x = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-inline void prefetch(const void *, uint32_t) {}
 inline void let_next_kernel_start() {}
 inline void wait_for_previous_kernel() {}
-
-inline uint4 load_once(const uint4 *from) { return *from; }
 
 inline float warp_largest(float x) {
   using namespace emulate;
@@ -236,6 +243,13 @@ inline void copies_wait() {
     for (const auto &copy : groups.front()) memcpy(copy.to, copy.from, 16);
     groups.erase(groups.begin());
   }
+}
+
+template <int BARRIER, int THREADS>
+inline void sync_part() {
+  emulate::Fiber &self = emulate::fibers[threadIdx.x];
+  self.barrier = BARRIER, self.meeting = THREADS;
+  emulate::wait(emulate::Fiber::PART);
 }
 
 }  // namespace kda

@@ -47,7 +47,7 @@ def test_kernels_hardly_spill(built):
     usages = [u for u in built[1] if "_kernelI" in u.kernel]
     kernels = {u.kernel for u in usages}
     assert len([k for k in kernels if "intra_kernel" in k]) == 4, "four sizes"
-    assert len([k for k in kernels if "state_kernel" in k]) == 8, "four sizes, two widths"
+    assert len([k for k in kernels if "state_kernel" in k]) == 11, "four sizes, two widths; three of them again for less shared memory"
     for usage in usages:
         assert usage.spills <= next(limit for name, limit in SPILLS.items() if name in usage.kernel), usage
 
