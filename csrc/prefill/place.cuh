@@ -78,6 +78,19 @@ struct Ring {
   __device__ __forceinline__ static int after(int slot) { return slot + 1 < S::DEPTH ? slot + 1 : 0; }
 };
 
+// What a lane keeps in registers. Warps that walk and warps that tell keep different things in the same places.
+template <typename S>
+struct Lane {
+  static constexpr bool ROOM = S::N <= 2;  // for all tiles of the keys
+  int row, lane, g, t;                     // row: of tiles
+  Ring<S> ring;
+  const uint4 *rows_from, *tiles_from, *more_from;  // in the first record
+  TileA rows[S::STEPS];                             // of w, or of q_decayed
+  TileA tiles[(ROOM ? S::OWN : 1) * S::ROWS];       // of k_decayed, or of A_qk
+  float kept[S::OWN][S::N][4];                      // the state, or what there is of o in kept[0]
+  float4 u[S::N];
+};
+
 // The ring of small parts, which all warps read.
 template <typename S>
 __device__ __forceinline__ int small_slot_after(int slot, int steps = 1) {

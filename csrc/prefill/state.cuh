@@ -20,8 +20,23 @@ __global__ __launch_bounds__(State<K, V, C, BV, DEPTH>::THREADS, 1) void state_k
   extern __shared__ __align__(16) unsigned char memory[];
   typename S::Shared &sh = *reinterpret_cast<typename S::Shared *>(memory);
   const Place<S> here(p);
-  if (threadIdx.x < S::HALF) walk<S>(p, here, sh);
-  else tell<S>(p, here, sh);
+  const bool walks = threadIdx.x < S::HALF;
+  Lane<S> lane;
+  lane.row = threadIdx.x / 32 % S::ROWS, lane.lane = threadIdx.x % 32, lane.g = lane.lane / 4, lane.t = lane.lane % 4;
+  Walker<S> walker{p, here, sh, lane};
+  Teller<S> teller{p, here, sh, lane, nullptr};
+  if (walks) walker.start();
+  else teller.start();
+  int slot = 0, small_slot = 0;
+  for (int64_t chunk = 0; chunk < here.chunks; ++chunk) {
+    __syncthreads();  // the state, the last chunk's v_new and this chunk's small parts are there
+    if (walks) walker.step(slot, chunk, sh.small[small_slot]);
+    else teller.step(slot, small_slot, chunk);
+    slot = Ring<S>::after(slot), small_slot = small_slot_after<S>(small_slot);
+  }
+  __syncthreads();
+  if (walks) walker.store_state();
+  else if (here.chunks > 0) teller.finish(here.chunks - 1, sh.small[small_slot_after<S>(small_slot, S::SMALLS - 1)]);
 }
 
 }  // namespace kda
