@@ -19,19 +19,19 @@ struct State {
   static constexpr int WALK = 2 * STEPS + 2 * OWN * ROWS + N;  // of w, k_decayed and u
   static constexpr int TELL = 2 * STEPS + 2 * ROWS;            // of q_decayed and A_qk
   static constexpr int PIECES = ROWS * (WALK + TELL);
-  static constexpr int SMALLS = DEPTH + 3;
+  static constexpr int SMALLS = DEPTH + 2;
   static constexpr int LD = BV == 8 ? 4 : BV / 2 + 4;  // words of two numbers; the eight rows of a block fall into 32 banks
 
   struct Shared {
     uint4 ring[DEPTH][PIECES][32];
-    uint32_t state[2][2][K * LD];  // of even and odd chunks; hi, lo
-    uint32_t v_new[2][2][C * LD];
+    uint32_t state[2][K * LD];  // hi, lo
+    uint32_t v_new[2][C * LD];
     typename R::Small small[SMALLS];
-    float state_power[2][STEPS];  // 1 / m of 16 rows
-    float v_new_power[2][ROWS];
+    float state_power[STEPS];  // 1 / m of 16 rows
+    float v_new_power[ROWS];
 
-    __device__ __forceinline__ Rows<LD> state_rows(int parity) { return {state[parity][0], state[parity][1]}; }
-    __device__ __forceinline__ Rows<LD> v_new_rows(int parity) { return {v_new[parity][0], v_new[parity][1]}; }
+    __device__ __forceinline__ Rows<LD> state_rows() { return {state[0], state[1]}; }
+    __device__ __forceinline__ Rows<LD> v_new_rows() { return {v_new[0], v_new[1]}; }
   };
 };
 

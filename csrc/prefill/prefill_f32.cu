@@ -39,7 +39,7 @@ static kda_status prepare(const char *name, Kernel kernel, size_t bytes, int dev
 
 // Shared memory per block: what the Python side knows intra and the least state need, and what state takes where there is enough.
 template <int K, int C>
-constexpr int LEAST_SHARED = (C == 32 ? (K == 64 ? 48 : 96) : (K == 64 ? 92 : 162)) * 1024;
+constexpr int LEAST_SHARED = (C == 32 ? (K == 64 ? 48 : 96) : (K == 64 ? 92 : 154)) * 1024;
 constexpr int MUCH_SHARED = 227 * 1024;
 
 template <int K, int C, int BV, int DEPTH>

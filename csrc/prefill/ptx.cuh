@@ -58,12 +58,6 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Barrier number BARRIER (__syncthreads has 0) for THREADS threads, which may come to it from different places in the program.
-template <int BARRIER, int THREADS>
-__device__ __forceinline__ void sync_part() {
-  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
-}
-
 // Since sm_90 a kernel may start before its predecessor in the stream ends: the predecessor allows it, it waits before it reads.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900

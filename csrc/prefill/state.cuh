@@ -2,8 +2,8 @@
 //
 //     v_new = u - w S        o = q_decayed S + A_qk v_new        S <- Diag(decay) S + k_decayed^T v_new
 //
-// Half of the warps walk along the chunks (walk.cuh): they make v_new and keep the state in their registers. The other half form o behind
-// them (tell.cuh). S and v_new pass through shared memory as hi and lo (tiles.cuh), two copies of each in turn, with a power of two per 16 rows.
+// Half of the warps walk along the chunks (walk.cuh): they make v_new and keep the state in their registers. The other half form o beside
+// them (tell.cuh). S and v_new pass through shared memory as hi and lo (tiles.cuh), with a power of two per 16 rows.
 //
 // Every 16 bytes of a record have one lane that uses them. It copies them into a place of its own in a ring of DEPTH chunks, reads them
 // into registers ahead of their use, and gives the place to a later chunk: no barriers but those for S and v_new.
@@ -29,14 +29,16 @@ __global__ __launch_bounds__(State<K, V, C, BV, DEPTH>::THREADS, 1) void state_k
   else teller.start();
   int slot = 0, small_slot = 0;
   for (int64_t chunk = 0; chunk < here.chunks; ++chunk) {
-    __syncthreads();  // the state, the last chunk's v_new and this chunk's small parts are there
-    if (walks) walker.step(slot, chunk, sh.small[small_slot]);
-    else teller.step(slot, small_slot, chunk);
+    const typename S::R::Small &small = sh.small[small_slot];
+    __syncthreads();  // the state and this chunk's small parts are there
+    if (walks) walker.make_v_new(slot, chunk, small);
+    else teller.begin(slot, chunk, small);
+    __syncthreads();  // v_new is there; the state may be overwritten
+    if (walks) walker.update_state(slot, chunk, small);
+    else teller.finish(slot, small_slot, chunk);
     slot = Ring<S>::after(slot), small_slot = small_slot_after<S>(small_slot);
   }
-  __syncthreads();
   if (walks) walker.store_state();
-  else if (here.chunks > 0) teller.finish(here.chunks - 1, sh.small[small_slot_after<S>(small_slot, S::SMALLS - 1)]);
 }
 
 }  // namespace kda

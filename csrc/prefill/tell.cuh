@@ -1,5 +1,5 @@
-// The warps of `state` that tell, 16 tokens each, behind those that walk: o = q_decayed S + A_qk v_new, the first product while v_new is
-// made, the second one chunk later.
+// The warps of `state` that tell, 16 tokens each, beside those that walk: o = q_decayed S + A_qk v_new, the first product while v_new is
+// made, the second while the state is updated.
 #pragma once
 
 #include "place.cuh"
@@ -42,15 +42,15 @@ struct Teller {
       if (j <= x.row) x.tiles[j] = x.ring.read_tile(slot, INSIDE + 2 * j);
   }
 
-  // q_decayed S
-  __device__ __forceinline__ void begin(int parity, const Small &small) {
-    const uint32_t *state_row = sh.state_rows(parity).lane_in_order();
+  // q_decayed S; meanwhile this chunk's tiles of A_qk are read.
+  __device__ __forceinline__ void begin(int slot, int64_t chunk, const Small &small) {
+    const uint32_t *state_row = sh.state_rows().lane_in_order();
 #pragma unroll
     for (int n = 0; n < N; ++n) x.kept[0][n][0] = x.kept[0][n][1] = x.kept[0][n][2] = x.kept[0][n][3] = 0.f;
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       const float2 power = small.q[x.row * STEPS + j];
-      const float upper = power.x * sh.state_power[parity][j], lower = power.y * sh.state_power[parity][j];
+      const float upper = power.x * sh.state_power[j], lower = power.y * sh.state_power[j];
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         uint32_t right[4];
@@ -58,16 +58,19 @@ struct Teller {
         multiply_add(x.kept[0][n], x.rows[j], right, upper, lower);
       }
     }
+    copies_wait<S::DEPTH - 1>();
+    read_inside(slot);
+    fetch_inside(slot, chunk + S::DEPTH);
   }
 
-  // o, with A_qk v_new
-  __device__ __forceinline__ void finish(int64_t chunk, const Small &small) {
-    const int parity = int(chunk % 2);
-    const uint32_t *v_new_row = sh.v_new_rows(parity).lane_of_tokens();
+  // o, with A_qk v_new; then the next chunk's rows are read.
+  __device__ __forceinline__ void finish(int slot, int small_slot, int64_t chunk) {
+    const Small &small = sh.small[small_slot];
+    const uint32_t *v_new_row = sh.v_new_rows().lane_of_tokens();
 #pragma unroll
     for (int j = 0; j < ROWS; ++j) {
       if (j > x.row) continue;
-      const float power = small.A[x.row * (x.row + 1) / 2 + j].x * sh.v_new_power[parity][j];
+      const float power = small.A[x.row * (x.row + 1) / 2 + j].x * sh.v_new_power[j];
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         uint32_t right[4];
@@ -84,6 +87,9 @@ struct Teller {
       }
     }
     o += S::C * p.o.token_stride;
+    const int next = Ring<S>::after(slot);
+    read_rows(next);
+    fetch_rows(next, small_slot_after<S>(small_slot, 1 + S::DEPTH), chunk + 1 + S::DEPTH);
   }
 
   __device__ __forceinline__ void start() {
@@ -97,17 +103,6 @@ struct Teller {
     copies_wait<S::DEPTH - 1>();
     read_rows(0);
     fetch_rows(0, S::DEPTH, S::DEPTH);
-  }
-  // After the barrier for the state, this chunk's small parts and the last chunk's v_new.
-  __device__ __forceinline__ void step(int slot, int small_slot, int64_t chunk) {
-    const int next = Ring<S>::after(slot);
-    if (chunk > 0) finish(chunk - 1, sh.small[small_slot_after<S>(small_slot, S::SMALLS - 1)]);
-    begin(int(chunk % 2), sh.small[small_slot]);
-    copies_wait<S::DEPTH - 1>();
-    read_inside(slot);
-    fetch_inside(slot, chunk + S::DEPTH);
-    read_rows(next);
-    fetch_rows(next, small_slot_after<S>(small_slot, 1 + S::DEPTH), chunk + 1 + S::DEPTH);
   }
 };
 

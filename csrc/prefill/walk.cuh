@@ -60,17 +60,17 @@ struct Walker {
   __device__ __forceinline__ int64_t state_at(int m, int n, int e) const {
     return here.state_at(p, (x.row * OWN + m) * 16 + x.g + e / 2 * 8, n * 8 + 2 * x.t + e % 2);
   }
-  __device__ __forceinline__ void put_state(int m, int parity) const {
+  __device__ __forceinline__ void put_state(int m) const {
     const Split<N> split(x.kept[m]);
-    sh.state_rows(parity).put((x.row * OWN + m) * 16, split);
-    if (x.lane == 0) sh.state_power[parity][x.row * OWN + m] = split.inverse;
+    sh.state_rows().put((x.row * OWN + m) * 16, split);
+    if (x.lane == 0) sh.state_power[x.row * OWN + m] = split.inverse;
   }
   __device__ __forceinline__ void load_state() {
 #pragma unroll
     for (int m = 0; m < OWN; ++m) {
 #pragma unroll
       for (int i = 0; i < 4 * N; ++i) x.kept[m][i / 4][i % 4] = p.initial_state != nullptr ? p.initial_state[state_at(m, i / 4, i % 4)] : 0.f;
-      put_state(m, 0);
+      put_state(m);
     }
   }
   __device__ __forceinline__ void store_state() const {
@@ -84,8 +84,7 @@ struct Walker {
 
   // v_new = u - w S; meanwhile this chunk's keys are read.
   __device__ __forceinline__ void make_v_new(int slot, int64_t chunk, const Small &small) {
-    const int parity = int(chunk % 2);
-    const uint32_t *state_row = sh.state_rows(parity).lane_in_order();
+    const uint32_t *state_row = sh.state_rows().lane_in_order();
     float sum[N][4] = {};
 #pragma unroll
     for (int first = 0; first < STEPS; first += GROUP) {
@@ -94,7 +93,7 @@ struct Walker {
 #pragma unroll
       for (int i = 0; i < GROUP * N; ++i) load_transposed(right[i / N][i % N], state_row + (first + i / N) * 16 * S::LD + i % N * 4);
 #pragma unroll
-      for (int j = 0; j < GROUP; ++j) power[j] = -small.w[x.row * STEPS + first + j].x * sh.state_power[parity][first + j];
+      for (int j = 0; j < GROUP; ++j) power[j] = -small.w[x.row * STEPS + first + j].x * sh.state_power[first + j];
       if (ROOM) take_keys(slot, chunk);
 #pragma unroll
       for (int i = 0; i < GROUP * N; ++i) multiply_add(sum[i % N], x.rows[first + i / N], right[i / N][i % N], power[i / N], power[i / N]);
@@ -102,14 +101,13 @@ struct Walker {
 #pragma unroll
     for (int n = 0; n < N; ++n) sum[n][0] += x.u[n].x, sum[n][1] += x.u[n].y, sum[n][2] += x.u[n].z, sum[n][3] += x.u[n].w;
     const Split<N> split(sum);
-    sh.v_new_rows(parity).put(x.row * 16, split);
-    if (x.lane == 0) sh.v_new_power[parity][x.row] = split.inverse;
+    sh.v_new_rows().put(x.row * 16, split);
+    if (x.lane == 0) sh.v_new_power[x.row] = split.inverse;
   }
 
   // S <- Diag(decay) S + k_decayed^T v_new; meanwhile the next chunk's rows are read.
   __device__ __forceinline__ void update_state(int slot, int64_t chunk, const Small &small) {
-    const int parity = int(chunk % 2);
-    const uint32_t *v_new_row = sh.v_new_rows(parity).lane_of_tokens();
+    const uint32_t *v_new_row = sh.v_new_rows().lane_of_tokens();
     uint32_t right[ROWS][N][4];
     float power[OWN][ROWS], decay[OWN][2];
 #pragma unroll
@@ -117,7 +115,7 @@ struct Walker {
 #pragma unroll
     for (int m = 0; m < OWN; ++m) {
 #pragma unroll
-      for (int j = 0; j < ROWS; ++j) power[m][j] = small.k[(x.row * OWN + m) * ROWS + j].x * sh.v_new_power[parity][j];
+      for (int j = 0; j < ROWS; ++j) power[m][j] = small.k[(x.row * OWN + m) * ROWS + j].x * sh.v_new_power[j];
       decay[m][0] = small.decay[(x.row * OWN + m) * 16 + x.g], decay[m][1] = small.decay[(x.row * OWN + m) * 16 + x.g + 8];
     }
     if (ROOM) take_rows(Ring<S>::after(slot), chunk + 1);
@@ -134,7 +132,7 @@ struct Walker {
         multiply_add(added[i % N], x.tiles[(ROOM ? m : 0) * ROWS + i / N], right[i / N][i % N], power[m][i / N], power[m][i / N]);
 #pragma unroll
       for (int i = 0; i < 4 * N; ++i) x.kept[m][i / 4][i % 4] = fmaf(decay[m][i % 4 / 2], x.kept[m][i / 4][i % 4], added[i / 4][i % 4]);
-      put_state(m, parity ^ 1);
+      put_state(m);
     }
     if (!ROOM) take_rows(Ring<S>::after(slot), chunk + 1);
   }
@@ -148,12 +146,6 @@ struct Walker {
     if (here.chunks <= 0) return;
     for (int d = 0; d < S::DEPTH; ++d) fetch_rows(d, d), fetch_keys(d, d);
     take_rows(0, 0);
-  }
-  // After the barrier for the state and this chunk's small parts.
-  __device__ __forceinline__ void step(int slot, int64_t chunk, const Small &small) {
-    make_v_new(slot, chunk, small);
-    sync_part<1, S::HALF>();  // v_new is there
-    update_state(slot, chunk, small);
   }
 };
 

@@ -68,8 +68,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   std::vector<std::vector<Copy>> copies;  // the last group is open
-  enum { READY, WARP, PART, BLOCK, DONE } at = READY;
-  int barrier = 0, meeting = 0;  // at PART: which, and how many threads meet there
+  enum { READY, WARP, BLOCK, DONE } at = READY;
 };
 
 inline std::vector<Fiber> fibers;
@@ -121,15 +120,6 @@ inline void run_block(unsigned block, int threads, int order, const std::functio
           if (fibers[t].at == Fiber::WARP) fibers[t].at = Fiber::READY;
         ++ready;
       }
-    }
-    for (int barrier = 1; barrier < 16; ++barrier) {
-      int waiting = 0, meeting = 0;
-      for (const Fiber &fiber : fibers)
-        if (fiber.at == Fiber::PART && fiber.barrier == barrier) ++waiting, meeting = fiber.meeting;
-      if (waiting == 0 || waiting < meeting) continue;
-      for (Fiber &fiber : fibers)
-        if (fiber.at == Fiber::PART && fiber.barrier == barrier) fiber.at = Fiber::READY;
-      ++ready;
     }
     for (const Fiber &fiber : fibers) done += fiber.at == Fiber::DONE, blocked += fiber.at == Fiber::BLOCK;
     if (done == threads) return;
@@ -243,13 +233,6 @@ inline void copies_wait() {
     for (const auto &copy : groups.front()) memcpy(copy.to, copy.from, 16);
     groups.erase(groups.begin());
   }
-}
-
-template <int BARRIER, int THREADS>
-inline void sync_part() {
-  emulate::Fiber &self = emulate::fibers[threadIdx.x];
-  self.barrier = BARRIER, self.meeting = THREADS;
-  emulate::wait(emulate::Fiber::PART);
 }
 
 }  // namespace kda
