@@ -37,17 +37,22 @@ static kda_status prepare(const char *name, Kernel kernel, size_t bytes, int dev
   return KDA_OK;
 }
 
-template <int K, int C, int BV>
+// Shared memory per block: what the Python side knows intra and the least state need, and what state takes where there is enough.
+template <int K, int C>
+constexpr int LEAST_SHARED = (C == 32 ? (K == 64 ? 48 : 96) : (K == 64 ? 92 : 154)) * 1024;
+constexpr int MUCH_SHARED = 227 * 1024;
+
+template <int K, int C, int BV, int DEPTH>
 static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
   int capability = 0;
   KDA_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device));
   using I = Intra<K, K, C>;
-  using S = State<K, K, C, BV>;
-  static_assert(sizeof(typename I::Shared) <= (C == 32 ? 48 : K == 64 ? 92 : 108) * 1024, "more than the Python side knows of");
-  static_assert(sizeof(typename S::Shared) <= 48 * 1024, "state needs less than intra");
+  using S = State<K, K, C, BV, DEPTH>;
+  static_assert(sizeof(typename I::Shared) <= LEAST_SHARED<K, C>, "more than the Python side knows of");
+  static_assert(sizeof(typename S::Shared) <= (DEPTH == 1 && BV == K / 8 ? LEAST_SHARED<K, C> : MUCH_SHARED), "more than the device has");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
-  KDA_TRY(prepare("state", state_kernel<K, K, C, BV>, sizeof(typename S::Shared), device));
+  KDA_TRY(prepare("state", state_kernel<K, K, C, BV, DEPTH>, sizeof(typename S::Shared), device));
   if (plan.cells > 0) {
     intra_kernel<K, K, C><<<unsigned(plan.cells), I::THREADS, sizeof(typename I::Shared), stream>>>(params);
     KDA_CUDA(cudaGetLastError());
@@ -60,19 +65,23 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
     cudaLaunchAttribute early{};  // its blocks may start as soon as intra's last ones run
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &early, config.numAttrs = plan.cells > 0 && capability >= 9;
-    KDA_CUDA(cudaLaunchKernelEx(&config, state_kernel<K, K, C, BV>, params));
+    KDA_CUDA(cudaLaunchKernelEx(&config, state_kernel<K, K, C, BV, DEPTH>, params));
   }
   return KDA_OK;
 }
 
-// The state kernel is one chain of chunks per block: narrow blocks fill the chip when there are few heads, wide ones read the records less often.
+// The state kernel is one chain of chunks per block: narrow blocks fill the chip when there are few heads, wide ones read the records less
+// often. Chunks in flight: as many as the shared memory holds.
 template <int K, int C>
 static kda_status launch(const kda_prefill_args &args, const Plan &plan, const Params &params) {
-  int device = 0, processors = 0;
+  constexpr int DEPTH = C == 64 ? (K == 64 ? 2 : 1) : (K == 64 ? 5 : 3);
+  int device = 0, processors = 0, shared = 0;
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  if (args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4>(args, plan, params, device);
-  return launch_with<K, C, K / 8>(args, plan, params, device);
+  KDA_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  if (shared < MUCH_SHARED) return launch_with<K, C, K / 8, 1>(args, plan, params, device);
+  if (args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4, DEPTH>(args, plan, params, device);
+  return launch_with<K, C, K / 8, DEPTH>(args, plan, params, device);
 }
 
 kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes) {

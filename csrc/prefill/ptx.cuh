@@ -42,28 +42,13 @@ __device__ __forceinline__ void load_transposed(uint4 &x, const void *row) {
   x = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// 16 bytes of device memory that nobody else on this multiprocessor reads. Volatile: it stays where it is written.
-__device__ __forceinline__ uint4 load_once(const uint4 *from) {
-  uint4 x;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
-  return x;
-}
-
-// Have memory brought into the L2 cache; address and bytes are multiples of 16. Before sm_90 there is no instruction for more than a line, and
-// those for a line are slow.
-__device__ __forceinline__ void prefetch(const void *from, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // The largest over the warp of numbers >= 0, whose bits are in the same order.
 __device__ __forceinline__ float warp_largest(float x) { return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x))); }
 
 // 16 bytes from device to shared memory, in the background.
 __device__ __forceinline__ void copy_async(void *to, const void *from) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

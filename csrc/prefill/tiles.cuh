@@ -87,10 +87,6 @@ struct TileA {
     hi = tile[0][threadIdx.x % 32];
     lo = tile[1][threadIdx.x % 32];
   }
-  __device__ __forceinline__ void load(const uint4 *from) {  // this lane's pieces in device memory
-    hi = load_once(from);
-    lo = load_once(from + 32);
-  }
 };
 
 // C fragments of [16, 8 N] numbers as hi and lo.

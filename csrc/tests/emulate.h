@@ -199,11 +199,8 @@ inline void load_transposed(uint4 &x, const void *row) {
   x = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-inline void prefetch(const void *, uint32_t) {}
 inline void let_next_kernel_start() {}
 inline void wait_for_previous_kernel() {}
-
-inline uint4 load_once(const uint4 *from) { return *from; }
 
 inline float warp_largest(float x) {
   using namespace emulate;

@@ -9,14 +9,14 @@
 
 using namespace kda;
 
-template <int K, int C, int BV>
+template <int K, int C, int BV, int DEPTH>
 static void run(const kda_prefill_args &args, const Plan &plan, const Params &params, int order) {
   using I = Intra<K, K, C>;
-  using S = State<K, K, C, BV>;
+  using S = State<K, K, C, BV, DEPTH>;
   static_assert(sizeof(typename I::Shared) <= sizeof memory && sizeof(typename S::Shared) <= sizeof memory, "shared memory of sm_90");
   for (int64_t cell = 0; cell < plan.cells; ++cell) emulate::run_block(unsigned(cell), I::THREADS, order, [&] { intra_kernel<K, K, C>(params); });
   const int64_t blocks = args.sequences * args.value_heads * (K / BV);
-  for (int64_t block = 0; block < blocks; ++block) emulate::run_block(unsigned(block), S::THREADS, order, [&] { state_kernel<K, K, C, BV>(params); });
+  for (int64_t block = 0; block < blocks; ++block) emulate::run_block(unsigned(block), S::THREADS, order, [&] { state_kernel<K, K, C, BV, DEPTH>(params); });
 }
 
 extern "C" size_t kda_emulate_record_bytes(const kda_prefill_args *args) {
@@ -33,8 +33,8 @@ extern "C" int kda_emulate_prefill_f32(const kda_prefill_args *args, int wide, i
   const Params params = make_params(*args, plan);
 #define KDA_CASE(K_, C_)                                                \
   if (args->key_dim == K_ && args->chunk_size == C_) {                  \
-    if (wide) run<K_, C_, K_ / 4>(*args, plan, params, order);          \
-    else run<K_, C_, K_ / 8>(*args, plan, params, order);               \
+    if (wide) run<K_, C_, K_ / 4, 1>(*args, plan, params, order);       \
+    else run<K_, C_, K_ / 8, K_ + C_ == 192 ? 1 : 2>(*args, plan, params, order); \
     return 0;                                                           \
   }
   KDA_CASE(64, 32)

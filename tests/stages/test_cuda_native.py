@@ -16,7 +16,7 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 # Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
-SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 640, "scan_kernel": 0}
+SPILLS = {"intra_kernel": 96, "state_kernel": 264, "prepare_kernel": 640, "scan_kernel": 0}
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 two.
 HOPPER_REGISTERS = {"prepare_kernelILNS0_4GateE2": 80, "prepare_kernel": 128, "scan_kernel": 232}
@@ -47,7 +47,7 @@ def test_kernels_hardly_spill(built):
     usages = [u for u in built[1] if "_kernelI" in u.kernel]
     kernels = {u.kernel for u in usages}
     assert len([k for k in kernels if "intra_kernel" in k]) == 4, "four sizes"
-    assert len([k for k in kernels if "state_kernel" in k]) == 8, "four sizes, two widths"
+    assert len([k for k in kernels if "state_kernel" in k]) == 11, "four sizes, two widths; three of them again for less shared memory"
     for usage in usages:
         assert usage.spills <= next(limit for name, limit in SPILLS.items() if name in usage.kernel), usage
 
