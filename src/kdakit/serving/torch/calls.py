@@ -98,8 +98,8 @@ def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inp
         raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
     if hasattr(module, "pooled"):
         kernels = module.pooled()
-        o, owners, log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
-        return o, Draft(pool, pool.rows(given) if inputs else None, *owners, log, inputs, kernels, problem.T)
+        o, (own, generation), log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
+        return o, Draft(pool, pool.rows(given) if inputs else None, own, generation, log, inputs, kernels, problem.T)
     rows, drafts = pool.rows(given), dispatch.load("torch_native").draft
     o, log = drafts.verify(problem, arrays, pool.storage.read(rows.place))
     return _only(rows, o), Draft(pool, rows, torch.where(rows.valid, given, -1), rows.generation, log, inputs, drafts, problem.T)
