@@ -26,7 +26,6 @@ from kdakit.problem import (
     checks_enabled,
     make_problem,
 )
-from kdakit.reference import Result
 
 _SCHEMA_ARRAYS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -96,7 +95,7 @@ def _inference(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_s
     return [x for x in run(arrays, op, Options.decode(options), backend, False)[0] if x is not None]
 
 
-_plans: dict[Any, Callable[[Arrays], Result]] = {}
+_plans: dict[Any, Callable[[Arrays], Any]] = {}
 
 
 def run(arrays: Arrays, op: str, options: Options, backend: str, needs_grad: bool):
@@ -126,7 +125,7 @@ def _alike(op: str, arrays: Arrays, options: Options, backend: str) -> Any:
     return op, options, backend, *tensors
 
 
-def _planned(key: Any, module: ModuleType, problem: Problem, arrays: Arrays, config: Any, final_state: Tensor | None = None) -> Result:
+def _planned(key: Any, module: ModuleType, problem: Problem, arrays: Arrays, config: Any, final_state: Tensor | None = None) -> Any:
     """A call by a backend that can say how to repeat it."""
     result, plan = module.planned(problem, arrays, config, final_state)
     if plan is not None:

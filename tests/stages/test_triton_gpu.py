@@ -156,6 +156,7 @@ def test_in_parts(name, number, monkeypatch):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
+@interpreter
 def test_gate_beyond_overflow():
     """The bounded gate in float32 where e^x of its input is beyond float32: no decay, not the strongest."""
     options = FUSED | {"lower_bound": -5.0, "safe_gate": True}
