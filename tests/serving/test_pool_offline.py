@@ -39,7 +39,6 @@ def test_kernels_compile(target):
 
 def compile_all(target: str) -> None:
     import torch
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -50,21 +49,9 @@ def compile_all(target: str) -> None:
     from kdakit.serving.torch import Draft, StatePool
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "stages"))
-    from test_triton_offline import resources
+    from test_triton_offline import offline_driver, resources
 
     chip = configs.CHIPS[target]
-    gpu = GPUTarget("hip", target, 64) if chip.hip else GPUTarget("cuda", int(target[3:]), 32)
-
-    class Driver:
-        """As much of a GPU driver as a compilation asks for."""
-
-        get_current_target = staticmethod(lambda: gpu)
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device=None: 0)
-        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-        is_active = staticmethod(lambda: True)
-        map_python_to_cpp_type = staticmethod(lambda name: name)
-
     run, size = JITFunction.run, 0
 
     def compile_only(self, *args, grid, warmup, **options):
@@ -72,7 +59,7 @@ def compile_all(target: str) -> None:
         row = dict(kernel=self.__name__, K=size, shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
         print(json.dumps(row), flush=True)
 
-    driver.set_active(Driver())
+    driver.set_active(offline_driver(chip))
     JITFunction.run = compile_only
     pool_launch.chained = lambda device: chip.wgmma
     launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)

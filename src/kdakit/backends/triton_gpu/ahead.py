@@ -40,8 +40,6 @@ def compile_all(problem: Problem, arrays: Arrays, config: Config) -> None:
         return
     _ready.add(key)
     wanted = launches(problem, arrays, config)
-    for kernel, *_ in wanted:
-        kernel.cache_key  # noqa: B018  the hash of its source and of all it calls, kept there
     hash_triton().join()
     with _Compilers(WORKERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for kernel, args, constants, options in reversed(wanted):  # the slowest is the last

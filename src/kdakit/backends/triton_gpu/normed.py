@@ -19,6 +19,7 @@ from kdakit.backends.triton_gpu.token_tiles import (
     across,
     by_token,
     channels,
+    half_sums,
     lowered,
     pick,
     put,
@@ -91,12 +92,7 @@ def row_scale(b_squares, scale, left, FLIP: tl.constexpr):
 def bounded_sums(b_g, unit):
     """b_g [8 J, 4, c] -> with SHIFT the log2-decay from the half's start to each token, and over it [8 J, c]."""
     b_s, b_total = running_sums(b_g)
-    o_p = (tl.arange(0, b_g.shape[0]) % 8)[:, None]
-    b_in = tl.zeros(b_total.shape, tl.float32)
-    for i in tl.static_range(3):
-        b_other = across(b_total, 1 << i)
-        b_in = tl.where(((o_p >> i) & 1) == 1, b_in + b_other, b_in)
-        b_total = b_total + b_other
+    b_in, b_total = half_sums(b_total)
     return b_s * unit + (b_in * unit + SHIFT)[:, None, :], b_total * unit
 
 

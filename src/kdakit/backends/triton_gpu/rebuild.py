@@ -8,29 +8,29 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.gate import gate_slope, inverse_norm, power_of_2, write_strength
 from kdakit.backends.triton_gpu.normed import gate_share, gate_unit, scaled_bias
 from kdakit.backends.triton_gpu.tile import locate, narrow, product
-from kdakit.backends.triton_gpu.token_tiles import across, by_token, channels, running_sums, tokens, widened
+from kdakit.backends.triton_gpu.token_tiles import by_token, channels, half_sums, running_sums, tokens, widened
 
 
 @triton.jit
 def load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K: tl.constexpr, J: tl.constexpr, c: tl.constexpr,
-               ALIGN: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
-    """Of 32 tokens, of which `length` are there, q above k (FLIP: k above q) [8 J, 8, c], and g [8 J, 4, c]; where there is none, g is what
+               ALIGN: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
+    """Of 32 tokens, of which `length` are there, q above k [8 J, 8, c], and g [8 J, 4, c]; where there is none, g is what
     GATE makes no decay of ("log_decay": 0)."""
     o_k = channels(J, c)
     o_t = tokens(J, 4)
     none: tl.constexpr = 0.0 if GATE == "log_decay" else float("-inf")
     b_g = tl.load(p_g + o_t * s_gt * ALIGN + o_k, mask=(o_t < length) & (o_k < K), other=none)
     o_t = tokens(J, 8)
-    m_q = (tl.arange(0, 8) < 4)[None, :, None] != FLIP
+    m_q = (tl.arange(0, 8) < 4)[None, :, None]
     p_qk = tl.where(m_q, p_q + o_t * s_qt * ALIGN, p_k + o_t * s_kt * ALIGN) + o_k
     return tl.load(p_qk, mask=(o_t < length) & (o_k < K), other=0.0), b_g
 
 
 @triton.jit
-def k_part(b_qk, FLIP: tl.constexpr):
+def k_part(b_qk):
     """b_qk [8 J, 2, 4, c] -> k [8 J, 4, c]."""
     o_2 = tl.arange(0, 2)[None, :, None, None]
-    return tl.sum(tl.where(o_2 == (0 if FLIP else 1), b_qk.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
+    return tl.sum(tl.where(o_2 == 1, b_qk.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -48,12 +48,7 @@ def norms(b_qk, p_norms, C: tl.constexpr):
 def decay_sums(b_g, unit):
     """b_g [8 J, 4, c], shares of the gate -> log2-decay from the half's start to each token, and over the half [8 J, c]."""
     b_s, b_total = running_sums(b_g)
-    o_p = (tl.arange(0, b_g.shape[0]) % 8)[:, None]
-    b_in = tl.zeros(b_total.shape, tl.float32)
-    for i in tl.static_range(3):
-        b_other = across(b_total, 1 << i)
-        b_in = tl.where(((o_p >> i) & 1) == 1, b_in + b_other, b_in)
-        b_total = b_total + b_other
+    b_in, b_total = half_sums(b_total)
     return (b_s + b_in[:, None, :]) * unit, b_total * unit
 
 
@@ -69,7 +64,7 @@ def half_tiles(
     c: tl.constexpr = KP // J
     C: tl.constexpr = 64
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, False, GATE)
+    b_qk, b_g = load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K, J, c, ALIGN, GATE)
     b_norm = norms(b_qk, p_norms, C) * tl.where(tl.arange(0, 8) < 4, scale, 1.0)[None, :]
     b_bias = tl.zeros([8 * J, 1, c], tl.float32)
     if HAS_DT_BIAS:
@@ -77,7 +72,7 @@ def half_tiles(
         b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None, :]
     b_s, b_total = decay_sums(gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX), unit)
     b_qk = tl.reshape(widened(b_qk, PTX) * b_norm[:, :, None], [8 * J, 2, 4, c])
-    b_k = narrow(k_part(b_qk, False) * power_of_2(b_total[:, None, :] - b_s, PTX), DTYPE)
+    b_k = narrow(k_part(b_qk) * power_of_2(b_total[:, None, :] - b_s, PTX), DTYPE)
     b_rows = tl.reshape(b_qk * power_of_2(b_s + b_before[:, None, :], PTX)[:, None], [8 * J, 8, c])
     o_row = (tokens(J, 8) + tl.where((tl.arange(0, 8) < 4)[None, :, None], C, 0)) * KP + channels(J, c)
     b_tile = narrow(b_rows, DTYPE)

@@ -45,6 +45,18 @@ def running_sums(b_g):
 
 
 @triton.jit
+def half_sums(b_total):
+    """b_total [8 J, c], sums over 4 tokens -> over all tokens of the half before them, and over all of it."""
+    o_p = (tl.arange(0, b_total.shape[0]) % 8)[:, None]
+    b_in = tl.zeros(b_total.shape, tl.float32)
+    for i in tl.static_range(3):
+        b_other = across(b_total, 1 << i)
+        b_in = tl.where(((o_p >> i) & 1) == 1, b_in + b_other, b_in)
+        b_total = b_total + b_other
+    return b_in, b_total
+
+
+@triton.jit
 def token(b_x, i: tl.constexpr):
     """b_x [8 J, R, c] of 16 bits -> b_x[:, i]."""
     o_i = tl.arange(0, b_x.shape[1])[None, :, None]
