@@ -30,7 +30,7 @@ test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of 
 test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of cases and dtypes, every tile size for every GPU; over an hour
 	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu:  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows
+test-gpu:  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows; ARGS='-n 8' with pytest-xdist
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py check
 	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q tests/test_contract.py tests/stages/test_triton_on_gpu.py \
 		-k 'triton_gpu or triton_on_gpu' $(ARGS)

@@ -163,8 +163,12 @@ def test_state_layouts_hold_the_same_numbers(backend, op):
     k_first = forward(backend, case, arrays, op=op)
     flipped = arrays._replace(initial_state=arrays.initial_state.swapaxes(-1, -2))
     v_first = forward(backend, replace(case, options={"state_v_first": True}), flipped, op=op)
-    assert np.array_equal(k_first["o"], v_first["o"])
-    assert np.array_equal(k_first["final_state"].swapaxes(-1, -2), v_first["final_state"])
+    v_first["final_state"] = v_first["final_state"].swapaxes(-1, -2)
+    if backend == "triton_gpu" and op == "recurrent" and not checking.interpreted(backend):
+        # On a GPU a token's sums over K run in the order in which the state lies: the same numbers, to the rule.
+        assert_within(checking.compare(case.problem(op=op), arrays, v_first))
+    else:
+        assert all(np.array_equal(k_first[name], v_first[name]) for name in ("o", "final_state"))
 
 
 @pytest.mark.parametrize("op", ["chunk", "recurrent"])
