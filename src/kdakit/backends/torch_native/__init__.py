@@ -97,9 +97,9 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
         x = _chunk_inputs(problem, piece, plan, n0, n1)
         if problem.options.disable_recompute:
             states, A, inverse, errors, v_new = (a[n0:n1].flatten(0, 1) for a in saved)
-            mixed = intra(*x[:3], look, (A, inverse))
+            mixed = intra(*x[:3], look, (A, inverse), keep=True)
         else:
-            mixed = intra(*x[:3], look)
+            mixed = intra(*x[:3], look, keep=True)
             states, _, errors, v_new = _states(plan, n0, saved[0][index], x, mixed, mixed.rows[:, 1], initial, initial.clone(), buffer)
             states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)

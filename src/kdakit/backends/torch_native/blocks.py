@@ -4,7 +4,7 @@ Both tokens of a pair are referred to the start of their block of W tokens,
 
     A[i, j] = sum_d rows[i,d] prefix[i,d] * k[j,d] / prefix[j,d]        prefix: product of the decays from the block's start through a token
 
-which needs prefix[i,d] >= SPAN. That is checked, for every row and channel; those that have decayed further go through `levels`. A product
+which needs prefix[i,d] > SPAN. That is checked, for every row and channel; those that have decayed further go through `levels`. A product
 of at most W decays is off by a rounding error each, however small it is, and so is its reciprocal: nothing cancels, unlike in a difference
 of sums. Which of the two ways serves a row depends on the gates up to it alone, and the other adds an exact zero: later tokens change no
 bit of it.
@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from kdakit.backends.torch_native.levels import Level, add_products, by_blocks, decayed, flushed, least
+from kdakit.backends.torch_native.levels import Level, add_products, by_blocks, decayed, decays, flushed, least
 
 BLOCK = 32
 SPAN = 2.0**-58  # e^-40, or gates of -1.25 a token; with factors that small, gradients may still be as small as 1e-20
@@ -32,22 +32,21 @@ def reach(g, W: int):
 
 
 def block_level(rows, k, g, strong: bool, flush: bool, W: int):
-    """From rows [M, 2, C, K], k, g [M, C, K]: the level; prefix and, where this way serves, suffix of the blocks [M, C, K]; and where it does
-    not serve [M, C, K], None for nowhere."""
-    k, decays = (x.unflatten(1, (-1, W)) for x in (k, g.exp()))
-    prefix, far = decays.cumprod(2), None  # of factors in float64
-    if flush:
-        flushed(prefix)
-    row = prefix
+    """From rows [M, 2, C, K], k, g [M, C, K]: the level; prefix and, where this way serves, suffix of the blocks [M, C, K]; and 1 where it
+    does not serve [M, C, K], 0 elsewhere; None for nowhere."""
+    prefix = decays(g, flush).unflatten(1, (-1, W)).cumprod(2)  # [M, n, W, K], of factors in float64
     if strong:
-        far = prefix < SPAN
-        row = row.masked_fill(far, 0)
-    column = row.reciprocal()
-    if strong:
-        column.masked_fill_(far, 0)
+        if flush:
+            flushed(prefix)
+        row = torch.hardshrink(prefix, SPAN)
+        near = row.sign()
+        column = prefix.clamp_min(SPAN).reciprocal_().mul_(near)
+        far = (1 - near).flatten(1, 2)
+    else:
+        row, column, far = prefix, prefix.reciprocal(), None
     suffix = column * prefix[:, :, -1:]
-    level = Level(row, column, decayed(by_blocks(rows, W), row), k * column)
-    return level, prefix.flatten(1, 2), suffix.flatten(1, 2), far if far is None else far.flatten(1, 2)
+    level = Level(row, column, decayed(by_blocks(rows, W), row), k.unflatten(1, (-1, W)) * column)
+    return level, prefix.flatten(1, 2), suffix.flatten(1, 2), far
 
 
 def add_block_products(A, level: Level):
@@ -91,7 +90,7 @@ def add_pair_sums(d_g, d_pairs, far):
     if far is None:
         d_g.view(M * n, W, K).baddbmm_(halves_of_sums, d_pairs.view(M * n, W, K))
     else:
-        d_g += torch.bmm(halves_of_sums, d_pairs.view(M * n, W, K)).view(d_g.shape).masked_fill_(far, 0)
+        d_g.addcmul_(torch.bmm(halves_of_sums, d_pairs.view(M * n, W, K)).view(d_g.shape), 1 - far)
 
 
 def _diagonal_blocks(A, W):

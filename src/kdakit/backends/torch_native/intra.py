@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 from kdakit.backends.torch_native import blocks
-from kdakit.backends.torch_native.levels import Level, climb, climb_backward, flushed, level_sizes
+from kdakit.backends.torch_native.levels import Level, climb, climb_backward, decays, flushed, level_sizes
 
 
 class Pairs(NamedTuple):
     """What the backward needs of the decayed products."""
 
     block: Level | None  # the pairs inside blocks, where their gates are weak
-    far: torch.Tensor | None  # [M, C, K]  where they are strong; None: nowhere, or, without `block`, everywhere
+    far: torch.Tensor | None  # [M, C, K]  1 where they are strong, 0 elsewhere; None: all weak, or, without `block`, taken as strong
     inner: list[Level]  # the pairs inside blocks where far
     outer: list[Level]  # the pairs of different blocks
 
@@ -43,14 +43,14 @@ def unit_lower_inverse(A_kk):
     return torch.linalg.solve_triangular(A_kk, eye.expand_as(A_kk), upper=False, unitriangular=True)
 
 
-def intra(rows, beta, g, look: bool, kept=None) -> Intra:
+def intra(rows, beta, g, look: bool, kept=None, keep=False) -> Intra:
     """Everything of a chunk that needs no state: rows [M, 2, C, K] (q scaled, and k), g [M, C, K], beta [M, C, 1].
 
-    `look`: whether the host may look at the gates. `kept`: A and inverse of an earlier call.
+    `look`: whether the host may look at the gates. `kept`: A and inverse of an earlier call. `keep`: a backward follows.
     """
     M, _, C, _ = rows.shape
     A, inverse = kept or (rows.new_zeros(M, 2, C, C), None)
-    prefix, suffix, flush, pairs = decayed_products(None if kept else A, rows, g, look)
+    prefix, suffix, flush, pairs = decayed_products(None if kept else A, rows, g, look, keep)
     if kept is None:
         if flush:
             flushed(A)
@@ -60,7 +60,7 @@ def intra(rows, beta, g, look: bool, kept=None) -> Intra:
     return Intra(A, inverse, rows * prefix.unsqueeze(1), rows[:, 1] * suffix, prefix[:, -1], prefix, suffix, pairs)
 
 
-def decayed_products(A, rows, g, look):
+def decayed_products(A, rows, g, look, keep):
     """Writes into A [M, 2, C, C], unless it is None. Returns prefix and suffix over the chunk; whether there are subnormal numbers to get
     rid of; and, for the backward, the pairs."""
     k, C = rows[:, 1], g.shape[1]
@@ -70,33 +70,31 @@ def decayed_products(A, rows, g, look):
     if look:
         block, prefix, suffix, far = blocks.block_level(rows, k, g, strong, flush, W)
     if strong:
-        inner, far_prefix, far_suffix = _inside_blocks(A, rows, k, g, far, W, flush)
+        inner, far_prefix, far_suffix = _inside_blocks(A, rows, k, g, far, W, flush, keep)
         if look:  # by block, not by piece: what a block leaves to later tokens must not depend on them
-            suffix = torch.where(_at_block_ends(far, W), far_suffix, suffix)
+            suffix = _select(far, W, far_suffix, suffix)
         else:
             prefix, suffix = far_prefix, far_suffix
     if block and A is not None:
         blocks.add_block_products(A, block)
-    outer, prefix, suffix = climb(A, rows, k, prefix, suffix, level_sizes(W, C), flush)
+    outer, prefix, suffix = climb(A, rows, k, prefix, suffix, level_sizes(W, C), flush, keep)
     return prefix, suffix, flush, Pairs(block, far, inner, outer)
 
 
-def _inside_blocks(A, rows, k, g, far, W, flush):
+def _inside_blocks(A, rows, k, g, far, W, flush, keep):
     """The pairs inside blocks of W tokens by levels, of all rows or of those that are far: the levels, prefix and suffix."""
-    prefix, suffix = g.exp(), torch.ones_like(g)
-    if flush:
-        flushed(prefix)
-    inner, prefix, suffix = climb(A, rows, k, prefix, suffix, level_sizes(1, W), flush, far)
+    inner, prefix, suffix = climb(A, rows, k, decays(g, flush), torch.ones_like(g), level_sizes(1, W), flush, keep, far)
     if A is not None:
-        q = rows[:, 0] if far is None else rows[:, 0].masked_fill(~far, 0)
+        q = rows[:, 0] if far is None else rows[:, 0] * far
         A[:, 0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
     return inner, prefix, suffix
 
 
-def _at_block_ends(mask, W):
-    """[M, C, K]: each block's last token's, for all of its tokens."""
-    by_block = mask.unflatten(1, (-1, W))
-    return by_block[:, :, -1:].expand_as(by_block).flatten(1, 2)
+def _select(mask, W, yes, no):
+    """[M, C, K]: yes in blocks whose last token has mask 1, no where it has 0."""
+    mask, yes, no = (x.unflatten(1, (-1, W)) for x in (mask, yes, no))
+    last = mask[:, :, -1:]
+    return (no * (1 - last)).addcmul_(yes, last).flatten(1, 2)
 
 
 def intra_backward(rows, x: Intra, d_A, d_rows, d_k_decayed, d_decay):

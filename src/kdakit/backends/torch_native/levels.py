@@ -12,6 +12,7 @@ the sum's rounding error, |sum| times as much. M stands for all chunks of all ro
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -66,20 +67,27 @@ def flushed(x):
     return torch.hardshrink(x, least(x.dtype), out=x)
 
 
-def climb(A, rows, k, prefix, suffix, sizes, flush, far=None):
-    """The levels b in `sizes`: rows [M, 2, C, K], columns k [M, C, K], prefix and suffix of blocks of sizes[0]; of all rows and channels, or
-    of those that are far [M, C, K].
+def decays(g, flush: bool):
+    """exp(g). The exponential of a large negative number is as slow as a subnormal one."""
+    return flushed(g.clamp_min(math.log(least(g.dtype)) - 1).exp_()) if flush else g.exp()
 
-    Writes their products into A [M, 2, C, C], unless it is None. Returns the levels, and prefix and suffix of blocks of 2 sizes[-1]."""
+
+def climb(A, rows, k, prefix, suffix, sizes, flush, keep, far=None):
+    """The levels b in `sizes`: rows [M, 2, C, K], columns k [M, C, K], prefix and suffix of blocks of sizes[0]. far [M, C, K]: 1 for the
+    rows and channels to be taken, 0 for the others; None for all.
+
+    Writes their products into A [M, 2, C, C], unless it is None. Returns the levels, if they are to be kept, and prefix and suffix of
+    blocks of 2 sizes[-1]."""
     levels = []
     for b in sizes:
         (_, p_odd), (s_even, _) = halves(prefix, b), halves(suffix, b)
-        row = p_odd if far is None else p_odd.masked_fill(~halves(far, b)[1], 0)
+        row = p_odd if far is None else p_odd * halves(far, b)[1]
         level = Level(row, s_even, decayed(odd_rows(rows, b), row), halves(k, b)[0] * s_even)
         if A is not None:
             left, right = _grouped(level)
             _blocks_of_A(A, b).copy_(_own(torch.bmm(left, right.mT), k.shape[0], b).permute(0, 2, 3, 4, 1, 5).flatten(4))
-        levels.append(level)
+        if keep:
+            levels.append(level)
         prefix, suffix = _doubled(prefix, suffix, b, flush)
     return levels, prefix, suffix
 
