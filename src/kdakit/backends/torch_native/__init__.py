@@ -12,7 +12,7 @@ from kdakit.backends.torch_native.backward import chunk_backward
 from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
 from kdakit.backends.torch_native.intra import intra
 from kdakit.backends.torch_native.output import output
-from kdakit.backends.torch_native.plan import chunks_per_piece, make_plan, visible_cu_seqlens
+from kdakit.backends.torch_native.plan import chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
 from kdakit.backends.torch_native.state import state
 from kdakit.backends.torch_native.step import recurrence
 from kdakit.problem import Arrays, Problem
@@ -52,6 +52,7 @@ class Chunks(NamedTuple):
 
 def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Result, list[torch.Tensor]]:
     plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
+    keep_memory(device)
     initial = initial_states(problem, arrays)
     final = initial.clone()
     o = plan.empty(arrays.v.shape, arrays.v.dtype, device)
@@ -83,6 +84,7 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Any = None) -> Arrays:
     plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
+    keep_memory(device)
     initial, look = initial_states(problem, arrays), device.type == "cpu"
     if not saved:  # the forward was the token recurrence
         saved = forward(problem, arrays)[1]

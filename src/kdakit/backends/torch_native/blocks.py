@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from kdakit.backends.torch_native.levels import Level, add_products, by_blocks, decayed, decays, flushed, least
+from kdakit.backends.torch_native.levels import Level, by_blocks, decayed, decays, flushed, least
 
 BLOCK = 32
 SPAN = 2.0**-58  # e^-40, or gates of -1.25 a token; with factors that small, gradients may still be as small as 1e-20
@@ -58,39 +58,37 @@ def add_block_products(A, level: Level):
     _diagonal_blocks(A, W).add_(product.view(M, n, 2, W, W))
 
 
-def block_backward(level: Level, d_A, d_rows, d_k):
-    """From the pairs i > j of d_A (the diagonal of A_qk has no decay): adds to d_rows [M, 2, C, K] and d_k [M, C, K]; returns the gradient
-    of log row - log column [M, n, W, K]."""
+def block_backward(level: Level, far, d_A, d_rows, d_k):
+    """From the pairs i > j of d_A (the diagonal of A_qk has no decay): adds to d_rows [M, 2, C, K] and d_k [M, C, K]; returns their d_g
+    [M, C, K].
+
+    A gate's gradient is here a difference of sums over rows and over columns, and may be far smaller than either. In float64 both are sums
+    of the same products, so that what cancels cancels. The difference is zero over a whole block, and none where a gate is in no pair.
+    """
     M, n, _, W, K = level.left.shape
-    d_product = _diagonal_blocks(d_A, W).reshape(M * n * 2, W, W).tril_(-1).view(M * n, 2 * W, W)
-    d_left = torch.bmm(d_product, level.right.view(M * n, W, K)).view(level.left.shape)
-    d_right = torch.bmm(d_product.mT, level.left.view(M * n, 2 * W, K)).view(level.right.shape)
-    by_blocks(d_rows, W).addcmul_(d_left, level.row.unsqueeze(2))
-    d_k.unflatten(1, (n, W)).addcmul_(d_right, level.column)
-    d_pairs = torch.mul(level.right, d_right).neg_()
-    add_products(d_pairs, level.left, d_left)
-    return d_pairs
+    d_product = _diagonal_blocks(d_A, W).reshape(M * n * 2, W, W).tril_(-1).view(M * n, 2 * W, W).double()
+    left, right = level.left.view(M * n, 2 * W, K).double(), level.right.view(M * n, W, K).double()
+    d_left, d_right = torch.bmm(d_product, right), torch.bmm(d_product.mT, left)
+    by_blocks(d_rows, W).addcmul_(d_left.to(d_k.dtype).view(level.left.shape), level.row.unsqueeze(2))
+    d_k.unflatten(1, (n, W)).addcmul_(d_right.to(d_k.dtype).view(level.right.shape), level.column)
+    (q, k), (d_q, d_k_rows) = (x.view(M * n, 2, W, K).unbind(1) for x in (left, d_left))
+    d_pairs = d_right.mul_(right).neg_().addcmul_(q, d_q).addcmul_(k, d_k_rows)
+    d_g = _sums(d_pairs, from_here=True).to(d_k.dtype).view(M, n * W, K)
+    return d_g if far is None else d_g.mul_(1 - far)
 
 
 def gate_sums(d_prefix, d_suffix, W: int):
     """d_g [M, C, K] from the gradients of log prefix and log suffix of blocks of W tokens: a gate is in the prefixes from its token on and in
     the suffixes of the tokens before it."""
-    M, C, K = d_prefix.shape
-    ones = torch.ones(W, W, dtype=d_prefix.dtype, device=d_prefix.device)
-    from_here, before = (x.expand(M * C // W, W, W) for x in (ones.triu(), ones.tril(-1)))
-    return torch.bmm(from_here, d_prefix.view(-1, W, K)).baddbmm_(before, d_suffix.view(-1, W, K)).view(M, C, K)
+    K = d_prefix.shape[2]
+    d_g = _sums(d_prefix.view(-1, W, K), from_here=True) + _sums(d_suffix.view(-1, W, K), from_here=False)
+    return d_g.view(d_prefix.shape)
 
 
-def add_pair_sums(d_g, d_pairs, far):
-    """To d_g [M, C, K], from `block_backward`'s result. It sums to zero over a block, so its sums may be taken from either end: half of
-    each, for the smaller rounding error, and none where a gate is in no pair."""
-    M, n, W, K = d_pairs.shape
-    ones = torch.ones(W, W, dtype=d_g.dtype, device=d_g.device)
-    halves_of_sums = (0.5 * (ones.triu() - ones.tril(-1))).expand(M * n, W, W)
-    if far is None:
-        d_g.view(M * n, W, K).baddbmm_(halves_of_sums, d_pairs.view(M * n, W, K))
-    else:
-        d_g.addcmul_(torch.bmm(halves_of_sums, d_pairs.view(M * n, W, K)).view(d_g.shape), 1 - far)
+def _sums(x, from_here: bool):
+    """x [N, W, K] -> for each token the sum over those from it on, or over those before it."""
+    ones = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    return torch.bmm((ones.triu_() if from_here else ones.tril_(-1)).expand(x.shape[0], -1, -1), x)
 
 
 def _diagonal_blocks(A, W):

@@ -116,5 +116,5 @@ def intra_backward(rows, x: Intra, d_A, d_rows, d_k_decayed, d_decay):
         climb_backward(outer, d_A, d_rows, d_k, d_prefix, d_suffix)
         d_g = blocks.gate_sums(d_prefix, d_suffix, min(blocks.BLOCK, k.shape[1]))
     if block:
-        blocks.add_pair_sums(d_g, blocks.block_backward(block, d_A, d_rows, d_k), far)
+        d_g += blocks.block_backward(block, far, d_A, d_rows, d_k)
     return d_rows, d_g
