@@ -105,7 +105,7 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
             states, _, errors, v_new = _states(plan, n0, saved[0][index], x, mixed, mixed.rows[:, 1], initial, initial.clone(), buffer)
             states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)
-        *d, dS = chunk_backward(plan, n0, dS, x.rows, x.beta, mixed, states, errors, v_new, d_out, d_final, d_initial, d_buffer)
+        *d, dS = chunk_backward(plan, n0, dS, x.rows, x.beta, x.g, mixed, states, errors, v_new, d_out, d_final, d_initial, d_buffer)
         d = _activated_gradients(problem, plan, n0, n1, *d)
         d = activate_backward(problem, piece, d)
         for out, a in zip(grads, d, strict=False):

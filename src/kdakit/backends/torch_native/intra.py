@@ -3,8 +3,8 @@
     A_qk[i, j] = scale sum_d q[i,d] k[j,d] decay[j..i,d]    j <= i          A_kk[i, j] = sum_d k[i,d] k[j,d] decay[j..i,d]    j < i
     inverse = (I + Diag(beta) A_kk)^-1
 
-Tokens of different blocks meet in `levels`, at any gate. Inside a block, weak gates take one product (`blocks`), strong ones more levels.
-M stands for all chunks of all rows.
+A chunk is n blocks of W tokens. Tokens of different blocks meet in `between`, at any gate. Inside a block, weak gates take one product
+(`blocks`), strong ones `levels`. M stands for all chunks of all rows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import NamedTuple
 import torch
 
 from kdakit.backends.torch_native import blocks
-from kdakit.backends.torch_native.levels import Level, climb, climb_backward, decays, flushed, level_sizes
+from kdakit.backends.torch_native.between import Chunk, meet, meet_backward
+from kdakit.backends.torch_native.levels import Level, by_blocks, climb, climb_backward, decayed, decays, flushed, level_sizes
 
 
 class Pairs(NamedTuple):
     """What the backward needs of the decayed products."""
 
-    block: Level | None  # the pairs inside blocks, where their gates are weak
-    far: torch.Tensor | None  # [M, C, K]  1 where they are strong, 0 elsewhere; None: all weak, or, without `block`, taken as strong
-    inner: list[Level]  # the pairs inside blocks where far
-    outer: list[Level]  # the pairs of different blocks
+    inside: blocks.Inside
+    levels: list[Level]  # the pairs inside blocks that `inside` does not serve
+    entered: torch.Tensor  # [M, n, 2, W, K]  q and k decayed from their block's start
+    left_over: torch.Tensor  # [M, n, W, K]  k decayed to its block's end
+    chunk: Chunk
 
 
 class Intra(NamedTuple):
@@ -32,8 +34,6 @@ class Intra(NamedTuple):
     rows: torch.Tensor  # [M, 2, C, K]  q scaled and k, decayed from the chunk's start
     k_decayed: torch.Tensor  # [M, C, K]  k, decayed to the chunk's end
     decay: torch.Tensor  # [M, K]  over the whole chunk
-    prefix: torch.Tensor  # [M, C, K]  decay from the chunk's start through each token
-    suffix: torch.Tensor  # [M, C, K]  decay after each token to the chunk's end
     pairs: Pairs
 
 
@@ -48,73 +48,82 @@ def intra(rows, beta, g, look: bool, kept=None, keep=False) -> Intra:
 
     `look`: whether the host may look at the gates. `kept`: A and inverse of an earlier call. `keep`: a backward follows.
     """
-    M, _, C, _ = rows.shape
+    M, _, C, K = rows.shape
     A, inverse = kept or (rows.new_zeros(M, 2, C, C), None)
-    prefix, suffix, flush, pairs = decayed_products(None if kept else A, rows, g, look, keep)
+    pairs, flush = decayed_products(None if kept else A, rows, g, look, keep)
     if kept is None:
         if flush:
             flushed(A)
         inverse = unit_lower_inverse(A[:, 1] * beta)
         if flush:
             flushed(inverse)
-    return Intra(A, inverse, rows * prefix.unsqueeze(1), rows[:, 1] * suffix, prefix[:, -1], prefix, suffix, pairs)
+    from_start = torch.empty_like(rows)
+    W, chunk = pairs.entered.shape[3], pairs.chunk
+    torch.mul(pairs.entered, chunk.before[:, :, None, None], out=by_blocks(from_start, W))
+    to_end = (pairs.left_over * chunk.after.unsqueeze(2)).view(M, C, K)
+    if flush:
+        flushed(from_start)
+        flushed(to_end)
+    return Intra(A, inverse, from_start, to_end, chunk.whole, pairs)
 
 
 def decayed_products(A, rows, g, look, keep):
-    """Writes into A [M, 2, C, C], unless it is None. Returns prefix and suffix over the chunk; whether there are subnormal numbers to get
-    rid of; and, for the backward, the pairs."""
-    k, C = rows[:, 1], g.shape[1]
+    """Writes into A [M, 2, C, C], unless it is None: the pairs, and whether there are subnormal numbers to get rid of."""
+    M, C, K = g.shape
     W = min(blocks.BLOCK, C)
-    strong, flush = blocks.reach(g, W) if look else (True, False)
-    block, far, inner = None, None, []
-    if look:
-        block, prefix, suffix, far = blocks.block_level(rows, k, g, strong, flush, W)
+    g, by_block = g.view(M, -1, W, K), by_blocks(rows, W)
+    strong, flush = blocks.reach(g) if look else (True, False)
+    inside, levels = blocks.inside(by_block, g, strong, flush) if look else None, []
     if strong:
-        inner, far_prefix, far_suffix = _inside_blocks(A, rows, k, g, far, W, flush, keep)
-        if look:  # by block, not by piece: what a block leaves to later tokens must not depend on them
-            suffix = _select(far, W, far_suffix, suffix)
-        else:
-            prefix, suffix = far_prefix, far_suffix
-    if block and A is not None:
-        blocks.add_block_products(A, block)
-    outer, prefix, suffix = climb(A, rows, k, prefix, suffix, level_sizes(W, C), flush, keep)
-    return prefix, suffix, flush, Pairs(block, far, inner, outer)
+        levels, inside = _levels_inside(A, rows, g, inside, flush, keep)
+    if inside.pairs and A is not None:
+        blocks.add_block_products(A, inside.pairs)
+    entered = decayed(by_block, inside.prefix) if strong else inside.pairs.left
+    left_over = by_block[:, :, 1] * inside.suffix
+    chunk = meet(A, entered, left_over, inside.prefix[:, :, -1], flush, keep)
+    return Pairs(inside, levels, entered, left_over, chunk), flush
 
 
-def _inside_blocks(A, rows, k, g, far, W, flush, keep):
-    """The pairs inside blocks of W tokens by levels, of all rows or of those that are far: the levels, prefix and suffix."""
-    inner, prefix, suffix = climb(A, rows, k, decays(g, flush), torch.ones_like(g), level_sizes(1, W), flush, keep, far)
+def _levels_inside(A, rows, g, inside, flush, keep):
+    """The pairs inside blocks of W tokens by levels, all or those that are far: the levels, and what the blocks are now."""
+    M, _, C, K = rows.shape
+    W, k = g.shape[2], rows[:, 1]
+    far = inside and inside.far.view(M, C, K)
+    levels, prefix, suffix = climb(A, rows, k, decays(g, flush).view(M, C, K), rows.new_ones(M, C, K), level_sizes(1, W), flush, keep, far)
     if A is not None:
         q = rows[:, 0] if far is None else rows[:, 0] * far
         A[:, 0].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
-    return inner, prefix, suffix
+    prefix, suffix = prefix.view(g.shape), suffix.view(g.shape)
+    if inside is None:
+        return levels, blocks.Inside(prefix, suffix, None, None)
+    # By block, not by piece: what a block leaves to later tokens must not depend on them.
+    last = inside.far[:, :, -1:]
+    return levels, inside._replace(suffix=(inside.suffix * (1 - last)).addcmul_(suffix, last))
 
 
-def _select(mask, W, yes, no):
-    """[M, C, K]: yes in blocks whose last token has mask 1, no where it has 0."""
-    mask, yes, no = (x.unflatten(1, (-1, W)) for x in (mask, yes, no))
-    last = mask[:, :, -1:]
-    return (no * (1 - last)).addcmul_(yes, last).flatten(1, 2)
-
-
-def intra_backward(rows, x: Intra, d_A, d_rows, d_k_decayed, d_decay):
+def intra_backward(rows, g, x: Intra, d_A, d_from_start, d_to_end, d_decay):
     """d_rows, that of q scaled and that of k [M, 2, C, K], and d_g [M, C, K], from the gradients of A (above its diagonals they are not
-    read), of the decayed rows, of k_decayed and of decay; overwrites them. Of a factor F = exp(E) of the decays, d_E = F d_F."""
-    q, k = rows.unbind(1)
+    read), of x.rows, of x.k_decayed and of x.decay; overwrites them. Of a factor F = exp(E) of the decays, d_E = F d_F."""
+    (prefix, suffix, pairs, far), levels, entered, left_over, chunk = x.pairs
+    M, n, _, W, K = entered.shape
+    d_entered = torch.mul(by_blocks(d_from_start, W), chunk.before[:, :, None, None], out=torch.empty_like(entered))
+    d_left_over = d_to_end.view(M, n, W, K).mul_(chunk.after.unsqueeze(2))
+    d_prefix = (entered[:, :, 0] * d_entered[:, :, 0]).addcmul_(entered[:, :, 1], d_entered[:, :, 1])
+    d_suffix = left_over * d_left_over
+    d_prefix[:, :, -1] += meet_backward(chunk, d_A, d_entered, d_left_over, d_prefix, d_suffix, x.decay * d_decay)
+
+    d_rows = d_from_start
+    by_block, d_by_block, d_k = by_blocks(rows, W), by_blocks(d_rows, W), by_blocks(d_rows, W)[:, :, 1]
+    torch.mul(d_entered, prefix.unsqueeze(2), out=d_by_block)
+    d_k.addcmul_(d_left_over, suffix)
     diagonal = d_A[:, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)  # [M, C, 1]; A_qk's has no decay
-    d_prefix = (x.rows[:, 0] * d_rows[:, 0]).addcmul_(x.rows[:, 1], d_rows[:, 1])
-    d_prefix[:, -1].addcmul_(x.decay, d_decay)
-    d_suffix = x.k_decayed * d_k_decayed
-    d_q, d_k = d_rows.mul_(x.prefix.unsqueeze(1)).unbind(1)
-    d_q.addcmul_(diagonal, k)
-    d_k.addcmul_(diagonal, q).addcmul_(d_k_decayed, x.suffix)
-    block, far, inner, outer = x.pairs
-    if inner:
-        climb_backward([*inner, *outer], d_A, d_rows, d_k, d_prefix, d_suffix)
+    d_rows[:, 0].addcmul_(diagonal, rows[:, 1])
+    d_rows[:, 1].addcmul_(diagonal, rows[:, 0])
+    if levels:
         d_g = d_prefix
+        climb_backward(levels, d_A, d_rows, d_rows[:, 1], d_prefix.view(M, -1, K), d_suffix.view(M, -1, K))
     else:
-        climb_backward(outer, d_A, d_rows, d_k, d_prefix, d_suffix)
-        d_g = blocks.gate_sums(d_prefix, d_suffix, min(blocks.BLOCK, k.shape[1]))
-    if block:
-        d_g += blocks.block_backward(block, far, d_A, d_rows, d_k)
-    return d_rows, d_g
+        d_g = blocks.gate_sums(d_prefix, d_suffix)
+    if pairs:
+        d_g += blocks.block_backward(pairs, far, blocks.spiked(g), d_A, d_by_block, d_k)
+    return d_rows, d_g.view(M, -1, K)
