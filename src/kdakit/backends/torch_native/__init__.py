@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kdakit.backends.torch_native import draft as draft
+from kdakit.backends.torch_native.blocks import spiked
 from kdakit.backends.torch_native.backward import chunk_backward
 from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
 from kdakit.backends.torch_native.intra import intra
@@ -105,7 +106,7 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
             states, _, errors, v_new = _states(plan, n0, saved[0][index], x, mixed, mixed.rows[:, 1], initial, initial.clone(), buffer)
             states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)
-        *d, dS = chunk_backward(plan, n0, dS, x.rows, x.beta, x.g, mixed, states, errors, v_new, d_out, d_final, d_initial, d_buffer)
+        *d, dS = chunk_backward(plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer)
         d = _activated_gradients(problem, plan, n0, n1, *d)
         d = activate_backward(problem, piece, d)
         for out, a in zip(grads, d, strict=False):
@@ -152,6 +153,12 @@ def _chunk_inputs(problem: Problem, piece: Arrays, plan, n0: int, n1: int) -> Ch
     torch.mul(q, problem.options.scale, out=rows[:, :, 0])
     rows[:, :, 1] = k
     return Chunks(*(a.flatten(0, 1) for a in (rows, beta, g)), v)
+
+
+def _exact(problem: Problem, g) -> bool:
+    """Whether small gradients of gates beside large ones matter: the gate is computed here, and its parameters' gradients weight each with
+    its gate, or some gates are strong. Without a look at them they all go through levels, which are exact."""
+    return g.device.type == "cpu" and (problem.options.gate != "log_decay" or spiked(g))
 
 
 def _activated_gradients(problem: Problem, plan, n0: int, n1: int, d_rows, d_v, d_g, d_beta) -> Activated:

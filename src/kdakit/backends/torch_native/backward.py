@@ -15,8 +15,8 @@ from kdakit.backends.torch_native.intra import Intra, intra_backward
 from kdakit.backends.torch_native.state import state_backward
 
 
-def chunk_backward(plan, first, dS, rows, beta, g, x: Intra, states, errors, v_new, d_o, d_final, d_initial, buffer):
-    """Chunks first, first + 1, ..: rows [M, 2, C, K], beta [M, C, 1], g [M, C, K], states [M, K, V], errors, v_new [M, C, V],
+def chunk_backward(plan, first, dS, rows, beta, x: Intra, exact, states, errors, v_new, d_o, d_final, d_initial, buffer):
+    """Chunks first, first + 1, ..: rows [M, 2, C, K], beta [M, C, 1], states [M, K, V], errors, v_new [M, C, V],
     d_o [n, R, C, V], dS [R, K, V]
     -> d_rows, d_v, d_g, d_beta like their inputs; dS of the state before them."""
     d_reads = v_new.new_empty(v_new.shape[0], 2, *v_new.shape[1:])  # the scan writes the second half
@@ -30,7 +30,7 @@ def chunk_backward(plan, first, dS, rows, beta, g, x: Intra, states, errors, v_n
     d_A = torch.bmm(flat, v_new.mT).unflatten(1, (2, -1))
     d_rows = torch.bmm(flat, states.mT).unflatten(1, (2, -1))
     d_k_decayed = torch.bmm(v_new, d_after.mT)
-    d_rows, d_g = intra_backward(rows, g, x, d_A, d_rows, d_k_decayed, (states * d_after).sum(-1))
+    d_rows, d_g = intra_backward(rows, x, exact, d_A, d_rows, d_k_decayed, (states * d_after).sum(-1))
     errors = torch.baddbmm(errors, x.A[:, 1], v_new, alpha=-1)
     d_beta = (y.flatten(0, 1) * errors).sum(-1, keepdim=True)
     return d_rows, d_reads[:, 1].neg(), d_g, d_beta, d_states[0]

@@ -19,8 +19,8 @@ import torch
 
 from kdakit.backends.torch_native.levels import Level, decayed, decays, flushed, least
 
-BLOCK = 16
-SPAN = 2.0**-58  # e^-40, or gates of -2.5 a token; with factors that small, gradients may still be as small as 1e-20
+BLOCK = 32
+SPAN = 2.0**-58  # e^-40, or gates of -1.25 a token; with factors that small, gradients may still be as small as 1e-20
 SPIKE = -8.0
 MARGIN = 0.99  # a sum of gates above MARGIN log SPAN: no product of their decays is below SPAN
 
@@ -34,7 +34,7 @@ def reach(g):
 
 
 def spiked(g) -> bool:
-    """Whether a single gate is so strong that its gradient may be far smaller than those beside it."""
+    """Whether a gate is so strong that its gradient may be far smaller than those beside it, and matter."""
     return bool(g.amin() < SPIKE)
 
 

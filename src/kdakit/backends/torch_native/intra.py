@@ -101,9 +101,10 @@ def _levels_inside(A, rows, g, inside, flush, keep):
     return levels, inside._replace(suffix=(inside.suffix * (1 - last)).addcmul_(suffix, last))
 
 
-def intra_backward(rows, g, x: Intra, d_A, d_from_start, d_to_end, d_decay):
+def intra_backward(rows, x: Intra, exact: bool, d_A, d_from_start, d_to_end, d_decay):
     """d_rows, that of q scaled and that of k [M, 2, C, K], and d_g [M, C, K], from the gradients of A (above its diagonals they are not
-    read), of x.rows, of x.k_decayed and of x.decay; overwrites them. Of a factor F = exp(E) of the decays, d_E = F d_F."""
+    read), of x.rows, of x.k_decayed and of x.decay; overwrites them. Of a factor F = exp(E) of the decays, d_E = F d_F.
+    `exact`: see `block_backward`."""
     (prefix, suffix, pairs, far), levels, entered, left_over, chunk = x.pairs
     M, n, _, W, K = entered.shape
     d_entered = torch.mul(by_blocks(d_from_start, W), chunk.before[:, :, None, None], out=torch.empty_like(entered))
@@ -125,5 +126,5 @@ def intra_backward(rows, g, x: Intra, d_A, d_from_start, d_to_end, d_decay):
     else:
         d_g = blocks.gate_sums(d_prefix, d_suffix)
     if pairs:
-        d_g += blocks.block_backward(pairs, far, blocks.spiked(g), d_A, d_by_block, d_k)
+        d_g += blocks.block_backward(pairs, far, exact, d_A, d_by_block, d_k)
     return d_rows, d_g.view(M, -1, K)
