@@ -67,9 +67,9 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
     for index, (n0, n1) in enumerate(plan.pieces()):
         x = _chunk_inputs(problem, _piece(plan, arrays, n0, n1), plan, n0, n1)
         mixed = intra(*x[:3], look)
-        states, reads, errors, v_new = _states(plan, n0, S, x, mixed, mixed.rows.flatten(1, 2), initial, final, buffer)
+        states, errors, v_new = _states(plan, n0, S, x, mixed, initial, final, buffer)
         states, S = states[:-1], states[-1]
-        out = output(reads.flatten(0, 1)[:, : plan.C], mixed.A[:, 0], v_new.flatten(0, 1))
+        out = output(mixed.rows[:, 0], mixed.A[:, 0], states.flatten(0, 1), v_new.flatten(0, 1))
         plan.put(o, plan.from_chunks(_by_chunk(plan, out), n0, n1), n0, n1)
         if keep:
             for kept, a in zip(saved, (states, mixed.A, mixed.inverse, errors, v_new), strict=True):
@@ -103,7 +103,7 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
             mixed = intra(*x[:3], look, (A, inverse), keep=True)
         else:
             mixed = intra(*x[:3], look, keep=True)
-            states, _, errors, v_new = _states(plan, n0, saved[0][index], x, mixed, mixed.rows[:, 1], initial, initial.clone(), buffer)
+            states, errors, v_new = _states(plan, n0, saved[0][index], x, mixed, initial, initial.clone(), buffer)
             states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)
         *d, dS = chunk_backward(plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer)
@@ -183,9 +183,9 @@ def initial_states(problem: Problem, arrays: Arrays) -> torch.Tensor:
     return F.pad(states, (0, 0, 0, 0, 0, 0, 0, 1)) if problem.varlen else states
 
 
-def _states(plan, n0, S, x: Chunks, mixed, readers, initial, final, buffer):
+def _states(plan, n0, S, x: Chunks, mixed, initial, final, buffer):
     """The state stage on flat chunks."""
-    flat = (mixed.inverse * x.beta.mT, readers, mixed.k_decayed, mixed.decay)
+    flat = (mixed.inverse * x.beta.mT, mixed.rows[:, 1], mixed.k_decayed, mixed.decay)
     return state(plan, n0, S, x.v, *(_by_chunk(plan, a) for a in flat), initial, final, buffer)
 
 

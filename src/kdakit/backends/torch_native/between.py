@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
 def groups(x, m):
     """[M, n, ..] -> even and odd groups of m blocks, each [M, n / 2m, m, ..]; views."""
-    return x.unflatten(1, (-1, 2, m)).unbind(2)
+    return x.view(x.shape[0], -1, 2, m, *x.shape[2:]).unbind(2)
 
 
 def meet(A, entered, left_over, whole, flush, keep) -> Chunk:

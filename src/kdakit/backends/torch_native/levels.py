@@ -36,7 +36,8 @@ def level_sizes(start: int, stop: int) -> list[int]:
 
 def by_blocks(rows, b):
     """[M, 2, C, K] -> [M, C / b, 2, b, K]; a view."""
-    return rows.unflatten(2, (-1, b)).transpose(1, 2)
+    M, _, C, K = rows.shape
+    return rows.view(M, 2, C // b, b, K).transpose(1, 2)
 
 
 def halves(x, b):
