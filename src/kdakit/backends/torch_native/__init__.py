@@ -13,7 +13,7 @@ from kdakit.backends.torch_native.backward import chunk_backward
 from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
 from kdakit.backends.torch_native.intra import intra
 from kdakit.backends.torch_native.output import output
-from kdakit.backends.torch_native.plan import chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
+from kdakit.backends.torch_native.plan import chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
 from kdakit.backends.torch_native.state import state
 from kdakit.backends.torch_native.step import recurrence
 from kdakit.problem import Arrays, Problem
@@ -31,14 +31,15 @@ def default_config(problem: Problem, device: Any) -> None:
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of what `forward` keeps for `backward` beside the inputs: the state before each piece; with disable_recompute
-    the state before each chunk, A, its inverse, v - k S and v_new."""
+    """Shapes and dtypes of what `forward` keeps for `backward` beside the inputs: A, its inverse and the state before each piece; with
+    disable_recompute the state before each chunk, v - k S and v_new."""
     rows = problem.HV if problem.varlen else problem.B * problem.HV
-    NT, C, K, V = problem.chunks, problem.options.chunk_size, problem.K, problem.V
+    NT, C, K, V = problem.chunks, chunk_tokens(problem), problem.K, problem.V
+    shapes: list[tuple[int, ...]] = [(NT, rows, 2, C, C), (NT, rows, C, C)]
     if problem.options.disable_recompute:
-        shapes = [(NT, rows, K, V), (NT, rows, 2, C, C), (NT, rows, C, C), (NT, rows, C, V), (NT, rows, C, V)]
+        shapes += [(NT, rows, K, V), (NT, rows, C, V), (NT, rows, C, V)]
     else:
-        shapes = [(-(-NT // chunks_per_piece(problem, torch.device(device))), rows, K, V)]
+        shapes += [(-(-NT // chunks_per_piece(problem, torch.device(device))), rows, K, V)]
     return [(shape, problem.compute_dtype) for shape in shapes]
 
 
@@ -57,7 +58,7 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
     initial = initial_states(problem, arrays)
     final = initial.clone()
     o = plan.empty(arrays.v.shape, arrays.v.dtype, device)
-    keep, look = problem.needs_grad and problem.options.disable_recompute, device.type == "cpu"
+    look = device.type == "cpu"
     saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in saved_specs(problem, device)] if problem.needs_grad else []
     before = None
     if problem.options.return_intermediate_states:
@@ -71,11 +72,14 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
         states, S = states[:-1], states[-1]
         out = output(mixed.rows[:, 0], mixed.A[:, 0], states.flatten(0, 1), v_new.flatten(0, 1))
         plan.put(o, plan.from_chunks(_by_chunk(plan, out), n0, n1), n0, n1)
-        if keep:
-            for kept, a in zip(saved, (states, mixed.A, mixed.inverse, errors, v_new), strict=True):
-                kept[n0:n1] = a if a.dim() == kept.dim() else _by_chunk(plan, a)
-        elif problem.needs_grad:
-            saved[0][index] = states[0]
+        if problem.needs_grad:
+            for kept, a in zip(saved, (mixed.A, mixed.inverse), strict=False):
+                kept[n0:n1] = _by_chunk(plan, a)
+            if problem.options.disable_recompute:
+                for kept, a in zip(saved[2:], (states, errors, v_new), strict=True):
+                    kept[n0:n1] = a
+            else:
+                saved[2][index] = states[0]
         if before is not None:
             before[n0:n1] = states
     if before is not None:
@@ -98,12 +102,11 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
     for index, (n0, n1) in reversed(list(enumerate(plan.pieces()))):
         piece = _piece(plan, arrays, n0, n1)
         x = _chunk_inputs(problem, piece, plan, n0, n1)
+        mixed = intra(*x[:3], look, [a[n0:n1].flatten(0, 1) for a in saved[:2]], keep=True)
         if problem.options.disable_recompute:
-            states, A, inverse, errors, v_new = (a[n0:n1].flatten(0, 1) for a in saved)
-            mixed = intra(*x[:3], look, (A, inverse), keep=True)
+            states, errors, v_new = (a[n0:n1].flatten(0, 1) for a in saved[2:])
         else:
-            mixed = intra(*x[:3], look, keep=True)
-            states, errors, v_new = _states(plan, n0, saved[0][index], x, mixed, initial, initial.clone(), buffer)
+            states, errors, v_new = _states(plan, n0, saved[2][index], x, mixed, initial, initial.clone(), buffer)
             states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)
         *d, dS = chunk_backward(plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer)

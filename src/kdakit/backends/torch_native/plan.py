@@ -49,14 +49,19 @@ def covering_chunk(length: int, chunk_size: int) -> int:
     return min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
 
+def chunk_tokens(problem: Problem) -> int:
+    """A single short chunk may be shorter than the call says, unless all of its intermediates are kept. (Packed sequences: see PackedPlan.)"""
+    o = problem.options
+    as_said = problem.varlen or o.deterministic or (problem.needs_grad and o.disable_recompute)
+    return o.chunk_size if as_said else covering_chunk(problem.T, o.chunk_size)
+
+
 class DensePlan:
     """B sequences of one length."""
 
     def __init__(self, problem: Problem, arrays: Arrays):
         self.B, self.T, self.HV, self.rows = problem.B, problem.T, problem.HV, problem.B * problem.HV
-        # A single short chunk may be shorter, unless its intermediates are kept for the backward.
-        keeps = (problem.needs_grad and problem.options.disable_recompute) or problem.options.deterministic
-        self.C = problem.options.chunk_size if keeps else covering_chunk(problem.T, problem.options.chunk_size)
+        self.C = chunk_tokens(problem)
         self.NT = -(-problem.T // self.C)
         self.used = self.NT if problem.B else 0
         self.stride = chunks_per_piece(problem, arrays.q.device)
