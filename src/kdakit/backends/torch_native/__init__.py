@@ -59,7 +59,10 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
     final = initial.clone()
     o = plan.empty(arrays.v.shape, arrays.v.dtype, device)
     look = device.type == "cpu"
-    saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in saved_specs(problem, device)] if problem.needs_grad else []
+    saved = []
+    if problem.needs_grad:
+        new = torch.empty if plan.used == plan.NT else torch.zeros
+        saved = [new(shape, dtype=dtype, device=device) for shape, _ in saved_specs(problem, device)]
     before = None
     if problem.options.return_intermediate_states:
         before = torch.empty(plan.NT, plan.rows, problem.K, problem.V, dtype=arrays.q.dtype, device=device)

@@ -33,9 +33,9 @@ def state(plan, first, S, v, solve, k_prefixed, k_decayed, decay, initial, final
 
 
 def state_backward(plan, first, dS, beta, inverse, rows, k_decayed, decay, d_v_new, d_reads, d_final, d_initial, buffer):
-    """The same chunks in reverse, with q's rows before k's in `rows` and d_reads = [d_o; -d_v] [n, R, 2, C, V], of which d_o is there:
+    """The same chunks in reverse, with q's rows before k's in `rows` and d_reads = [-d_o; d_v] [n, R, 2, C, V], of which -d_o is there:
 
-        d_v_new += k_decayed dS'     y = inverse^T d_v_new     d_v = beta y     dS = Diag(decay) dS' + rows^T [d_o; -d_v]
+        d_v_new += k_decayed dS'     y = inverse^T d_v_new     d_v = beta y     dS = Diag(decay) dS' - rows^T [-d_o; d_v]
 
     d_v_new [n, R, C, V] comes in as A_qk^T d_o. Returns y and d_states [n + 1, R, K, V], the gradients of `state`'s states.
     """
@@ -43,15 +43,15 @@ def state_backward(plan, first, dS, beta, inverse, rows, k_decayed, decay, d_v_n
     d_states, y = buffer[: n + 1], torch.empty_like(d_v_new)
     d_states[n] = dS
     *rest, d_after = d_states.unbind(0)
-    by_chunk = (-beta, inverse.mT, rows.mT, k_decayed, decay.unsqueeze(-1), d_v_new, y, d_reads[:, :, 1], d_reads.flatten(2, 3))
+    by_chunk = (beta, inverse.mT, rows.mT, k_decayed, decay.unsqueeze(-1), d_v_new, y, d_reads[:, :, 1], d_reads.flatten(2, 3))
     chunks = list(zip(range(first, first + n), rest, *(x.unbind(0) for x in by_chunk), strict=True))
-    for i, d_before, minus_beta, inverse_t, rows_t, k_out, decay_i, d_new, y_i, d_read, d_both in reversed(chunks):
+    for i, d_before, beta_i, inverse_t, rows_t, k_out, decay_i, d_new, y_i, d_read, d_both in reversed(chunks):
         plan.enter_backward(i, d_after, d_final)
         d_new.baddbmm_(k_out, d_after)
         torch.bmm(inverse_t, d_new, out=y_i)
-        torch.mul(y_i, minus_beta, out=d_read)
+        torch.mul(y_i, beta_i, out=d_read)
         torch.mul(d_after, decay_i, out=d_before)
-        d_before.baddbmm_(rows_t, d_both)
+        d_before.baddbmm_(rows_t, d_both, alpha=-1)
         plan.leave_backward(i, d_before, d_initial)
         d_after = d_before
     return y, d_states
