@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from kdakit.backends.torch_native import draft as draft
-from kdakit.backends.torch_native.blocks import spiked
 from kdakit.backends.torch_native.backward import chunk_backward
+from kdakit.backends.torch_native.blocks import spiked
 from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
 from kdakit.backends.torch_native.intra import intra
 from kdakit.backends.torch_native.output import output
@@ -112,7 +112,9 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
             states, errors, v_new = _states(plan, n0, saved[2][index], x, mixed, initial, initial.clone(), buffer)
             states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)
-        *d, dS = chunk_backward(plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer)
+        *d, dS = chunk_backward(
+            plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer
+        )
         d = _activated_gradients(problem, plan, n0, n1, *d)
         d = activate_backward(problem, piece, d)
         for out, a in zip(grads, d, strict=False):

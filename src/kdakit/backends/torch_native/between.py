@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from kdakit.backends.torch_native.levels import flushed
+from kdakit.backends.torch_native.levels import flushed, flushed_product
 
 
 class Meeting(NamedTuple):
@@ -49,7 +49,7 @@ def meet(A, entered, left_over, whole, flush, keep) -> Chunk:
         if m > 1:
             left, right = left * b_odd[:, :, :, None, None], right * a_even[:, :, :, None]
         if m > 1 and flush:
-            left, right = flushed(left), flushed(right)
+            left, right = flushed_product(left), flushed_product(right)
         meeting = Meeting(b_odd, a_even, left, right)
         if A is not None:
             left, right = _matrices(meeting)
@@ -66,8 +66,8 @@ def meet(A, entered, left_over, whole, flush, keep) -> Chunk:
 
 def meet_backward(x: Chunk, d_A, d_entered, d_left_over, d_prefix, d_suffix, d_whole):
     """Adds to d_entered and d_left_over, and to d_prefix and d_suffix [M, n, W, K], the gradients of the logarithms of the decays inside
-    the blocks, whose sums are at first those of x.before and x.after. d_whole [M, K] is that of log x.whole; returns that of the logarithm of
-    each block's decay [M, n, K]."""
+    the blocks, whose sums are at first those of x.before and x.after. d_whole [M, K] is that of log x.whole; returns that of the logarithm
+    of each block's decay [M, n, K]."""
     d_before, d_after, d_total = d_prefix.sum(2), d_suffix.sum(2), d_whole[:, None, None]
     for meeting in reversed(x.meetings):
         M, g, m, _, W, K = meeting.left.shape

@@ -21,7 +21,7 @@ from kdakit.backends.torch_native.levels import Level, decayed, decays, flushed,
 
 BLOCK = 32
 SPAN = 2.0**-58  # e^-40, or gates of -1.25 a token; with factors that small, gradients may still be as small as 1e-20
-SPIKE = -8.0
+SPIKE = -8.0  # a gate whose gradient may be far smaller than those beside it, and matter: with its weight in d_A_log
 MARGIN = 0.99  # a sum of gates above MARGIN log SPAN: no product of their decays is below SPAN
 
 
@@ -34,7 +34,7 @@ def reach(g):
 
 
 def spiked(g) -> bool:
-    """Whether a gate is so strong that its gradient may be far smaller than those beside it, and matter."""
+    """Whether any gate is below SPIKE."""
     return bool(g.amin() < SPIKE)
 
 
@@ -94,8 +94,8 @@ def block_backward(level: Level, far, exact: bool, d_A, d_rows, d_k):
 
 
 def gate_sums(d_prefix, d_suffix):
-    """d_g from the gradients of log prefix and log suffix of blocks, all [M, n, W, K]: a gate is in the prefixes from its token on and in the
-    suffixes of the tokens before it."""
+    """d_g from the gradients of log prefix and log suffix of blocks, all [M, n, W, K]: a gate is in the prefixes from its token on and in
+    the suffixes of the tokens before it."""
     M, n, W, K = d_prefix.shape
     ones = torch.ones(W, W, dtype=d_prefix.dtype, device=d_prefix.device)
     from_here, before = (x.expand(M * n, W, W) for x in (ones.triu(), ones.tril(-1)))

@@ -15,7 +15,7 @@ import torch
 
 from kdakit.backends.torch_native import blocks
 from kdakit.backends.torch_native.between import Chunk, meet, meet_backward
-from kdakit.backends.torch_native.levels import Level, by_blocks, climb, climb_backward, decayed, decays, flushed, level_sizes
+from kdakit.backends.torch_native.levels import Level, by_blocks, climb, climb_backward, decayed, decays, flushed_product, level_sizes
 
 
 class Pairs(NamedTuple):
@@ -53,17 +53,17 @@ def intra(rows, beta, g, look: bool, kept=None, keep=False) -> Intra:
     pairs, flush = decayed_products(None if kept else A, rows, g, look, keep)
     if kept is None:
         if flush:
-            flushed(A)
+            flushed_product(A)
         inverse = unit_lower_inverse(A[:, 1] * beta)
         if flush:
-            flushed(inverse)
+            flushed_product(inverse)
     from_start = torch.empty_like(rows)
     W, chunk = pairs.entered.shape[3], pairs.chunk
     torch.mul(pairs.entered, chunk.before[:, :, None, None], out=by_blocks(from_start, W))
     to_end = (pairs.left_over * chunk.after.unsqueeze(2)).view(M, C, K)
     if flush:
-        flushed(from_start)
-        flushed(to_end)
+        flushed_product(from_start)
+        flushed_product(to_end)
     return Intra(A, inverse, from_start, to_end, chunk.whole, pairs)
 
 
@@ -114,7 +114,8 @@ def intra_backward(rows, x: Intra, exact: bool, d_A, d_from_start, d_to_end, d_d
     d_prefix[:, :, -1] += meet_backward(chunk, d_A, d_entered, d_left_over, d_prefix, d_suffix, x.decay * d_decay)
 
     d_rows = d_from_start
-    by_block, d_by_block, d_k = by_blocks(rows, W), by_blocks(d_rows, W), by_blocks(d_rows, W)[:, :, 1]
+    d_by_block = by_blocks(d_rows, W)
+    d_k = d_by_block[:, :, 1]
     torch.mul(d_entered, prefix.unsqueeze(2), out=d_by_block)
     d_k.addcmul_(d_left_over, suffix)
     diagonal = d_A[:, 0].diagonal(dim1=1, dim2=2).unsqueeze(-1)  # [M, C, 1]; A_qk's has no decay

@@ -58,14 +58,19 @@ def decayed(rows, decay):
 
 
 def least(dtype) -> float:
-    """2^-100 in float32. Smaller decays become zero where there are any: their products would soon be subnormal numbers, each of which
+    """2^-100 in float32. Where there are smaller decays, they become zero: their products would soon be subnormal numbers, each of which
     costs a CPU as much as a hundred normal ones."""
     return torch.finfo(dtype).tiny * 2.0**26
 
 
-def flushed(x):
+def flushed(decay):
     """In place: what is smaller than `least` becomes zero."""
-    return torch.hardshrink(x, least(x.dtype), out=x)
+    return torch.hardshrink(decay, least(decay.dtype), out=decay)
+
+
+def flushed_product(x):
+    """The same for products of decays with something else, which may be as small as products with them can bear."""
+    return torch.hardshrink(x, torch.finfo(x.dtype).tiny * 2.0**10, out=x)
 
 
 def decays(g, flush: bool):

@@ -30,8 +30,8 @@ def chunks_per_piece(problem: Problem, device: torch.device) -> int:
 
 
 def keep_memory(device: torch.device) -> None:
-    """Before the first piece: glibc's allocator gives freed memory back to the system, and pages that come back cost more than the work done
-    in them, unless it has seen a large block freed. One of 31 MiB that nobody touches costs microseconds."""
+    """Before the first piece: glibc's allocator returns freed memory to the system, and pages that come back cost more than work done in
+    them, until it has seen a large block freed. One of 31 MiB that nobody touches costs microseconds."""
     if device.type == "cpu":
         torch.empty(31 << 20, dtype=torch.uint8)
 
@@ -50,7 +50,7 @@ def covering_chunk(length: int, chunk_size: int) -> int:
 
 
 def chunk_tokens(problem: Problem) -> int:
-    """A single short chunk may be shorter than the call says, unless all of its intermediates are kept. (Packed sequences: see PackedPlan.)"""
+    """A single short chunk may be shorter than the call says, unless all its intermediates are kept. (Packed sequences: see PackedPlan.)"""
     o = problem.options
     as_said = problem.varlen or o.deterministic or (problem.needs_grad and o.disable_recompute)
     return o.chunk_size if as_said else covering_chunk(problem.T, o.chunk_size)
