@@ -1,4 +1,4 @@
-"""Where torch_native changes its way: one product inside blocks whose gates are weak, levels elsewhere, pair sums in float64 where it matters."""
+"""Where torch_native changes its way: one product inside blocks whose gates are weak, levels elsewhere, float64 where it matters."""
 
 import math
 from dataclasses import replace

@@ -30,7 +30,8 @@ def chunk_backward(plan, first, dS, rows, beta, x: Intra, exact, states, errors,
     d_A = _minus(flat, v_new.mT).unflatten(1, (2, -1))
     d_rows = _minus(flat, states.mT).unflatten(1, (2, -1))
     d_k_decayed = torch.bmm(v_new, d_after.mT)
-    d_rows, d_g = intra_backward(rows, x, exact, d_A, d_rows, d_k_decayed, (states * d_after).sum(-1))
+    d_decay = d_after.mul_(states).sum(-1)  # uses up the buffer
+    d_rows, d_g = intra_backward(rows, x, exact, d_A, d_rows, d_k_decayed, d_decay)
     errors = torch.baddbmm(errors, x.A[:, 1], v_new, alpha=-1)
     d_beta = y.flatten(0, 1).mul_(errors).sum(-1, keepdim=True)
     return d_rows, d_reads[:, 1], d_g, d_beta, d_states[0]
