@@ -33,7 +33,7 @@ def keep_memory(device: torch.device) -> None:
     """Before the first piece: glibc's allocator returns freed memory to the system, and pages that come back cost more than work done in
     them, until it has seen a large block freed. One of 31 MiB that nobody touches costs microseconds."""
     if device.type == "cpu":
-        torch.empty(31 << 20, dtype=torch.uint8)
+        torch.empty(31 << 20, dtype=torch.uint8, device=device)
 
 
 def visible_cu_seqlens(arrays: Arrays) -> torch.Tensor | None:
