@@ -9,10 +9,11 @@ import torch.nn.functional as F
 
 from kdakit.backends.torch_native import draft as draft
 from kdakit.backends.torch_native.backward import chunk_backward
+from kdakit.backends.torch_native.blocks import spiked
 from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
 from kdakit.backends.torch_native.intra import intra
 from kdakit.backends.torch_native.output import output
-from kdakit.backends.torch_native.plan import chunks_per_piece, make_plan, visible_cu_seqlens
+from kdakit.backends.torch_native.plan import chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
 from kdakit.backends.torch_native.state import state
 from kdakit.backends.torch_native.step import recurrence
 from kdakit.problem import Arrays, Problem
@@ -30,34 +31,38 @@ def default_config(problem: Problem, device: Any) -> None:
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of what `forward` keeps for `backward` beside the inputs: the state before each piece; with disable_recompute
-    the state before each chunk, A, its inverse, uw and v_new."""
+    """Shapes and dtypes of what `forward` keeps for `backward` beside the inputs: A, its inverse and the state before each piece; with
+    disable_recompute the state before each chunk, v - k S and v_new."""
     rows = problem.HV if problem.varlen else problem.B * problem.HV
-    NT, C, K, V = problem.chunks, problem.options.chunk_size, problem.K, problem.V
+    NT, C, K, V = problem.chunks, chunk_tokens(problem), problem.K, problem.V
+    shapes: list[tuple[int, ...]] = [(NT, rows, 2, C, C), (NT, rows, C, C)]
     if problem.options.disable_recompute:
-        shapes = [(NT, rows, K, V), (NT, rows, C, 2, C), (NT, rows, C, C), (NT, rows, C, V + K), (NT, rows, C, V)]
+        shapes += [(NT, rows, K, V), (NT, rows, C, V), (NT, rows, C, V)]
     else:
-        shapes = [(-(-NT // chunks_per_piece(problem, torch.device(device))), rows, K, V)]
+        shapes += [(-(-NT // chunks_per_piece(problem, torch.device(device))), rows, K, V)]
     return [(shape, problem.compute_dtype) for shape in shapes]
 
 
 class Chunks(NamedTuple):
     """Activated inputs of some chunks of every row; M = chunks * rows."""
 
-    rows: torch.Tensor  # [M, C, 2, K]  q scaled, k beta
-    k: torch.Tensor  # [M, C, K]
-    v: torch.Tensor  # [M, C, V]
+    rows: torch.Tensor  # [M, 2, C, K]  q scaled, and k
     beta: torch.Tensor  # [M, C, 1]
     g: torch.Tensor  # [M, C, K]
+    v: torch.Tensor  # [chunks, rows, C, V]
 
 
 def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Result, list[torch.Tensor]]:
     plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
+    keep_memory(device)
     initial = initial_states(problem, arrays)
     final = initial.clone()
     o = plan.empty(arrays.v.shape, arrays.v.dtype, device)
-    keep = problem.needs_grad and problem.options.disable_recompute
-    saved = [torch.zeros(shape, dtype=dtype, device=device) for shape, _ in saved_specs(problem, device)] if problem.needs_grad else []
+    look = device.type == "cpu"
+    saved = []
+    if problem.needs_grad:
+        new = torch.empty if plan.used == plan.NT else torch.zeros
+        saved = [new(shape, dtype=dtype, device=device) for shape, _ in saved_specs(problem, device)]
     before = None
     if problem.options.return_intermediate_states:
         before = torch.empty(plan.NT, plan.rows, problem.K, problem.V, dtype=arrays.q.dtype, device=device)
@@ -65,16 +70,19 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
     S = buffer[0].zero_()
     for index, (n0, n1) in enumerate(plan.pieces()):
         x = _chunk_inputs(problem, _piece(plan, arrays, n0, n1), plan, n0, n1)
-        mixed = intra(*x)
-        states, v_new = _states(problem, plan, n0, S, mixed, initial, final, buffer)
+        mixed = intra(*x[:3], look)
+        states, errors, v_new = _states(plan, n0, S, x, mixed, initial, final, buffer)
         states, S = states[:-1], states[-1]
-        out = output(mixed.rows_decayed[:, :, 0], mixed.A[:, :, 0], states.flatten(0, 1), v_new.flatten(0, 1))
+        out = output(mixed.rows[:, 0], mixed.A[:, 0], states.flatten(0, 1), v_new.flatten(0, 1))
         plan.put(o, plan.from_chunks(_by_chunk(plan, out), n0, n1), n0, n1)
-        if keep:
-            for kept, a in zip(saved, (states, mixed.A, mixed.inverse, mixed.uw, v_new), strict=True):
-                kept[n0:n1] = a if a.dim() == kept.dim() else _by_chunk(plan, a)
-        elif problem.needs_grad:
-            saved[0][index] = states[0]
+        if problem.needs_grad:
+            for kept, a in zip(saved, (mixed.A, mixed.inverse), strict=False):
+                kept[n0:n1] = _by_chunk(plan, a)
+            if problem.options.disable_recompute:
+                for kept, a in zip(saved[2:], (states, errors, v_new), strict=True):
+                    kept[n0:n1] = a
+            else:
+                saved[2][index] = states[0]
         if before is not None:
             before[n0:n1] = states
     if before is not None:
@@ -84,7 +92,8 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Any = None) -> Arrays:
     plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
-    initial = initial_states(problem, arrays)
+    keep_memory(device)
+    initial, look = initial_states(problem, arrays), device.type == "cpu"
     if not saved:  # the forward was the token recurrence
         saved = forward(problem, arrays)[1]
     d_final = initial_states(problem, arrays._replace(initial_state=d_final_state))
@@ -96,18 +105,17 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
     for index, (n0, n1) in reversed(list(enumerate(plan.pieces()))):
         piece = _piece(plan, arrays, n0, n1)
         x = _chunk_inputs(problem, piece, plan, n0, n1)
+        mixed = intra(*x[:3], look, [a[n0:n1].flatten(0, 1) for a in saved[:2]], keep=True)
         if problem.options.disable_recompute:
-            states, A, inverse, uw, v_new = (a[n0:n1].flatten(0, 1) for a in saved)
-            mixed = intra(*x, kept=(A, inverse, uw), keep_levels=True)
+            states, errors, v_new = (a[n0:n1].flatten(0, 1) for a in saved[2:])
         else:
-            mixed = intra(*x, keep_levels=True)
-            states, v_new = _states(problem, plan, n0, saved[0][index], mixed, initial, initial.clone(), buffer)
-            states, v_new = states[:-1].flatten(0, 1), v_new.flatten(0, 1)
-        d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1).flatten(0, 1)
-        d_rows, d_k, d_g, d_v_beta, dS = chunk_backward(
-            plan, n0, dS, x.rows, x.k, mixed, states, v_new, d_out, d_final, d_initial, d_buffer
+            states, errors, v_new = _states(plan, n0, saved[2][index], x, mixed, initial, initial.clone(), buffer)
+            states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
+        d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)
+        *d, dS = chunk_backward(
+            plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer
         )
-        d = _activated_gradients(problem, plan, n0, n1, x, d_rows, d_k, d_g, d_v_beta)
+        d = _activated_gradients(problem, plan, n0, n1, *d)
         d = activate_backward(problem, piece, d)
         for out, a in zip(grads, d, strict=False):
             plan.put(out, a, n0, n1)
@@ -149,25 +157,28 @@ def _chunk_inputs(problem: Problem, piece: Arrays, plan, n0: int, n1: int) -> Ch
     q, k, v, g, beta = (plan.to_chunks(a, n0, n1) for a in (*x[:4], x.beta[..., None]))
     if problem.group > 1:  # row (batch, head) -> the rows of its value heads
         q, k = (a.repeat_interleave(problem.group, 1) for a in (q, k))
-    q, k, v, g, beta = (a.flatten(0, 1) for a in (q, k, v, g, beta))
-    rows = q.new_empty(*q.shape[:2], 2, problem.K)
+    rows = q.new_empty(*q.shape[:2], 2, *q.shape[2:])
     torch.mul(q, problem.options.scale, out=rows[:, :, 0])
-    torch.mul(k, beta, out=rows[:, :, 1])
-    return Chunks(rows, k, v, beta, g)
+    rows[:, :, 1] = k
+    return Chunks(*(a.flatten(0, 1) for a in (rows, beta, g)), v)
 
 
-def _activated_gradients(problem: Problem, plan, n0: int, n1: int, x: Chunks, d_rows, d_k, d_g, d_v_beta) -> Activated:
-    """From gradients of q, k beta, k, g and v beta in chunks to those of q, k, v, g and beta by token."""
-    d_q, d_k_beta = d_rows[:, :, 0].mul_(problem.options.scale), d_rows[:, :, 1]
-    d_k.addcmul_(d_k_beta, x.beta)
-    d_beta = (x.k * d_k_beta).sum(-1, keepdim=True) + (x.v * d_v_beta).sum(-1, keepdim=True)
+def _exact(problem: Problem, g) -> bool:
+    """Whether small gradients of gates beside large ones matter: the gate is computed here, and its parameters' gradients weight each with
+    its gate, or some gates are strong. Without a look at them they all go through levels, which are exact."""
+    return g.device.type == "cpu" and (problem.options.gate != "log_decay" or spiked(g))
+
+
+def _activated_gradients(problem: Problem, plan, n0: int, n1: int, d_rows, d_v, d_g, d_beta) -> Activated:
+    """From gradients in chunks, d_rows those of q scaled and of k, to those by token."""
 
     def tokens(a, group=1):
         a = plan.from_chunks(_by_chunk(plan, a), n0, n1)
         return a.unflatten(2, (-1, group)).sum(3) if group > 1 else a
 
-    return Activated(tokens(d_q, problem.group), tokens(d_k, problem.group), tokens(d_v_beta * x.beta), tokens(d_g),
-                     tokens(d_beta).squeeze(-1))  # fmt: skip
+    d_q, d_k = d_rows.unbind(1)
+    d_q *= problem.options.scale
+    return Activated(tokens(d_q, problem.group), tokens(d_k, problem.group), tokens(d_v), tokens(d_g), tokens(d_beta).squeeze(-1))
 
 
 def initial_states(problem: Problem, arrays: Arrays) -> torch.Tensor:
@@ -180,10 +191,10 @@ def initial_states(problem: Problem, arrays: Arrays) -> torch.Tensor:
     return F.pad(states, (0, 0, 0, 0, 0, 0, 0, 1)) if problem.varlen else states
 
 
-def _states(problem, plan, n0, S, mixed, initial, final, buffer):
-    """The state stage on flat chunks: states [n + 1, R, K, V], v_new [n, R, C, V]."""
-    u, w = mixed.uw.split([problem.V, problem.K], -1)
-    return state(plan, n0, S, *(_by_chunk(plan, a) for a in (u, w, mixed.k_decayed, mixed.decay)), initial, final, buffer)
+def _states(plan, n0, S, x: Chunks, mixed, initial, final, buffer):
+    """The state stage on flat chunks."""
+    flat = (mixed.inverse * x.beta.mT, mixed.rows[:, 1], mixed.k_decayed, mixed.decay)
+    return state(plan, n0, S, x.v, *(_by_chunk(plan, a) for a in flat), initial, final, buffer)
 
 
 def _by_chunk(plan, x):

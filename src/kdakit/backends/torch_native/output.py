@@ -8,8 +8,3 @@ import torch
 def output(q_decayed, A_qk, states, v_new):
     """q_decayed [M, C, K], A_qk [M, C, C], states [M, K, V], v_new [M, C, V] -> o [M, C, V]."""
     return torch.baddbmm(torch.bmm(q_decayed, states), A_qk, v_new)
-
-
-def output_backward(states, v_new, d_o):
-    """d_q_decayed [M, C, K] = d_o S^T,  d_A_qk [M, C, C] = lower(d_o v_new^T). (d_v_new and dS: see state_backward.)"""
-    return torch.bmm(d_o, states.mT), torch.bmm(d_o, v_new.mT).tril_()

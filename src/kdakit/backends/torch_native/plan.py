@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from kdakit.problem import Arrays, Problem
 
-PIECE = {"cpu": 1 << 17}  # elements of one [chunks, rows, C, D] temporary: half a megabyte stays in a core's cache
+PIECE = {"cpu": 1 << 18}  # elements of one [chunks, rows, C, D] temporary: fewer and larger operations, still near the caches
 PIECE_ELSEWHERE = 1 << 26
 
 
@@ -27,6 +27,13 @@ def chunks_per_piece(problem: Problem, device: torch.device) -> int:
     rows = problem.HV if problem.varlen else problem.B * problem.HV
     elements = rows * problem.options.chunk_size * max(problem.K, problem.V)
     return max(1, PIECE.get(device.type, PIECE_ELSEWHERE) // max(elements, 1))
+
+
+def keep_memory(device: torch.device) -> None:
+    """Before the first piece: glibc's allocator returns freed memory to the system, and pages that come back cost more than work done in
+    them, until it has seen a large block freed. One of 31 MiB that nobody touches costs microseconds."""
+    if device.type == "cpu":
+        torch.empty(31 << 20, dtype=torch.uint8, device=device)
 
 
 def visible_cu_seqlens(arrays: Arrays) -> torch.Tensor | None:
@@ -42,14 +49,19 @@ def covering_chunk(length: int, chunk_size: int) -> int:
     return min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
 
+def chunk_tokens(problem: Problem) -> int:
+    """A single short chunk may be shorter than the call says, unless all its intermediates are kept. (Packed sequences: see PackedPlan.)"""
+    o = problem.options
+    as_said = problem.varlen or o.deterministic or (problem.needs_grad and o.disable_recompute)
+    return o.chunk_size if as_said else covering_chunk(problem.T, o.chunk_size)
+
+
 class DensePlan:
     """B sequences of one length."""
 
     def __init__(self, problem: Problem, arrays: Arrays):
         self.B, self.T, self.HV, self.rows = problem.B, problem.T, problem.HV, problem.B * problem.HV
-        # A single short chunk may be shorter, unless its intermediates are kept for the backward.
-        keeps = (problem.needs_grad and problem.options.disable_recompute) or problem.options.deterministic
-        self.C = problem.options.chunk_size if keeps else covering_chunk(problem.T, problem.options.chunk_size)
+        self.C = chunk_tokens(problem)
         self.NT = -(-problem.T // self.C)
         self.used = self.NT if problem.B else 0
         self.stride = chunks_per_piece(problem, arrays.q.device)
