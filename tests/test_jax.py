@@ -108,16 +108,17 @@ def all_backwards(q, k, v, g, beta):
     """{stage: (its backward, the transpose that JAX derives)}."""
     pairs = {}
     k_beta = beta[..., None] * k
-    sums, transpose = jax.vjp(xla.block_sums, g)
-    d = draws(sums)
-    pairs["block_sums"] = (xla.block_sums_backward(d),), transpose(d)
+    logs, transpose = jax.vjp(lambda g: jax.tree.map(jnp.log, xla.block_decays(g)), g / 300)  # mild, so that no decay is zero
+    d = draws(logs)
+    pairs["block_decays"] = (xla.block_decays_backward(d),), transpose(d)
 
-    (A_qk, A_kk), transpose = jax.vjp(xla.pair_products, q, k_beta, k, sums)
+    decays = xla.block_decays(g)
+    (A_qk, A_kk), transpose = jax.vjp(xla.pair_products, q, k_beta, k, decays)
     d_A_qk, d_A_kk = draws((A_qk, A_kk))
     d_A = jnp.tril(d_A_qk), jnp.tril(d_A_kk, -1)
-    d_q, d_k_beta, d_k, d_sums = xla.pair_products_backward(q, k_beta, k, sums, *d_A)
-    *want, want_sums = transpose(d_A)
-    pairs["pair_products"] = (d_q, d_k_beta, d_k, *d_sums[:5]), (*want, *want_sums[:5])
+    d_q, d_k_beta, d_k, d_logs = xla.pair_products_backward(q, k_beta, k, decays, *d_A)
+    *want, d_decays = transpose(d_A)
+    pairs["pair_products"] = (d_q, d_k_beta, d_k, *d_logs[:5]), (*want, *jax.tree.map(jnp.multiply, decays, d_decays)[:5])
 
     inverse = xla.unit_lower_inverse(A_kk)
     through = lambda A_kk, a, b: xla.wy(xla.unit_lower_inverse(A_kk), a, b)
