@@ -98,9 +98,52 @@ def test_state_and_output_are_those_of_the_chunk_form(chunk):
     np.testing.assert_allclose(last[0], state, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("g", ["weak", "strong", "both"])
+def test_pairs_inside_a_block_near_its_start_and_far_from_it(chunk, g):
+    """Quotients of running products, the levels, and both in one block: the same numbers."""
+    q, k, _, _, beta = chunk
+    gates = {"weak": -np.random.default_rng(1).uniform(0, 3.9, size=q.shape)}
+    gates["strong"] = 10 * gates["weak"]
+    gates["both"] = np.where(np.random.default_rng(2).uniform(size=q.shape) < 0.05, -9, gates["weak"])
+    with jax.enable_x64(True):
+        q, k, g, k_beta = map(jnp.asarray, (q, k, gates[g], beta[..., None] * k))
+        for got, want in zip(jax.jit(xla.pair_products)(q, k_beta, k, xla.block_decays(g)), plain_pairs(q, k_beta, k, g), strict=True):
+            np.testing.assert_allclose(got, jnp.tril(want), rtol=1e-12, atol=1e-14)
+
+
+def test_strong_gates_change_no_earlier_bit():
+    """They send a block from quotients to levels, but only the rows after them."""
+    arrays = inputs(Case("weak", "", T=64, gate="slow"))
+    call = jax.jit(partial(chunk_kda, chunk_size=32))
+    before = call(**arrays)[0]
+    for t, strength in ((41, -9.0), (41, -3000.0), (47, -np.inf), (32, -70.0)):
+        after = call(**arrays | {"g": arrays["g"].at[:, t, :, ::3].set(strength)})[0]
+        same(before[:, :t], after[:, :t])
+        assert not np.array_equal(before[:, t:], after[:, t:])
+
+
 def draws(tree, seed=2):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), tree)
+
+
+def plain_pairs(q, k_beta, k, g):
+    """A_qk and A_kk as they are written down."""
+    i, j = np.indices((g.shape[-2],) * 2)
+    gates = jnp.where((i > j)[..., None], g[..., :, None, :], 0)  # at (m, j): the gates after j
+    decays = jnp.exp(jnp.where((i >= j)[..., None], jnp.cumsum(gates, -3), -jnp.inf))
+    A_qk, A_kk = (jnp.einsum("...ik,...jk,...ijk->...ij", x, k, decays) for x in (q, k_beta))
+    return A_qk, jnp.tril(A_kk, -1)
+
+
+def plain_intra(q, k, v, g, beta):
+    """`xla.intra_forward` as it is written down."""
+    k_beta = beta[..., None] * k
+    A_qk, A_kk = plain_pairs(q, k_beta, k, g)
+    inverse, g_cum = xla.unit_lower_inverse(A_kk), jnp.cumsum(g, -2)
+    w, u = xla.wy(inverse, k_beta * jnp.exp(g_cum), beta[..., None] * v)
+    to_end = jnp.cumsum(jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], -2)[..., ::-1, :], -2)[..., ::-1, :]
+    return xla.Intra(g_cum, A_qk, A_kk, inverse, w, u, q * jnp.exp(g_cum), k * jnp.exp(to_end), jnp.exp(g_cum[..., -1, :]))
 
 
 @jax.jit
@@ -108,17 +151,18 @@ def all_backwards(q, k, v, g, beta):
     """{stage: (its backward, the transpose that JAX derives)}."""
     pairs = {}
     k_beta = beta[..., None] * k
-    logs, transpose = jax.vjp(lambda g: jax.tree.map(jnp.log, xla.block_decays(g)), g / 300)  # mild, so that no decay is zero
+    logarithms = lambda g: jax.tree.map(jnp.log, xla.block_decays(g))._replace(g=g)
+    logs, transpose = jax.vjp(logarithms, g / 300)  # mild, so that no decay is zero
     d = draws(logs)
     pairs["block_decays"] = (xla.block_decays_backward(d),), transpose(d)
 
     decays = xla.block_decays(g)
-    (A_qk, A_kk), transpose = jax.vjp(xla.pair_products, q, k_beta, k, decays)
+    (A_qk, A_kk), transpose = jax.vjp(plain_pairs, q, k_beta, k, g)
     d_A_qk, d_A_kk = draws((A_qk, A_kk))
     d_A = jnp.tril(d_A_qk), jnp.tril(d_A_kk, -1)
     d_q, d_k_beta, d_k, d_logs = xla.pair_products_backward(q, k_beta, k, decays, *d_A)
-    *want, d_decays = transpose(d_A)
-    pairs["pair_products"] = (d_q, d_k_beta, d_k, *d_logs[:5]), (*want, *jax.tree.map(jnp.multiply, decays, d_decays)[:5])
+    d_g = xla.block_decays_backward(d_logs._replace(from_start=jnp.zeros_like(g), to_end=jnp.zeros_like(g)))
+    pairs["pair_products"] = (d_q, d_k_beta, d_k, d_g), transpose(d_A)
 
     inverse = xla.unit_lower_inverse(A_kk)
     through = lambda A_kk, a, b: xla.wy(xla.unit_lower_inverse(A_kk), a, b)
@@ -127,7 +171,7 @@ def all_backwards(q, k, v, g, beta):
     d_A_kk, *rest = transpose((d_w, d_u))
     pairs["wy"] = xla.wy_backward(inverse, w, u, d_w, d_u), (jnp.tril(d_A_kk, -1), *rest)
 
-    x, transpose = jax.vjp(xla.intra_forward, q, k, v, g, beta)
+    x, transpose = jax.vjp(plain_intra, q, k, v, g, beta)
     d = jax.tree.map(jnp.zeros_like, x)._replace(**{n: y for n, y in draws(x)._asdict().items() if n not in ("g_cum", "A_kk", "inverse")})
     d = d._replace(A_qk=jnp.tril(d.A_qk))
     pairs["intra"] = xla.intra_backward(q, k, v, g, beta, x, d), transpose(d)
@@ -138,6 +182,12 @@ def all_backwards(q, k, v, g, beta):
     d_states, d_v_new, d_last = draws((states, v_new, last))
     *got, _, d_start = xla.state_backward(w, k_decayed, decay, states, v_new, d_states, d_v_new, d_last)
     pairs["state"] = (*got, d_start), transpose((d_states, d_v_new, None, d_last))
+
+    system = x.inverse[:, None]
+    solving = lambda w, u, k_decayed, decay, start: xla.state_forward(w, u, k_decayed, decay, start, inverse=system)
+    (states, v_new, _, last), transpose = jax.vjp(solving, w, u, k_decayed, decay, start)
+    *got, _, d_start = xla.state_backward(w, k_decayed, decay, states, v_new, d_states, d_v_new, d_last, inverse=system)
+    pairs["state, solving"] = (*got, d_start), transpose((d_states, d_v_new, None, d_last))
 
     o, transpose = jax.vjp(xla.output_forward, q_decayed, A_qk, states, v_new)
     d_o = draws(o)

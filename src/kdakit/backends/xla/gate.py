@@ -115,6 +115,7 @@ def l2norm_backward(x, d_out):
 class BlockDecays(NamedTuple):
     """Decays inside a chunk of n blocks of 16 tokens; also the shape of the gradients of their logarithms."""
 
+    g: Any  # [.., C, K]  the log-decays themselves
     prefix: Any  # [.., n, 16, K]  start of the block to token i, inclusive
     suffix: Any  # [.., n, 16, K]  after token j to the end of the block
     between: Any  # [.., n-1, n-1, K]  at [I-1, J]: the blocks after J and before I
@@ -136,19 +137,19 @@ def block_decays(g) -> BlockDecays:
     between = lax.cumprod(between, between.ndim - 3)
     from_start = (prefix * before[..., None, :]).reshape(g.shape)
     to_end = (suffix * behind[..., None, :]).reshape(g.shape)
-    return BlockDecays(prefix, suffix, between, from_start, to_end)
+    return BlockDecays(g, prefix, suffix, between, from_start, to_end)
 
 
 def block_decays_backward(d: BlockDecays):
     """d_g [.., C, K] from the gradients of the logarithms of all decays: each gate collects from every decay that it is part of."""
-    *lead, C, K = d.from_start.shape
+    *lead, C, K = d.g.shape
     n = C // BLOCK
     d_from_start, d_to_end = (x.reshape(*lead, n, BLOCK, K) for x in (d.from_start, d.to_end))
     both = jnp.concatenate([d.prefix + d_from_start, d.suffix + d_to_end], -2)  # [.., n, 32, K]
     d_total = jnp.where(_later(n), lax.cumsum(d.between, d.between.ndim - 3, reverse=True), 0).sum(-2)  # [.., n-1, K]
     d_total = jnp.pad(d_total, [(0, 0)] * len(lead) + [(0, 1), (0, 0)])
     d_total = d_total + _sums_after(d_from_start.sum(-2)) + _sums_before(d_to_end.sum(-2))
-    return (sum_members(np.concatenate([TO, AFTER], 1), both) + d_total[..., None, :]).reshape(d.from_start.shape)
+    return d.g + (sum_members(np.concatenate([TO, AFTER], 1), both) + d_total[..., None, :]).reshape(d.g.shape)
 
 
 class LevelDecays(NamedTuple):

@@ -39,7 +39,7 @@ def intra_forward(q, k, v, g, beta, A_qk=None, inverse=None, solve=True) -> Intr
     k_beta = beta[..., None] * k
     A_kk = None
     if inverse is None:
-        A_qk, A_kk = pair_products(q, k_beta, k, g, decays)
+        A_qk, A_kk = pair_products(q, k_beta, k, decays)
         inverse = unit_lower_inverse(A_kk)
     from_start = decays.from_start
     w, u = k_beta * from_start, beta[..., None] * v
@@ -58,11 +58,11 @@ def intra_backward(q, k, v, g, beta, x: Intra, d: Intra, solve=True):
     decays = block_decays(g)
     k_beta = beta[..., None] * k
     d_A_kk, y_w, y_u = wy_backward(x.inverse, x.w, x.u, d.w, d.u) if solve else (d.A_kk, d.w, d.u)
-    d_q, d_k_beta, d_k, d_logs, d_g = pair_products_backward(q, k_beta, k, g, decays, d.A_qk, d_A_kk)
+    d_q, d_k_beta, d_k, d_logs = pair_products_backward(q, k_beta, k, decays, d.A_qk, d_A_kk)
     from_start, to_end = decays.from_start, decays.to_end
     d_from_start = from_start * (q * d.q_decayed + k_beta * y_w)
     d_from_start = d_from_start.at[..., -1, :].add(d.decay * x.decay)
-    d_g = d_g + block_decays_backward(d_logs._replace(from_start=d_from_start, to_end=d.k_decayed * x.k_decayed))
+    d_g = block_decays_backward(d_logs._replace(from_start=d_from_start, to_end=d.k_decayed * x.k_decayed))
     d_k_beta = d_k_beta + y_w * from_start
     d_q = d_q + d.q_decayed * from_start
     d_k = d_k + d.k_decayed * to_end + beta[..., None] * d_k_beta

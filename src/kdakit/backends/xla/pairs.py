@@ -5,6 +5,8 @@ Tokens of different blocks of 16 are referred to the start of the later one's bl
 Tokens of one block are referred to its start. The row's factor is the decay P_i from there, the column's is 1 / P_j. A quotient of running
 products is as exact as a product, for nothing cancels; but it must not leave the range of float32, so this is done where P_i >= 2^-92 only,
 for each row and channel by itself: what is decided depends on no later token. Factors are 2^46 P_i and 2^-46 / P_j, between 2^-46 and 2^46.
+And only while no gate of the block was below -8: d_g is here a difference of sums over rows and over columns, whose rounding errors d_A_log
+multiplies with the gates.
 
 The other rows and channels, if a window has any, go through the levels: a pair is referred to the boundary at which its tokens part.
 """
@@ -23,12 +25,13 @@ SMALLEST = 2.0**-92  # of that product
 SHIFT = 2.0**46
 
 
-def pair_products(q, k_beta, k, g, decays: BlockDecays):
+def pair_products(q, k_beta, k, decays: BlockDecays):
     """A_qk with its diagonal and A_kk [.., C, C], for any log-decays <= 0."""
     *lead, C, _ = k.shape
     n = C // BLOCK
     free = [(0, 0)] * len(lead)
-    inside = lax.cond(_all_near(g, decays.prefix), _inside, _inside_any, q, k_beta, k, g, decays.prefix)
+    factors = (q, k_beta, k, decays.g, decays.prefix)
+    inside = lax.cond(_all_near(decays), lambda near, *_: near, lambda _, *x: _inside_any(*x), _inside(*factors), *factors)
     rows, columns, _, _ = _across_factors(q, k_beta, k, decays)
     pairs = product("...ik,...jk->...ij", rows, columns)  # [.., n-1, 2 * 16, C - 16]
     pairs = jnp.moveaxis(pairs.reshape(*lead, n - 1, 2, BLOCK, C - BLOCK), -3, -4)
@@ -37,8 +40,8 @@ def pair_products(q, k_beta, k, g, decays: BlockDecays):
     return A[..., 0, :, :], A[..., 1, :, :]
 
 
-def pair_products_backward(q, k_beta, k, g, decays: BlockDecays, d_A_qk, d_A_kk):
-    """d_q, d_k_beta, d_k, the gradients of the logarithms of prefix, suffix and between (from_start, to_end: None) and d_g beside them.
+def pair_products_backward(q, k_beta, k, decays: BlockDecays, d_A_qk, d_A_kk):
+    """d_q, d_k_beta, d_k and the gradients of the decays' logarithms (from_start, to_end: None), from those of A_qk and A_kk [.., C, C].
 
     For A = R C^T, R = r F_r, C = c F_c:  d_r = F_r (d_A C),  d_c = F_c (d_A^T R),  d_log F_r = r d_r,  d_log F_c = c d_c.
     Only the lower triangles (A_kk: strictly lower) are read.
@@ -60,15 +63,17 @@ def pair_products_backward(q, k_beta, k, g, decays: BlockDecays, d_A_qk, d_A_kk)
     d_between = jnp.where(_earlier(n), blocks(k)[..., None, :-1, :, :] * d_columns, 0).sum(-2)
     inside = jnp.moveaxis(jnp.where(_own_block(n), d_A, 0).sum(-2), -4, -3)  # [.., n, 2, 16, 16]
     d_diagonal = jnp.einsum("...ii->...i", inside[..., 0, :, :])[..., None]
-    d_inside = lax.cond(_all_near(g, decays.prefix), _inside_backward, _inside_any_backward, q, k_beta, k, g, decays.prefix, inside)
+    factors = (q, k_beta, k, decays.g, decays.prefix)
+    d_inside = lax.cond(_all_near(decays), _inside_backward, _inside_any_backward, *factors, inside)
     d_q, d_k_beta, d_k = (a + b for a, b in zip((d_q, d_k_beta, d_k), d_inside[:3], strict=True))
     d_q, d_k = d_q + d_diagonal * blocks(k), d_k + d_diagonal * blocks(q)
-    d_logs = BlockDecays(d_prefix, d_suffix, d_between, None, None)
-    return *(x.reshape(k.shape) for x in (d_q, d_k_beta, d_k)), d_logs, d_inside[3].reshape(k.shape)
+    d_q, d_k_beta, d_k, d_g = (x.reshape(k.shape) for x in (d_q, d_k_beta, d_k, d_inside[3]))
+    return d_q, d_k_beta, d_k, BlockDecays(d_g, d_prefix, d_suffix, d_between, None, None)
 
 
-def _all_near(g, prefix):
-    return (g >= LOWEST).all() & (prefix[..., -1, :] >= SMALLEST).all()
+def _all_near(decays: BlockDecays):
+    """Whether `_near` holds everywhere."""
+    return (decays.g >= LOWEST).all() & (decays.prefix[..., -1, :] >= SMALLEST).all()
 
 
 def _near(g, prefix):
