@@ -222,6 +222,21 @@ def test_backward_of_the_activations_is_their_transpose(name):
 # Transformations.
 
 
+@pytest.mark.parametrize("case", [SMALL, Case("packed", "", T=90, K=16, V=8, lengths=(30, 0, 41, 19))], ids=lambda case: case.name)
+def test_windows_of_one_chunk_and_of_many(case, monkeypatch):
+    """Of one: states and v_new are always saved. Of many: the backward repeats the scan over states."""
+    arrays = inputs(case)
+    whole = {n: arrays.pop(n) for n in ("cu_seqlens",) if n in arrays}
+
+    def gradients(window, **options):
+        monkeypatch.setattr(xla, "default_config", lambda problem, device: xla.Config(window))
+        return jax.jit(jax.value_and_grad(loss(partial(chunk_kda, **whole), output_final_state=True, chunk_size=16, **options)))(arrays)
+
+    many, one = gradients(4), gradients(1)
+    close(one, many)
+    same(gradients(1, disable_recompute=True), one)
+
+
 def test_jit_value_and_grad_and_recompute():
     """One compiled program and many give the same; the gradient comes with the same value; keeping intermediates changes no bit."""
     arrays = inputs(SMALL)

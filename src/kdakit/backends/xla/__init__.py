@@ -1,7 +1,7 @@
 """KDA in pure JAX, for any XLA device. The stages are public functions, each with its backward: a staged reference for other kernels.
 
     gate      activate          [B, T, H, ..] inputs -> q, k, v, log-decay, beta as the recurrence wants them
-              block_decays        the decays inside a chunk
+              block_decays      the decays inside a chunk
     intra     pair_products     A_qk, A_kk
               unit_lower_inverse, wy     w, u
               intra_forward     all of a chunk that needs no state

@@ -188,11 +188,12 @@ def _initial_states(problem: Problem, arrays: Arrays):
 def _keep(plan: Plan, entering, kept: Kept, everything: bool) -> Saved:
     """What is saved for the backward, named for jax.checkpoint policies: kda_A_qk, kda_inverse; kda_w, .., kda_states, kda_v_new.
 
-    A window of one chunk saves its state in any case, and with v_new beside it has no scan to repeat.
+    A window of one chunk saves its state in any case, and with v_new beside it has no product to repeat: it never saves more.
     """
     fields = kept.intra._asdict() | {"states": kept.states, "v_new": kept.v_new}
-    wanted = {"A_qk", "inverse"} | ({"states", "v_new"} if plan.G == 1 else set())
-    wanted = fields.keys() - {"g_cum", "A_kk"} if everything else wanted
+    wanted = fields.keys() - {"g_cum", "A_kk"} if everything else {"A_qk", "inverse"}
+    if plan.G == 1:
+        wanted = {"A_qk", "inverse", "states", "v_new"}
     named = {name: checkpoint_name(x, f"kda_{name}") if name in wanted else None for name, x in fields.items()}
     kept = Kept(Intra(*(named[name] for name in Intra._fields)), named["states"], named["v_new"])
     return Saved(entering if kept.states is None else None, kept)
