@@ -2,13 +2,13 @@
 
 Tokens of different blocks of 16 are referred to the start of the later one's block, between the two: both factors are at most 1.
 
-Tokens of one block are referred to its start. The row's factor is the decay P_i from there, the column's is 1 / P_j. A quotient of running
-products is as exact as a product, for nothing cancels; but it must not leave the range of float32, so this is done where P_i >= 2^-92 only,
-for each row and channel by itself: what is decided depends on no later token. Factors are 2^46 P_i and 2^-46 / P_j, between 2^-46 and 2^46.
-And only while no gate of the block was below -8: d_g is here a difference of sums over rows and over columns, whose rounding errors d_A_log
-multiplies with the gates.
+Tokens of one block are referred to the boundary at which they part, at the levels s = 1, 2, 4, 8. In the forward few need that: where the
+running product P from the block's start is at least 2^-92, the row's factor is P_i and the column's 1 / P_j. A quotient of running products
+is as exact as a product, for nothing cancels. Each row and channel is decided by itself, and so by no later token; the levels, if a window
+needs them, add what is left. Factors are 2^46 P_i and 2^-46 / P_j, between 2^-46 and 2^46.
 
-The other rows and channels, if a window has any, go through the levels: a pair is referred to the boundary at which its tokens part.
+The backward takes the levels for all: with quotients d_g would be a difference of sums over rows and over columns, whose rounding errors
+d_A_log multiplies with the gates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from kdakit.backends.xla.gate import LEVELS, TO, BlockDecays, LevelDecays, level_decays, level_decays_backward, sum_members
+from kdakit.backends.xla.gate import LEVELS, BlockDecays, LevelDecays, level_decays, level_decays_backward
 from kdakit.backends.xla.plan import BLOCK
 from kdakit.backends.xla.products import product, row_dots
 
-LOWEST = -8.0  # of a log-decay inside a block, where the reciprocal of a running product is taken
-SMALLEST = 2.0**-92  # of that product
+SMALLEST = 2.0**-92  # of a running product whose reciprocal is taken
 SHIFT = 2.0**46
 
 
@@ -31,7 +30,8 @@ def pair_products(q, k_beta, k, decays: BlockDecays):
     n = C // BLOCK
     free = [(0, 0)] * len(lead)
     factors = (q, k_beta, k, decays.g, decays.prefix)
-    inside = lax.cond(_all_near(decays), lambda near, *_: near, lambda _, *x: _inside_any(*x), _inside(*factors), *factors)
+    all_near = (decays.prefix[..., -1, :] >= SMALLEST).all()
+    inside = lax.cond(all_near, lambda near, *_: near, lambda _, *x: _inside_any(*x), _inside(*factors), *factors)
     rows, columns, _, _ = _across_factors(q, k_beta, k, decays)
     pairs = product("...ik,...jk->...ij", rows, columns)  # [.., n-1, 2 * 16, C - 16]
     pairs = jnp.moveaxis(pairs.reshape(*lead, n - 1, 2, BLOCK, C - BLOCK), -3, -4)
@@ -63,71 +63,31 @@ def pair_products_backward(q, k_beta, k, decays: BlockDecays, d_A_qk, d_A_kk):
     d_between = jnp.where(_earlier(n), blocks(k)[..., None, :-1, :, :] * d_columns, 0).sum(-2)
     inside = jnp.moveaxis(jnp.where(_own_block(n), d_A, 0).sum(-2), -4, -3)  # [.., n, 2, 16, 16]
     d_diagonal = jnp.einsum("...ii->...i", inside[..., 0, :, :])[..., None]
-    factors = (q, k_beta, k, decays.g, decays.prefix)
-    d_inside = lax.cond(_all_near(decays), _inside_backward, _inside_any_backward, *factors, inside)
+    d_inside = level_products_backward(q, k_beta, k, decays.g, inside)
     d_q, d_k_beta, d_k = (a + b for a, b in zip((d_q, d_k_beta, d_k), d_inside[:3], strict=True))
     d_q, d_k = d_q + d_diagonal * blocks(k), d_k + d_diagonal * blocks(q)
     d_q, d_k_beta, d_k, d_g = (x.reshape(k.shape) for x in (d_q, d_k_beta, d_k, d_inside[3]))
     return d_q, d_k_beta, d_k, BlockDecays(d_g, d_prefix, d_suffix, d_between, None, None)
 
 
-def _all_near(decays: BlockDecays):
-    """Whether `_near` holds everywhere."""
-    return (decays.g >= LOWEST).all() & (decays.prefix[..., -1, :] >= SMALLEST).all()
-
-
-def _near(g, prefix):
-    """[.., n, 16, K]: which rows and channels have not decayed too far, or too suddenly, since the start of their block."""
-    return (lax.cummin(g.reshape(prefix.shape), prefix.ndim - 2) >= LOWEST) & (prefix >= SMALLEST)
-
-
 def _inside(q, k_beta, k, g, prefix, near=None):
     """[.., n, 2, 16, 16]: the lower triangles of the blocks of A_qk (with its diagonal) and A_kk, of all rows and channels or of `near`."""
-    rows, columns, _, _ = _inside_factors(q, k_beta, k, prefix, near)
-    pairs = product("...ik,...jk->...ij", rows, columns).reshape(*prefix.shape[:-2], 2, BLOCK, BLOCK)
-    return jnp.where(_lower(0), pairs, 0)
-
-
-def _inside_any(q, k_beta, k, g, prefix):
-    """The same for any gates."""
-    near = _near(g, prefix)
-    far = lambda x: jnp.where(near.reshape(x.shape), 0, x)
-    return _inside(q, k_beta, k, g, prefix, near) + level_products(far(q), far(k_beta), k, g)
-
-
-def _inside_backward(q, k_beta, k, g, prefix, d_A, near=None):
-    """d_q, d_k_beta, d_k, d_g [.., n, 16, K] from the gradients of `_inside`, but for the diagonal."""
-    *lead, n, _, K = prefix.shape
-    rows, columns, f_rows, f_columns = _inside_factors(q, k_beta, k, prefix, near)
-    d_pairs = jnp.where(_lower(-1), d_A, 0).reshape(*lead, n, 2 * BLOCK, BLOCK)
-    d_rows = product("...ij,...jk->...ik", d_pairs, columns).reshape(*lead, n, 2, BLOCK, K) * f_rows[..., None, :, :]
-    d_q, d_k_beta = d_rows[..., 0, :, :], d_rows[..., 1, :, :]
-    d_k = product("...ij,...ik->...jk", d_pairs, rows) * f_columns
-    q, k_beta, k = (x.reshape(prefix.shape) for x in (q, k_beta, k))
-    return d_q, d_k_beta, d_k, sum_members(TO, q * d_q + k_beta * d_k_beta - k * d_k)
-
-
-def _inside_any_backward(q, k_beta, k, g, prefix, d_A):
-    near = _near(g, prefix)
-    far = lambda x: jnp.where(near.reshape(x.shape), 0, x)
-    d_near = _inside_backward(q, k_beta, k, g, prefix, d_A, near)
-    d_q, d_k_beta, d_k, d_g = level_products_backward(far(q), far(k_beta), k, g, d_A)
-    return tuple(a + b for a, b in zip(d_near, (far(d_q), far(d_k_beta), d_k, d_g), strict=True))
-
-
-def _inside_factors(q, k_beta, k, prefix, near):
-    """rows [.., n, 2 * 16, K], the q and then the k_beta of each block, columns [.., n, 16, K], and the factors in them."""
     q, k_beta, k = (x.reshape(prefix.shape) for x in (q, k_beta, k))
     f_rows = SHIFT * prefix
     f_columns = 1 / f_rows
     if near is not None:
         f_rows, f_columns = jnp.where(near, f_rows, 0), jnp.where(near, f_columns, 0)
-    return jnp.concatenate([q * f_rows, k_beta * f_rows], -2), k * f_columns, f_rows, f_columns
+    rows = jnp.concatenate([q * f_rows, k_beta * f_rows], -2)
+    pairs = product("...ik,...jk->...ij", rows, k * f_columns).reshape(*prefix.shape[:-2], 2, BLOCK, BLOCK)
+    lower = jnp.stack([jnp.tri(BLOCK, dtype=bool), jnp.tri(BLOCK, k=-1, dtype=bool)])
+    return jnp.where(lower, pairs, 0)
 
 
-def _lower(k: int):
-    """[2, 16, 16]: the lower triangle of a block of A_qk, up to its k-th diagonal, and the strictly lower one of A_kk."""
-    return jnp.stack([jnp.tri(BLOCK, k=k, dtype=bool), jnp.tri(BLOCK, k=-1, dtype=bool)])
+def _inside_any(q, k_beta, k, g, prefix):
+    """The same for any gates."""
+    near = prefix >= SMALLEST
+    far = lambda x: jnp.where(near.reshape(x.shape), 0, x)
+    return _inside(q, k_beta, k, g, prefix, near) + level_products(far(q), far(k_beta), k, g)
 
 
 def level_products(q, k_beta, k, g):
