@@ -98,9 +98,52 @@ def test_state_and_output_are_those_of_the_chunk_form(chunk):
     np.testing.assert_allclose(last[0], state, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("g", ["weak", "strong", "both"])
+def test_pairs_inside_a_block_near_its_start_and_far_from_it(chunk, g):
+    """Quotients of running products, the levels, and both in one block: the same numbers."""
+    q, k, _, _, beta = chunk
+    gates = {"weak": -np.random.default_rng(1).uniform(0, 3.9, size=q.shape)}
+    gates["strong"] = 10 * gates["weak"]
+    gates["both"] = np.where(np.random.default_rng(2).uniform(size=q.shape) < 0.05, -70, gates["weak"])
+    with jax.enable_x64(True):
+        q, k, g, k_beta = map(jnp.asarray, (q, k, gates[g], beta[..., None] * k))
+        for got, want in zip(jax.jit(xla.pair_products)(q, k_beta, k, xla.block_decays(g)), plain_pairs(q, k_beta, k, g), strict=True):
+            np.testing.assert_allclose(got, jnp.tril(want), rtol=1e-12, atol=1e-14)
+
+
+def test_strong_gates_change_no_earlier_bit():
+    """They send a block from quotients to levels, but only the rows after them."""
+    arrays = inputs(Case("weak", "", T=64, gate="slow"))
+    call = jax.jit(partial(chunk_kda, chunk_size=32))
+    before = call(**arrays)[0]
+    for t, strength in ((41, -9.0), (41, -3000.0), (47, -np.inf), (40, -70.0)):
+        after = call(**arrays | {"g": arrays["g"].at[:, t, :, ::3].set(strength)})[0]
+        same(before[:, :t], after[:, :t])
+        assert not np.array_equal(before[:, t:], after[:, t:])
+
+
 def draws(tree, seed=2):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), tree)
+
+
+def plain_pairs(q, k_beta, k, g):
+    """A_qk and A_kk as they are written down."""
+    i, j = np.indices((g.shape[-2],) * 2)
+    gates = jnp.where((i > j)[..., None], g[..., :, None, :], 0)  # at (m, j): the gates after j
+    decays = jnp.exp(jnp.where((i >= j)[..., None], jnp.cumsum(gates, -3), -jnp.inf))
+    A_qk, A_kk = (jnp.einsum("...ik,...jk,...ijk->...ij", x, k, decays) for x in (q, k_beta))
+    return A_qk, jnp.tril(A_kk, -1)
+
+
+def plain_intra(q, k, v, g, beta):
+    """`xla.intra_forward` as it is written down."""
+    k_beta = beta[..., None] * k
+    A_qk, A_kk = plain_pairs(q, k_beta, k, g)
+    inverse, g_cum = xla.unit_lower_inverse(A_kk), jnp.cumsum(g, -2)
+    w, u = xla.wy(inverse, k_beta * jnp.exp(g_cum), beta[..., None] * v)
+    to_end = jnp.cumsum(jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], -2)[..., ::-1, :], -2)[..., ::-1, :]
+    return xla.Intra(g_cum, A_qk, A_kk, inverse, w, u, q * jnp.exp(g_cum), k * jnp.exp(to_end), jnp.exp(g_cum[..., -1, :]))
 
 
 @jax.jit
@@ -108,16 +151,18 @@ def all_backwards(q, k, v, g, beta):
     """{stage: (its backward, the transpose that JAX derives)}."""
     pairs = {}
     k_beta = beta[..., None] * k
-    sums, transpose = jax.vjp(xla.block_sums, g)
-    d = draws(sums)
-    pairs["block_sums"] = (xla.block_sums_backward(d),), transpose(d)
+    logarithms = lambda g: jax.tree.map(jnp.log, xla.block_decays(g))._replace(g=g)
+    logs, transpose = jax.vjp(logarithms, g / 300)  # mild, so that no decay is zero
+    d = draws(logs)
+    pairs["block_decays"] = (xla.block_decays_backward(d),), transpose(d)
 
-    (A_qk, A_kk), transpose = jax.vjp(xla.pair_products, q, k_beta, k, sums)
+    decays = xla.block_decays(g)
+    (A_qk, A_kk), transpose = jax.vjp(plain_pairs, q, k_beta, k, g)
     d_A_qk, d_A_kk = draws((A_qk, A_kk))
     d_A = jnp.tril(d_A_qk), jnp.tril(d_A_kk, -1)
-    d_q, d_k_beta, d_k, d_sums = xla.pair_products_backward(q, k_beta, k, sums, *d_A)
-    *want, want_sums = transpose(d_A)
-    pairs["pair_products"] = (d_q, d_k_beta, d_k, *d_sums[:5]), (*want, *want_sums[:5])
+    d_q, d_k_beta, d_k, d_logs = xla.pair_products_backward(q, k_beta, k, decays, *d_A)
+    d_g = xla.block_decays_backward(d_logs._replace(from_start=jnp.zeros_like(g), to_end=jnp.zeros_like(g)))
+    pairs["pair_products"] = (d_q, d_k_beta, d_k, d_g), transpose(d_A)
 
     inverse = xla.unit_lower_inverse(A_kk)
     through = lambda A_kk, a, b: xla.wy(xla.unit_lower_inverse(A_kk), a, b)
@@ -126,7 +171,7 @@ def all_backwards(q, k, v, g, beta):
     d_A_kk, *rest = transpose((d_w, d_u))
     pairs["wy"] = xla.wy_backward(inverse, w, u, d_w, d_u), (jnp.tril(d_A_kk, -1), *rest)
 
-    x, transpose = jax.vjp(xla.intra_forward, q, k, v, g, beta)
+    x, transpose = jax.vjp(plain_intra, q, k, v, g, beta)
     d = jax.tree.map(jnp.zeros_like, x)._replace(**{n: y for n, y in draws(x)._asdict().items() if n not in ("g_cum", "A_kk", "inverse")})
     d = d._replace(A_qk=jnp.tril(d.A_qk))
     pairs["intra"] = xla.intra_backward(q, k, v, g, beta, x, d), transpose(d)
@@ -137,6 +182,12 @@ def all_backwards(q, k, v, g, beta):
     d_states, d_v_new, d_last = draws((states, v_new, last))
     *got, _, d_start = xla.state_backward(w, k_decayed, decay, states, v_new, d_states, d_v_new, d_last)
     pairs["state"] = (*got, d_start), transpose((d_states, d_v_new, None, d_last))
+
+    system = x.inverse[:, None]
+    solving = lambda w, u, k_decayed, decay, start: xla.state_forward(w, u, k_decayed, decay, start, inverse=system)
+    (states, v_new, _, last), transpose = jax.vjp(solving, w, u, k_decayed, decay, start)
+    *got, _, d_start = xla.state_backward(w, k_decayed, decay, states, v_new, d_states, d_v_new, d_last, inverse=system)
+    pairs["state, solving"] = (*got, d_start), transpose((d_states, d_v_new, None, d_last))
 
     o, transpose = jax.vjp(xla.output_forward, q_decayed, A_qk, states, v_new)
     d_o = draws(o)
@@ -169,6 +220,21 @@ def test_backward_of_the_activations_is_their_transpose(name):
 
 
 # Transformations.
+
+
+@pytest.mark.parametrize("case", [SMALL, Case("packed", "", T=90, K=16, V=8, lengths=(30, 0, 41, 19))], ids=lambda case: case.name)
+def test_windows_of_one_chunk_and_of_many(case, monkeypatch):
+    """Of one: states and v_new are always saved. Of many: the backward repeats the scan over states."""
+    arrays = inputs(case)
+    whole = {n: arrays.pop(n) for n in ("cu_seqlens",) if n in arrays}
+
+    def gradients(window, **options):
+        monkeypatch.setattr(xla, "default_config", lambda problem, device: xla.Config(window))
+        return jax.jit(jax.value_and_grad(loss(partial(chunk_kda, **whole), output_final_state=True, chunk_size=16, **options)))(arrays)
+
+    many, one = gradients(4), gradients(1)
+    close(one, many)
+    same(gradients(1, disable_recompute=True), one)
 
 
 def test_jit_value_and_grad_and_recompute():

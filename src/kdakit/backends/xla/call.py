@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from kdakit.backends.xla.gate import Activated, activate, activate_backward, segment_starts
-from kdakit.backends.xla.intra import Intra, intra_backward, intra_forward
+from kdakit.backends.xla.intra import Intra, intra_backward, intra_forward, solution_backward
 from kdakit.backends.xla.output import output_backward, output_forward
 from kdakit.backends.xla.plan import (
     Config,
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 class Saved(NamedTuple):
     """What the backward gets, per window. It computes again what is None in `kept`: most of it, unless disable_recompute."""
 
-    entering: Any  # [windows, B, HV, K, V]  the state at the window's start
+    entering: Any  # [windows, B, HV, K, V]  the state at the window's start; None where the states before all chunks are kept
     kept: Kept
 
 
@@ -60,7 +60,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config | None = None) -> t
         kept, after, last = _window_states(plan, x, entering, initial, index)
         out = output_forward(kept.intra.q_decayed, kept.intra.A_qk, kept.states, kept.v_new)
         states = layout(problem, kept.states).astype(problem.dtype) if o.return_intermediate_states else None
-        saved = Saved(entering, _keep(kept, o.disable_recompute)) if problem.needs_grad else None
+        saved = _keep(plan, entering, kept, o.disable_recompute) if problem.needs_grad else None
         return (last, _collect(plan, finals, after, index, "last")), (from_chunks(plan, out).astype(problem.dtype), states, saved)
 
     packed = plan.slots is not None
@@ -93,13 +93,17 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
         x = _window_inputs(problem, plan, tokens, resets, index)
         if kept.states is None:
             kept, _, _ = _window_states(plan, x, entering, initial, index, kept.intra)
+        elif kept.intra.w is None:
+            kept = kept._replace(intra=_window_intra(x, kept.intra))
         intra, states, v_new = kept
         d_window = to_chunks(plan, window_tokens(plan, d_out, index).astype(dtype))
         d_q_decayed, d_A_qk, d_states, d_v_new = output_backward(intra.q_decayed, intra.A_qk, states, v_new, d_window)
         d_w, d_u, d_k_decayed, d_decay, d_before, d_entering = state_backward(
-            intra.w, intra.k_decayed, intra.decay, states, v_new, d_states, d_v_new, d_last, _entry(plan, d_final, index, "last")
-        )
-        d_x = intra_backward(*x, intra, Intra(None, d_A_qk, None, None, d_w, d_u, d_q_decayed, d_k_decayed, d_decay))
+            intra.w, intra.k_decayed, intra.decay, states, v_new, d_states, d_v_new, d_last, _entry(plan, d_final, index, "last"),
+            intra.inverse,
+        )  # fmt: skip
+        d_A_kk = solution_backward(v_new, d_u)
+        d_x = intra_backward(*x, intra, Intra(None, d_A_qk, d_A_kk, None, d_w, d_u, d_q_decayed, d_k_decayed, d_decay), solve=False)
         d_x = Activated(*(from_chunks(plan, d) for d in d_x))
         gradients = activate_backward(problem, window_arrays(plan, tokens, index), d_x, window_valid(plan, index))
         return (d_entering, _collect(plan, d_initials, d_before, index, "first")), gradients
@@ -147,10 +151,14 @@ def _window_inputs(problem: Problem, plan: Plan, tokens: Arrays, resets, index) 
 
 def _window_states(plan: Plan, x: Activated, entering, initial, index, known: Intra | None = None):
     """Kept, the states after each chunk (packed calls) and the last one."""
-    intra = intra_forward(*x) if known is None else intra_forward(*x, known.A_qk, known.inverse)
+    intra = _window_intra(x, known)
     entry = _entry(plan, initial, index, "first")
-    states, v_new, after, last = state_forward(intra.w, intra.u, intra.k_decayed, intra.decay, entering, entry)
+    states, v_new, after, last = state_forward(intra.w, intra.u, intra.k_decayed, intra.decay, entering, entry, intra.inverse)
     return Kept(intra, states, v_new), after, last
+
+
+def _window_intra(x: Activated, known: Intra | None = None) -> Intra:
+    return intra_forward(*x, *(() if known is None else (known.A_qk, known.inverse)), solve=False)
 
 
 def _entry(plan: Plan, states, index, where: str):
@@ -177,9 +185,15 @@ def _initial_states(problem: Problem, arrays: Arrays):
     return jnp.zeros_like(arrays.v, problem.compute_dtype, shape=shape)
 
 
-def _keep(kept: Kept, everything: bool) -> Kept:
-    """What is saved for the backward, named for jax.checkpoint policies: kda_A_qk, kda_inverse; kda_w, .., kda_states, kda_v_new."""
+def _keep(plan: Plan, entering, kept: Kept, everything: bool) -> Saved:
+    """What is saved for the backward, named for jax.checkpoint policies: kda_A_qk, kda_inverse; kda_w, .., kda_states, kda_v_new.
+
+    A window of one chunk saves its state in any case, and with v_new beside it has no product to repeat: it never saves more.
+    """
     fields = kept.intra._asdict() | {"states": kept.states, "v_new": kept.v_new}
     wanted = fields.keys() - {"g_cum", "A_kk"} if everything else {"A_qk", "inverse"}
+    if plan.G == 1:
+        wanted = {"A_qk", "inverse", "states", "v_new"}
     named = {name: checkpoint_name(x, f"kda_{name}") if name in wanted else None for name, x in fields.items()}
-    return Kept(Intra(*(named[name] for name in Intra._fields)), named["states"], named["v_new"])
+    kept = Kept(Intra(*(named[name] for name in Intra._fields)), named["states"], named["v_new"])
+    return Saved(entering if kept.states is None else None, kept)

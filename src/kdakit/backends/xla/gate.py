@@ -1,8 +1,8 @@
-"""Stage gate: the activations of the inputs, and the sums of log-decays that every later exponential takes.
+"""Stage gate: the activations of the inputs, and the decays between tokens.
 
-A decay between two tokens is the sum of the gates between them. Here that sum is only ever built by adding: never as the difference of two
-cumulative sums, which loses its digits after one large gate, and never by multiplying with a 0/1 matrix, which turns a log-decay of
--inf (a reset) into NaN. All log-decays are <= 0, so every exponent is too.
+The decay between two tokens is the product of the decays of the tokens between them, with the rounding errors of the recurrence itself.
+Never the exponential of a difference of two cumulative sums, which loses its digits after one large gate. One exponential per token and
+channel; a log-decay of -inf (a reset) is a factor of zero.
 """
 
 from __future__ import annotations
@@ -112,74 +112,108 @@ def l2norm_backward(x, d_out):
     return r * (d_out - y * row_dots(y, d_out))
 
 
-class BlockSums(NamedTuple):
-    """Sums of log-decays inside a chunk of n blocks of 16 tokens; also the shape of their gradients.
+class BlockDecays(NamedTuple):
+    """Decays inside a chunk of n blocks of 16 tokens; also the shape of the gradients of their logarithms."""
 
-    Inside the blocks, level s = 1, 2, 4, 8 pairs each second run of s tokens with the first run before it: `rows` belong to the second,
-    `columns` to the first, and both count from the boundary between the two. P is the number of pairs, C / 2s.
+    g: Any  # [.., C, K]  the log-decays themselves
+    prefix: Any  # [.., n, 16, K]  start of the block to token i, inclusive
+    suffix: Any  # [.., n, 16, K]  after token j to the end of the block
+    between: Any  # [.., n-1, n-1, K]  at [I-1, J]: the blocks after J and before I
+    from_start: Any  # [.., C, K]  start of the chunk to token i, inclusive
+    to_end: Any  # [.., C, K]  after token j to the end of the chunk
+
+
+def block_decays(g) -> BlockDecays:
+    """g [.., C, K] -> all decays that the chunk needs."""
+    C = g.shape[-2]
+    prefix, suffix, _, _ = _runs(g)
+    total = prefix[..., -1, :]  # [.., n, K]
+    axis = total.ndim - 2
+    one = jnp.ones_like(total[..., :1, :])
+    before = lax.cumprod(jnp.concatenate([one, total[..., :-1, :]], -2), axis)
+    behind = lax.cumprod(jnp.concatenate([total[..., 1:, :], one], -2), axis, reverse=True)
+    # between[I, J] = between[I-1, J] total[I-1], from one at I = J + 1.
+    between = jnp.where(_later(C // BLOCK), total[..., :-1, None, :], 1)
+    between = lax.cumprod(between, between.ndim - 3)
+    from_start = (prefix * before[..., None, :]).reshape(g.shape)
+    to_end = (suffix * behind[..., None, :]).reshape(g.shape)
+    return BlockDecays(g, prefix, suffix, between, from_start, to_end)
+
+
+def block_decays_backward(d: BlockDecays):
+    """d_g [.., C, K] from the gradients of the logarithms of all decays: each gate collects from every decay that it is part of."""
+    *lead, C, K = d.g.shape
+    n = C // BLOCK
+    d_from_start, d_to_end = (x.reshape(*lead, n, BLOCK, K) for x in (d.from_start, d.to_end))
+    both = jnp.concatenate([d.prefix + d_from_start, d.suffix + d_to_end], -2)  # [.., n, 32, K]
+    d_total = jnp.where(_later(n), lax.cumsum(d.between, d.between.ndim - 3, reverse=True), 0).sum(-2)  # [.., n-1, K]
+    d_total = jnp.pad(d_total, [(0, 0)] * len(lead) + [(0, 1), (0, 0)])
+    d_total = d_total + _sums_after(d_from_start.sum(-2)) + _sums_before(d_to_end.sum(-2))
+    return d.g + (sum_members(np.concatenate([TO, AFTER], 1), both) + d_total[..., None, :]).reshape(d.g.shape)
+
+
+class LevelDecays(NamedTuple):
+    """Decays inside blocks of 16 tokens, at the levels s = 1, 2, 4, 8; also the shape of the gradients of their logarithms.
+
+    Level s pairs each second run of s tokens with the first run before it: `rows` belong to the second, `columns` to the first, and both
+    count from the boundary between the two. P is the number of pairs, C / 2s.
     """
 
     rows: tuple  # 4 x [.., P, s, K]  boundary to token i, inclusive
     columns: tuple  # 4 x [.., P, s, K]  after token j to the boundary
-    prefix: Any  # [.., n, 16, K]  start of the block to token i, inclusive
-    suffix: Any  # [.., n, 16, K]  after token j to the end of the block
-    between: Any  # [.., n-1, n-1, K]  at [I-1, J]: the blocks after J and before I
-    g_cum: Any  # [.., C, K]  start of the chunk to token i, inclusive
-    to_end: Any  # [.., C, K]  after token j to the end of the chunk
 
 
-def block_sums(g) -> BlockSums:
-    """g [.., C, K] -> all sums that the chunk needs; those of a run come from those of its halves and the halves' totals."""
+def level_decays(g) -> LevelDecays:
+    """g [.., C, K] -> the decays of all levels."""
+    _, _, rows, columns = _runs(g)
+    return LevelDecays(rows, columns)
+
+
+def level_decays_backward(d: LevelDecays):
+    """d_g [.., n, 16, K] from the gradients of the logarithms of the decays of all levels."""
+    *lead, P, _, K = d.rows[0].shape
+    blocks = lambda x: x.reshape(*lead, 2 * P // BLOCK, BLOCK, K)
+    # Runs of one token: a row's decay is its own gate's, a column's is one.
+    d_g = blocks(jnp.pad(d.rows[0], [(0, 0)] * (len(lead) + 1) + [(1, 0), (0, 0)]))
+    for members, rows, columns in zip(_LEVEL_MEMBERS, d.rows[1:], d.columns[1:], strict=True):
+        d_g = d_g + sum_members(members, blocks(jnp.concatenate([columns, rows], -2)))
+    return d_g
+
+
+def _runs(g):
+    """The decays inside blocks, [.., n, 16, K] from their starts and to their ends, and those of the levels on the way there.
+
+    Those of a run come from those of its halves and the halves' totals.
+    """
     *lead, C, K = g.shape
     rows, columns = [], []
-    to, after = g, jnp.zeros_like(g)
+    to, after = jnp.exp(g), jnp.ones_like(g)
     for s in LEVELS:
         shape = (*lead, C // (2 * s), 2, s, K)
         to, after = to.reshape(shape), after.reshape(shape)
         to_1, to_2, after_1, after_2 = to[..., 0, :, :], to[..., 1, :, :], after[..., 0, :, :], after[..., 1, :, :]
         rows.append(to_2)
         columns.append(after_1)
-        to = jnp.concatenate([to_1, to_1[..., -1:, :] + to_2], -2)
-        after = jnp.concatenate([after_1 + to_2[..., -1:, :], after_2], -2)
-    total = to[..., -1, :]  # [.., n, K]
-    # between[I, J] = between[I-1, J] + total[I-1], from nothing at I = J + 1.
-    between = jnp.where(_later(C // BLOCK), total[..., :-1, None, :], 0)
-    between = lax.cumsum(between, between.ndim - 3)
-    g_cum = (to + _sums_before(total)[..., None, :]).reshape(g.shape)
-    to_end = (after + _sums_after(total)[..., None, :]).reshape(g.shape)
-    return BlockSums(tuple(rows), tuple(columns), to, after, between, g_cum, to_end)
+        to = jnp.concatenate([to_1, to_1[..., -1:, :] * to_2], -2)
+        after = jnp.concatenate([after_1 * to_2[..., -1:, :], after_2], -2)
+    return to, after, tuple(rows), tuple(columns)
 
 
-def block_sums_backward(d: BlockSums):
-    """d_g [.., C, K] from the gradients of all sums: each gate collects from every sum that it is part of.
-
-    The shorter way, a reverse cumulative sum of q d_q - k d_k, is a difference of large numbers where the gates are strong.
-    """
-    *lead, C, K = d.g_cum.shape
-    blocks = lambda x: x.reshape(*lead, C // BLOCK, BLOCK, K)
-    d_g_cum, d_to_end = blocks(d.g_cum), blocks(d.to_end)
-    # Runs of one token: a row's sum is its own gate, a column's is empty.
-    d_g = blocks(jnp.pad(d.rows[0], [(0, 0)] * (len(lead) + 1) + [(1, 0), (0, 0)]))
-    levels = [blocks(jnp.concatenate([columns, rows], -2)) for rows, columns in zip(d.rows[1:], d.columns[1:], strict=True)]
-    for members, d_sums in zip(_MEMBERS, (*levels, d.prefix + d_g_cum, d.suffix + d_to_end), strict=True):
-        # Gradients are finite, so here, unlike for the gates themselves, a product with zeros and ones is a sum.
-        part = jnp.broadcast_to(jnp.asarray(members, d_sums.dtype), (*d_sums.shape[:-1], BLOCK))
-        d_g = d_g + product("...mi,...ik->...mk", part, d_sums)
-    d_total = jnp.where(_later(C // BLOCK), lax.cumsum(d.between, d.between.ndim - 3, reverse=True), 0).sum(-2)  # [.., n-1, K]
-    d_total = jnp.pad(d_total, [(0, 0)] * len(lead) + [(0, 1), (0, 0)])
-    d_total = d_total + _sums_after(d_g_cum.sum(-2)) + _sums_before(d_to_end.sum(-2))
-    return (d_g + d_total[..., None, :]).reshape(d.g_cum.shape)
+def sum_members(members, x):
+    """[16, r] of zeros and ones, x [.., r, K] -> [.., 16, K]: a sum, for x is a gradient and finite."""
+    members = jnp.broadcast_to(jnp.asarray(members, x.dtype), (*x.shape[:-2], *members.shape))
+    return product("...mi,...ik->...mk", members, x)
 
 
 def _members():
-    """5 x [16, 16], constant: whether the gate of token m is part of sum i, for the levels from 2 on, the prefix and the suffix."""
+    """5 x [16, 16], constant: whether the gate of token m is part of decay i, for the prefix, the suffix and the levels from 2 on."""
     m, i = np.indices((BLOCK, BLOCK))
     to, after = m <= i, m > i
     levels = [(m // s == i // s) & np.where((i // s) % 2 == 1, to, after) for s in LEVELS[1:]]
-    return *levels, to, after
+    return to, after, levels
 
 
-_MEMBERS = _members()
+TO, AFTER, _LEVEL_MEMBERS = _members()
 
 
 def _sums_before(x):

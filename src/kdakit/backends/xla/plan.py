@@ -48,10 +48,11 @@ class Slots:
 
 
 def default_config(problem: Problem, device: Any) -> Config:
-    """Windows whose arrays are about half a megabyte on a CPU, where larger ones leave the cache; wide ones on accelerators."""
+    """Windows whose arrays are about an eighth of a megabyte on a CPU, where what a window computes should stay in a core's second-level
+    cache: often a single chunk. Wide ones on accelerators."""
     elements = problem.B * problem.HV * problem.options.chunk_size * max(problem.K, problem.V, 1)
-    budget = 1 << 17 if "cpu" in str(device).lower() else 1 << 24
-    return Config(window=max(4, budget // max(elements, 1)))
+    budget, least = (1 << 15, 1) if "cpu" in str(device).lower() else (1 << 24, 4)
+    return Config(window=max(least, budget // max(elements, 1)))
 
 
 def make_plan(problem: Problem, config: Config, cu_seqlens=None) -> Plan:
