@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+LIBRARY := src/kdakit/backends/cuda/libkdakit.so
+# Several processes where PYTHON has pytest-xdist; tests that share a build stay together.
+SPREAD = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=loadgroup)
 # One thread per test process: more would fight for the same cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
@@ -54,10 +57,12 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
 cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)
 	$(BIN)/python -m kdakit.backends.cuda.build $(if $(ARCH),--arch $(ARCH))
 
-test-cuda:  ## on a machine with a GPU, with PYTHON's own torch: the CUDA library built, the contract, compute-sanitizer, the C program
+$(LIBRARY): $(wildcard csrc/*.c* csrc/include/* csrc/prefill/*) src/kdakit/backends/cuda/build.py
 	PYTHONPATH=src $(PYTHON) -m kdakit.backends.cuda.build --jobs $(WORKERS) $(if $(ARCH),--arch $(ARCH))
-	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py $(ARGS)
-	PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q tests/test_contract.py -k cuda $(ARGS)
+
+test-cuda: $(LIBRARY)  ## on a machine with a GPU, with PYTHON's own torch: the CUDA library, built if it is not, the contract, compute-sanitizer, the C program
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(ONE_THREAD) PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q $(SPREAD) -k 'cuda or hopper' \
+		tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py tests/test_contract.py $(ARGS)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

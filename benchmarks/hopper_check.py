@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python benchmarks/hopper_check.py [shape ..]      FLA where it can be imported and $FLA_SHAPES names the shape
                                                                      FlashKDA where it can be imported
+    PYTHONPATH=src python benchmarks/hopper_check.py errors          of both against float64: every case of tests/stages/test_hopper_gpu.py,
+                                                                     and the timed model's options
 
-Every contestant goes through its public call and all take turns. `o differs by` is against Triton's; the errors in the rows of `accuracy`
-are against float64, on inputs short enough for the recurrence.
+Every contestant goes through its public call and all take turns. `o differs by` is against Triton's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ import gpu_check
 import numpy as np
 import torch
 
-from kdakit import dispatch
+from kdakit import accuracy
 from kdakit.cases import SHAPES
 from kdakit.cli import checking
 from kdakit.torch import chunk_kda
@@ -87,31 +89,55 @@ def time_shape(name: str, bounded: bool) -> dict:
         return dict(shape=name, bounded=bounded, ms=taking_turns(calls), o_differs_by=differs)
 
 
-def accuracy() -> list[dict]:
-    """Errors of both backends against float64, T = 512."""
+def cases() -> dict:
+    """With K = V = 128; the longest first."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "stages"))
+    import test_hopper_gpu
+
+    model = {}
+    for T in (4096, 512):
+        for gate, bounded in (("bounded", True), ("softplus", False)):
+            model[f"model T={T} {gate}"] = dataclasses.replace(SHAPES["h16"], T=T, H=2).case(bounded=bounded)
+    return model | test_hopper_gpu.ALL
+
+
+def errors_of(item) -> dict:
+    """{backend: {output: error}}, or why one of them does not take the case."""
+    name, case = item
+    reason = next((r for r in (checking.refusal(backend, case, "bfloat16") for backend in OURS) if r), None)
+    if reason:
+        return dict(case=name, refused=reason)
+    truth = accuracy.truths(case.problem("bfloat16"), case.arrays("bfloat16"))
+    results = {backend: checking.run_case(backend, case, "bfloat16", grad=False) for backend in OURS}
+    return dict(case=name) | {backend: {n: accuracy.error(got[n], truth[n]) for n in truth} for backend, got in results.items()}
+
+
+def errors() -> None:
+    """A row per case; then how they compare."""
     rows = []
-    for bounded in (True, False):
-        case = dataclasses.replace(SHAPES["h16"], T=512, H=2).case(bounded=bounded)
-        problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
-        expected = checking.expect(problem, arrays, None, dispatch.operand_dtype("cuda", problem))
-        for backend in OURS:
-            found = checking.compare(problem, arrays, checking.run_case(backend, case, "bfloat16", grad=False), expected=expected)
-            rows.append(dict(bounded=bounded, backend=backend, **{r.name: [r.error, r.tolerance] for r in found}))
-    return rows
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        for row in pool.imap_unordered(errors_of, cases().items()):
+            rows.append(row)
+            print(row, flush=True)
+            Path(os.environ.get("OUT", "."), "hopper_errors.json").write_text(json.dumps(rows, indent=1))
+    pairs = [[row[backend] for backend in OURS] for row in rows if "refused" not in row]
+    for n in ("o", "final_state"):
+        ratios = [mine[n] / theirs[n] for mine, theirs in pairs if theirs.get(n)]
+        mean = np.exp(np.mean(np.log(ratios)))
+        print(f"{n}: {min(ratios):.3f} to {max(ratios):.3f} times Triton's error, {mean:.3f} in the geometric mean of {len(ratios)} cases")
 
 
 def main() -> None:
+    if sys.argv[1:] == ["errors"]:
+        return errors()
     names = sys.argv[1:] or ["h96", "h64", "h32", "h16", "varlen96"]
-    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=[], accuracy=[])
+    report = dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, rows=[])
     for bounded in (True, False):
         for name in names:
             report["rows"].append(time_shape(name, bounded))
             print(report["rows"][-1], flush=True)
             torch.cuda.empty_cache()
             Path(os.environ.get("OUT", "."), "hopper.json").write_text(json.dumps(report, indent=1))
-    report["accuracy"] = accuracy()
-    print(report["accuracy"])
-    Path(os.environ.get("OUT", "."), "hopper.json").write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

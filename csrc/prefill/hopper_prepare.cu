@@ -45,7 +45,7 @@ struct Shared {  // the float arrays
   float (&totals)[4][kHead];     // decay of each block
   float (&betas)[kChunk];
   float (&norms)[3][kChunk];  // those taken from q and k where the caller keeps them; q . k of what is left
-  uint2 (&between)[3][kHead / 4];  // bfloat16 decay over block 1, block 2, both
+  uint2 (&between)[3][kHead / 4];  // float16 decay over block 1, block 2, both
 };
 
 __device__ __forceinline__ void pair_barrier(int block) { asm volatile("bar.sync %0, 64;" ::"r"(block + 1) : "memory"); }
@@ -79,7 +79,10 @@ __device__ __forceinline__ void unbounded_diagonal(Inputs<false>& x, const Place
     for (int s = 0; s < kHead / 16; ++s) {
       uint32_t a[4], b[4];
       load_matrices(a, rows ^ (s << 5)), load_matrices(b, columns ^ (s << 5));
-      mma_bf16(fresh.x[0], a, b[0], b[1]), mma_bf16(fresh.x[1], a, b[2], b[3]);
+      if (level == 0)
+        mma_bf16(fresh.x[0], a, b[0], b[1]), mma_bf16(fresh.x[1], a, b[2], b[3]);
+      else
+        mma_half(fresh.x[0], a, b[0], b[1]), mma_half(fresh.x[1], a, b[2], b[3]);
     }
     take(acc, fresh, level == 0 ? 0 : 2 << level, 4 << level, at.lane);
     pair_barrier(at.block);
@@ -99,7 +102,8 @@ __device__ __forceinline__ void exponentials(float (&y)[4], const float (&sum)[4
   for (int c = 0; c < 4; ++c) y[c] = exp2_fast(sum[c]);
 }
 
-// Decayed tiles of this warp's tokens; k_in, q_decayed and the decay go to the record.
+// Decayed tiles of this warp's tokens; k_in, q_decayed and the decay go to the record. Rows meet columns that have grown where SAFE, and are
+// bfloat16 there; tails, which cannot exceed 1, are float16.
 template <bool SAFE, bool L2NORM>
 __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs<SAFE>& x, const Shared& shared, const Place& at, uint8_t* record) {
   const int lane = at.lane, first = 2 * at.block;
@@ -109,15 +113,15 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs<SAFE
   if (at.warp == 0) {
     float all[4] = {};
     add_sums(all, shared, 0, kWarps, lane), exponentials(all, all);
-    *reinterpret_cast<float4*>(record + kDecay + 16 * lane) = make_float4(all[0], all[1], all[2], all[3]);
+    *reinterpret_cast<float4*>(record + kRecordDecay + 16 * lane) = make_float4(all[0], all[1], all[2], all[3]);
   }
   if (at.warp == 2) {
     float both[4] = {};
     add_sums(both, shared, 2, 6, lane), exponentials(both, both);
-    shared.between[2][lane] = packed(both);
+    shared.between[2][lane] = packed_half(both);
   }
   exponentials(before, before), exponentials(total, total);
-  if (at.warp == 2 || at.warp == 4) shared.between[at.block - 1][lane] = packed(total);
+  if (at.warp == 2 || at.warp == 4) shared.between[at.block - 1][lane] = packed_half(total);
 #pragma unroll
   for (int c = 0; c < 4; ++c) before_q[c] = before[c] * p.scale;
   if (!at.odd) *reinterpret_cast<float4*>(&shared.totals[at.block][4 * lane]) = make_float4(total[0], total[1], total[2], total[3]);
@@ -130,14 +134,14 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs<SAFE
     const uint32_t offset = lane_offset(t, lane), out = row + record_offset(t, lane);
     const float inverse_q = x.norm_q(t), inverse_k = x.norm_k(t);
     scaled(y, x.q[t], inverse_q), multiply(y, e);
-    store_shared(own + kRowsQ + offset, packed(y));
+    store_shared(own + kRowsQ + offset, SAFE ? packed(y) : packed_half(y));
 #pragma unroll
     for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before_q[c] : before_q[c] * __frcp_rn(inverse_q);
     *reinterpret_cast<uint2*>(record + (kQDecayed + out)) = packed(y);
     scaled(z, x.k[t], inverse_k);
 #pragma unroll
     for (int c = 0; c < 4; ++c) y[c] = z[c] * e[c];
-    store_shared(own + kRowsK + offset, packed(y));
+    store_shared(own + kRowsK + offset, SAFE ? packed(y) : packed_half(y));
 #pragma unroll
     for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before[c] : before[c] * __frcp_rn(inverse_k);
     *reinterpret_cast<uint2*>(record + (kKIn + out)) = packed(y);
@@ -146,7 +150,7 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs<SAFE
       for (int c = 0; c < 4; ++c) z[c] *= exp2_fast(-sum[c]);
       store_shared(own + kColumns + offset, packed(z));
       multiply(z, total);
-      store_shared(own + kTails + offset, packed(z));
+      store_shared(own + kTails + offset, packed_half(z));
     }
   }
   if (!SAFE) {
@@ -156,7 +160,7 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs<SAFE
       scaled(z, x.k[t], x.norm_k(t));
 #pragma unroll
       for (int c = 0; c < 4; ++c) z[c] *= exp2_fast(rest[c]), rest[c] += x.g[t][c];
-      store_shared(own + kTails + lane_offset(t, lane), packed(z));
+      store_shared(own + kTails + lane_offset(t, lane), packed_half(z));
     }
   }
 }
@@ -175,6 +179,12 @@ __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square
     load_matrices(b, (tile + kColumns + fragment) ^ (s << 5));
     mma_bf16(near.x[0], a[s], b[0], b[1]), mma_bf16(near.x[1], a[s], b[2], b[3]);
   }
+  if (SAFE && at.block > 0) {  // the rows as halves, as the tails are
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[s][i] = pack_half(low(a[s][i]), high(a[s][i]));
+  }
 #pragma unroll
   for (int j = 0; j < 3; ++j) {
     if (j >= at.block) continue;
@@ -183,7 +193,7 @@ __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         load_matrices(b, columns ^ (s << 5));
-        mma_bf16(far[j].x[0], a[s], b[0], b[1]), mma_bf16(far[j].x[1], a[s], b[2], b[3]);
+        mma_half(far[j].x[0], a[s], b[0], b[1]), mma_half(far[j].x[1], a[s], b[2], b[3]);
       }
     } else {  // columns end with block j: decay them over the blocks between
       const uint32_t factors = at.smem + kBetween + (j == 1 ? 1 : at.block == 2 ? 0 : 2) * kHead * 2 + at.lane % 4 * 4;
@@ -191,8 +201,8 @@ __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square
       for (int s = 0; s < kSteps; ++s) {
         const uint32_t f0 = load_shared_word(factors + s * 32), f1 = load_shared_word(factors + s * 32 + 16);
         load_matrices(b, columns ^ (s << 5));
-        mma_bf16(far[j].x[0], a[s], multiply_bf16(b[0], f0), multiply_bf16(b[1], f1));
-        mma_bf16(far[j].x[1], a[s], multiply_bf16(b[2], f0), multiply_bf16(b[3], f1));
+        mma_half(far[j].x[0], a[s], multiply_half(b[0], f0), multiply_half(b[1], f1));
+        mma_half(far[j].x[1], a[s], multiply_half(b[2], f0), multiply_half(b[3], f1));
       }
     }
   }
@@ -209,17 +219,9 @@ __device__ __forceinline__ void keep_norms(Inputs<STAGED>& x, const Shared& shar
 // The diagonal of A_qk in float32: where gates are strong it is most of the output.
 template <bool STAGED>
 __device__ __forceinline__ void exact_diagonal(const Inputs<STAGED>& x, const Shared& shared, int warp, int lane) {
-  float dots[kTokens];
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    const uint2 q = x.q[t], k = x.k[t];
-    dots[t] = fmaf(low(q.x), low(k.x), fmaf(high(q.x), high(k.x), fmaf(low(q.y), low(k.y), high(q.y) * high(k.y))));
-  }
-  float dot = transposed_sum<kTokens / 2>(dots, lane >> 2, 4);
-  dot += __shfl_xor_sync(~0u, dot, 1);
-  dot += __shfl_xor_sync(~0u, dot, 2);
-  dot *= __shfl_sync(~0u, x.inverse_norm, lane >> 2 << 1) * __shfl_sync(~0u, x.inverse_norm, 16 + (lane >> 2 << 1));
-  if (lane % 4 == 0) shared.norms[2][warp * kTokens + lane / 4] = dot;
+  const int t = lane / 4;
+  const float dot = find_dots(x, lane) * x.norm_q(t) * x.norm_k(t);
+  if (lane % 4 == t / 2) shared.norms[2][warp * kTokens + t] = dot;
 }
 
 // The pair's squares to shared memory, as halves: -A_kk with its block's inverse, A_qk.
@@ -234,8 +236,8 @@ __device__ __forceinline__ void store_rows(const Place& at, const Shared& shared
       const int i = square_row(r, lane), j = square_column(n, r, lane), row = at.block * kBlock + i;
       const float norm = L2NORM ? 1.0f : shared.norms[1][row];
       const float factor = at.odd ? 1.0f : -shared.betas[row] * norm * norm;
-      near.x[n][r] = j < i || (at.odd && j == i) ? factor * near.x[n][r] : 0.0f;
-      if ((!SAFE || !L2NORM) && at.odd && j == i) near.x[n][r] = shared.norms[2][row];
+      near.x[n][r] = j < i ? factor * near.x[n][r] : 0.0f;
+      if (at.odd && j == i) near.x[n][r] = shared.norms[2][row];
 #pragma unroll
       for (int m = 0; m < 3; ++m) far[m].x[n][r] *= factor;
     }
@@ -267,19 +269,20 @@ __device__ __forceinline__ void solve_columns(const Place& at, uint32_t (&solved
   }
 }
 
-// Rows of A_solved^T of this block, every second column block per warp, staged for the record.
+// Rows of A_solved^T of this block, every second column block per warp, staged for the record: those at and right of the diagonal.
 template <bool L2NORM>
 __device__ __forceinline__ void square_out(const HopperForward& p, const Place& at, const Shared& shared, const uint32_t (&solved)[4][4],
                                            const float (&strength)[2]) {
   const int lane = at.lane;
   const uint32_t tile = at.smem + at.block * kTile;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i % 2 != at.odd) continue;
+  for (int d = 0; d < 4; ++d) {
+    const int i = at.block + d;
+    if (i >= 4 || i % 2 != at.odd) continue;
+    const uint32_t to = tile + (d < 2 ? kRowsK : kRowsQ) + kStageA + d % 2 * kSquare;
     Square acc = {};
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (at.block + e <= i) multiply_transposed(acc, solved[e], at.smem + kRowsQ + i * kTile + (at.block + e) * kBlock * 2, kPitch, lane);
+    for (int e = 0; e <= d; ++e) multiply_transposed(acc, solved[e], tile + kRowsQ + d * kTile + (at.block + e) * kBlock * 2, kPitch, lane);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -287,7 +290,7 @@ __device__ __forceinline__ void square_out(const HopperForward& p, const Place& 
         const int row = square_row(2 * half, lane), column = i * kBlock + square_column(n, 0, lane);
         const float f = strength[half] * p.scale;
         const float f0 = L2NORM ? f : f * shared.norms[0][column], f1 = L2NORM ? f : f * shared.norms[0][column + 1];
-        store_shared(tile + (half ? kRowsQ : kRowsK) + kStageA + (row & 7) * 128 + (((2 * i + n) ^ (row & 7)) << 4) + (lane % 4) * 4,
+        store_shared(to + row * 32 + ((n ^ (row >> 2 & 1)) << 4) + (lane % 4) * 4,
                      pack_bf16(acc.x[n][2 * half] * f0, acc.x[n][2 * half + 1] * f1));
       }
   }
@@ -300,8 +303,6 @@ __device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, 
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
     if (at.block + d >= 4) continue;
-    uint32_t coarse[4], fine[4];
-    split_operand(coarse, fine, solved[d]);
     const uint32_t tile = at.smem + kTails + (at.block + d) * kTile + (row_fragment(lane) ^ (at.odd << 7));
     const float* factors = &shared.totals[at.block + d][64 * at.odd + 2 * (lane % 4)];
 #pragma unroll
@@ -313,8 +314,7 @@ __device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, 
       }
       uint32_t b[4];
       load_matrices_transposed(b, tile ^ (s << 5));
-      mma_bf16(acc[2 * s], coarse, b[0], b[1]), mma_bf16(acc[2 * s + 1], coarse, b[2], b[3]);
-      mma_bf16(acc[2 * s], fine, b[0], b[1]), mma_bf16(acc[2 * s + 1], fine, b[2], b[3]);
+      mma_half(acc[2 * s], solved[d], b[0], b[1]), mma_half(acc[2 * s + 1], solved[d], b[2], b[3]);
     }
   }
   const uint32_t stage = at.smem + kStageK + at.block * kTile + at.odd * 2048;
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
     shared.betas[row] = row < span.length ? write_strength(p, from) : 0.0f;
   }
   if (!L2NORM) keep_norms(x, shared, warp, lane);
-  if (!SAFE || !L2NORM) exact_diagonal(x, shared, warp, lane);
+  exact_diagonal(x, shared, warp, lane);
   float sum[4] = {};
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
@@ -388,7 +388,10 @@ __global__ void __launch_bounds__(kWarps * 32, SAFE ? 3 : 2) prepare_kernel(cons
   if (lane == 0) {
     const int out = at.block * 2048, half = at.odd * 8192;
     bulk_store(record + kKSolved + half + out, at.smem + kStageK + at.block * kTile + at.odd * 2048, 2048);
-    bulk_store(record + kASolved + out + at.odd * 1024, at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK) + kStageA, 1024);
+    const uint32_t squares = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK) + kStageA;
+#pragma unroll
+    for (int d = 0; d < 2; ++d)
+      if (at.block + 2 * at.odd + d < 4) bulk_store(record + first_square(at.block) + (2 * at.odd + d) * kSquare, squares + d * kSquare, kSquare);
     bulk_store_wait();
   }
 }

@@ -14,7 +14,7 @@ namespace {
 constexpr int kSlice = 64;                       // value channels of a warp group
 constexpr int kOutPitch = kSlice * 2 + 16;       // bytes per token of a warp group's output
 constexpr int kOutBytes = kChunk * kOutPitch;    // twice per warp group
-constexpr int kRecordSpace = (kRecordBytes + 1023) / 1024 * 1024;
+constexpr int kRecordSpace = (kStageBytes + 1023) / 1024 * 1024;
 
 template <int GROUPS>
 struct Layout {
@@ -65,7 +65,10 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     if (thread == 0) {
       if (i == 0) wait_for_previous_kernel();
       barrier_arrive_expect(full, kRecordBytes);
-      bulk_load(at, record, kRecordBytes, full);
+      bulk_load(at, record, first_square(1), full);
+#pragma unroll
+      for (int b = 1; b < 4; ++b)  // past the zeros of A_solved^T; the decay follows its last block
+        bulk_load(at + kASolved + b * 5 * kSquare, record + first_square(b), (4 - b) * kSquare + (b == 3 ? kHead * 4 : 0), full);
     }
     const uint32_t to = at + kRecordSpace + row * L::values_pitch + unit * 16;
 #pragma unroll
@@ -159,7 +162,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
     for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(at + kKSolved + s * 2048, 8192), 1);
     wgmma_commit();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(o, error[s], descriptor(at + kASolved + s * 2048), 1);
+    for (int s = 0; s < 4; ++s) wgmma<1>(o, error[s], descriptor_of_squares(at + kASolved + s * 4 * kSquare), 1);
     wgmma_commit();
     wgmma_wait<0>();
     touch(S), touch(o);
@@ -188,6 +191,10 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
     for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  constexpr int kUnits = kChunk * kChunk * 2 / 16;
+  for (int i = threadIdx.x; i < L::stages * kUnits; i += kThreads<GROUPS>)  // no record fills A_solved^T left of its diagonal
+    store_shared(smem + i / kUnits * L::stage + kASolved + i % kUnits * 16, make_uint4(0, 0, 0, 0));
+  fence_async();
   __syncthreads();
   const Task task = task_of<GROUPS>(p);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);

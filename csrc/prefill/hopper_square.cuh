@@ -26,16 +26,6 @@ __device__ __forceinline__ void half_operand(uint32_t (&a)[4], const Square& s) 
   for (int i = 0; i < 4; ++i) a[i] = pack_half(s.x[i / 2][2 * (i % 2)], s.x[i / 2][2 * (i % 2) + 1]);
 }
 
-// halves = coarse + fine, exactly, both bfloat16.
-__device__ __forceinline__ void split_operand(uint32_t (&coarse)[4], uint32_t (&fine)[4], const uint32_t (&halves)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 x = __half22float2(reinterpret_cast<const __half2&>(halves[i]));
-    coarse[i] = pack_bf16(x.x, x.y);
-    fine[i] = pack_bf16(x.x - low(coarse[i]), x.y - high(coarse[i]));
-  }
-}
-
 // acc += a right, everything in registers.
 __device__ __forceinline__ void multiply_add(Square& acc, const uint32_t (&a)[4], const Square& right) {
   uint32_t b[4];

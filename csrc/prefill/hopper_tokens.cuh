@@ -29,6 +29,7 @@ struct Inputs {
   Rows<STAGED> q, k;
   float g[kTokens][4];  // log2-decay
   float inverse_norm;   // lane l: 1 / |q| of token l / 2, or 1 / |k| of token l / 2 - 8
+  float dot;            // STAGED, lane 4 t + t / 2: q . k of token t
 
   __device__ __forceinline__ float norm_q(int t) const { return __shfl_sync(~0u, inverse_norm, 2 * t); }
   __device__ __forceinline__ float norm_k(int t) const { return __shfl_sync(~0u, inverse_norm, 16 + 2 * t); }
@@ -52,18 +53,43 @@ __device__ __forceinline__ void forget_products(Inputs<STAGED>& x) {
   }
 }
 
-__device__ __forceinline__ float square_sum(uint2 x) {
-  return fmaf(low(x.x), low(x.x), fmaf(high(x.x), high(x.x), fmaf(low(x.y), low(x.y), high(x.y) * high(x.y))));
+__device__ __forceinline__ float dot(uint2 x, uint2 y) {
+  return fmaf(low(x.x), low(y.x), fmaf(high(x.x), high(y.x), fmaf(low(x.y), low(y.y), high(x.y) * high(y.y))));
 }
 
-template <bool STAGED>
-__device__ __forceinline__ float inverse_norms(const Inputs<STAGED>& x, int lane) {
+// 1 / |q|, 1 / |k| and q . k of the warp's tokens.
+__device__ __forceinline__ void find_norms(Inputs<false>& x, int lane) {
   float sums[2 * kTokens];
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) sums[t] = square_sum(x.q[t]), sums[kTokens + t] = square_sum(x.k[t]);
+  for (int t = 0; t < kTokens; ++t) sums[t] = dot(x.q[t], x.q[t]), sums[kTokens + t] = dot(x.k[t], x.k[t]);
   const float sum = transposed_sum<kTokens>(sums, lane >> 1, 2);
-  return rsqrtf(sum + __shfl_xor_sync(~0u, sum, 1) + 1e-6f);
+  x.inverse_norm = rsqrtf(sum + __shfl_xor_sync(~0u, sum, 1) + 1e-6f);
 }
+__device__ __forceinline__ float find_dots(const Inputs<false>& x, int lane) {  // lane l: of token l / 4
+  float dots[kTokens];
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) dots[t] = dot(x.q[t], x.k[t]);
+  float sum = transposed_sum<kTokens / 2>(dots, lane >> 2, 4);
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  return sum + __shfl_xor_sync(~0u, sum, 2);
+}
+// STAGED: the diagonals of [q; k] q^T and [q; k] k^T, whose products are exact.
+__device__ __forceinline__ void find_norms(Inputs<true>& x, int lane) {
+  const uint32_t rows = (lane & 8 ? x.k.tile : x.q.tile) + (lane & 7) * 256 + (((lane >> 4) ^ (lane & 7)) << 4);
+  float with_q[4] = {}, with_k[4] = {};
+#pragma unroll
+  for (int s = 0; s < kHead / 16; ++s) {
+    uint32_t a[4];
+    load_matrices(a, rows ^ (s << 5));
+    mma_bf16(with_q, a, a[0], a[2]), mma_bf16(with_k, a, a[1], a[3]);
+  }
+  const bool odd = lane & 4;  // token lane / 4, whose diagonal entries are in lane 4 t + t / 2
+  const int token = lane / 2 % kTokens, from = 4 * token + token / 2;
+  const float q = __shfl_sync(~0u, odd ? with_q[1] : with_q[0], from), k = __shfl_sync(~0u, odd ? with_k[3] : with_k[2], from);
+  x.inverse_norm = rsqrtf((lane < 16 ? q : k) + 1e-6f);
+  x.dot = odd ? with_k[1] : with_k[0];
+}
+__device__ __forceinline__ float find_dots(const Inputs<true>& x, int) { return x.dot; }
 
 struct Source {  // rows of one head in global memory, from the chunk's first token on; offsets in bytes fit 32 bits
   const uint8_t* base;
@@ -137,7 +163,7 @@ __device__ __forceinline__ void load_tokens(const HopperForward& p, const Span& 
 #pragma unroll
       for (int c = 0; c < 4; ++c) x.g[t][c] = g.first + t < g.rows ? x.g[t][c] : 0.0f;
   if (STAGED) copy_async_wait();
-  x.inverse_norm = inverse_norms(x, lane);
+  find_norms(x, lane);
   forget_products(x);
 }
 
@@ -149,14 +175,16 @@ __device__ __forceinline__ void multiply(float (&y)[4], const float (&x)[4]) {
   for (int c = 0; c < 4; ++c) y[c] *= x[c];
 }
 __device__ __forceinline__ uint2 packed(const float (&y)[4]) { return {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])}; }
+__device__ __forceinline__ uint2 packed_half(const float (&y)[4]) { return {pack_half(y[0], y[1]), pack_half(y[2], y[3])}; }
 
-// Writes tokens first .. last - 1 of a warp into its rows of three tiles, for the diagonal blocks of gates without a bound.
+// Writes tokens first .. last - 1 of a warp into its rows of three tiles, for the diagonal blocks of gates without a bound. What cannot
+// exceed 1 is float16; what grows, and the rows that meet it, bfloat16.
 struct LevelWriter {
   const Inputs<false>& x;
   uint32_t rows_q, rows_k, columns;
   int lane;
 
-  // Rows decayed from `first`, without that token's own gate where AFTER.
+  // Rows decayed from `first`; AFTER: without that token's own gate, to meet what has grown.
   template <bool AFTER>
   __device__ __forceinline__ void rows(int first, int last) const {
     float sum[4] = {};
@@ -166,9 +194,9 @@ struct LevelWriter {
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[c] += AFTER && t == first ? 0.0f : x.g[t][c], e[c] = exp2_fast(sum[c]);
       scaled(y, x.q[t], x.norm_q(t)), multiply(y, e);
-      store_shared(rows_q + lane_offset(t, lane), packed(y));
+      store_shared(rows_q + lane_offset(t, lane), AFTER ? packed(y) : packed_half(y));
       scaled(y, x.k[t], x.norm_k(t)), multiply(y, e);
-      store_shared(rows_k + lane_offset(t, lane), packed(y));
+      store_shared(rows_k + lane_offset(t, lane), AFTER ? packed(y) : packed_half(y));
     }
   }
   // Columns decayed to the end of token last - 1.
@@ -180,7 +208,7 @@ struct LevelWriter {
       scaled(y, x.k[t], x.norm_k(t));
 #pragma unroll
       for (int c = 0; c < 4; ++c) y[c] *= exp2_fast(sum[c]), sum[c] += x.g[t][c];
-      store_shared(columns + lane_offset(t, lane), packed(y));
+      store_shared(columns + lane_offset(t, lane), packed_half(y));
     }
   }
   // Columns grown from `first`: 1 / d(first, j).

@@ -11,6 +11,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t half_b
          static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
 }
 
+// B [16, N] as 16 x 16 blocks with the 32-byte swizzle, N contiguous within a block's rows, one block after the other.
+__device__ __forceinline__ uint64_t descriptor_of_squares(uint32_t address) {
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(512 >> 4) << 16 | static_cast<uint64_t>(256 >> 4) << 32 |
+         static_cast<uint64_t>(3) << 62;
+}
+
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>

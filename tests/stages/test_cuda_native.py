@@ -21,6 +21,7 @@ SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 640, "scan_
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 two.
 HOPPER_REGISTERS = {"prepare_kernelILNS0_4GateE2": 80, "prepare_kernel": 128, "scan_kernel": 232}
 
+pytestmark = pytest.mark.xdist_group("build")
 needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
 
 
@@ -70,7 +71,7 @@ def test_hopper_registers(built):
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
         if "GateE2" in usage.kernel:
-            assert usage.spills <= 64, usage
+            assert usage.spills == 0, usage
 
 
 @needs_nvcc
