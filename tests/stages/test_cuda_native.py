@@ -130,7 +130,7 @@ def test_structs_of_other_versions(native):
     """Shorter ones end in zeros; longer ones may not ask for what the library does not know."""
 
     class Newer(library.PrefillArgs):
-        _fields_ = [("later", ctypes.c_int64 * 2)]
+        _fields_ = (("later", ctypes.c_int64 * 2),)
 
     args, wanted = arguments(gate=1), native.workspace_size(arguments())
     args.size = library.PrefillArgs.gate.offset
