@@ -57,10 +57,10 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
 }
 
 // The state kernel is one chain of chunks per block. Narrow blocks fill the chip when there are few heads; wide ones read the records less
-// often. Chunks in flight: as many as the shared memory holds; where chunks of 32 are many chains, as few as let two blocks share it.
+// often. Chunks in flight: as many as the shared memory holds; where K = 128 has many chains, as few as let two blocks of chunks of 32 share it.
 template <int K, int C>
 static kda_status launch(const kda_prefill_args &args, const Plan &plan, const Params &params) {
-  constexpr int DEPTH = C == 64 ? (K == 64 ? 2 : 1) : (K == 64 ? 5 : 3), SHARING = C == 64 ? DEPTH : (K == 64 ? 3 : 1);
+  constexpr int DEPTH = C == 64 ? (K == 64 ? 2 : 1) : (K == 64 ? 5 : 3), SHARING = K == 128 ? 1 : DEPTH;
   int device = 0, processors = 0, shared = 0;
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
