@@ -19,6 +19,7 @@ kda_status fail(kda_status status, const char *format, ...) {
 }
 
 static constexpr int64_t MAX_SIZE = int64_t(1) << 40;
+static constexpr size_t MAX_STRUCT = 4096;  // no struct of any version is larger: a size beyond it was never set
 
 static kda_status check_tensor(const char *name, kda_tensor &x, int64_t heads, int64_t tokens, int64_t dim, const int32_t *dtypes, int count, bool pointers) {
   bool known = false;
@@ -57,13 +58,22 @@ static kda_status check_options(const kda_prefill_args &args) {
   return KDA_OK;
 }
 
-// The caller's struct as this library knows it, with defaults filled in. `pointers`: the tensors' memory must be there already.
-static kda_status read_args(const kda_prefill_args *given, const int32_t *io, int n_io, const int32_t *wide, int n_wide, bool pointers, kda_prefill_args &args) {
+// The caller's struct as this library knows it: shorter ones end in zeros; longer ones may not ask for what it does not know.
+static kda_status read_struct(const kda_prefill_args *given, kda_prefill_args &args) {
   if (given == nullptr) return fail(KDA_INVALID_ARGUMENT, "args must not be NULL");
-  if (given->size < offsetof(kda_prefill_args, scale))
+  if (given->size < offsetof(kda_prefill_args, scale) || given->size > MAX_STRUCT)
     return fail(KDA_INVALID_ARGUMENT, "args.size must be sizeof(kda_prefill_args) = %zu, got %zu", sizeof args, given->size);
   memset(&args, 0, sizeof args);
   memcpy(&args, given, given->size < sizeof args ? given->size : sizeof args);
+  const unsigned char *byte = reinterpret_cast<const unsigned char *>(given);
+  for (size_t i = sizeof args; i < given->size; ++i)
+    if (byte[i]) return fail(KDA_UNSUPPORTED, "args sets a field at byte %zu of %zu: this library knows the first %zu", i, given->size, sizeof args);
+  return KDA_OK;
+}
+
+// The same with every field checked and defaults filled in. `pointers`: the tensors' memory must be there already.
+static kda_status read_args(const kda_prefill_args *given, const int32_t *io, int n_io, const int32_t *wide, int n_wide, bool pointers, kda_prefill_args &args) {
+  KDA_TRY(read_struct(given, args));
   KDA_TRY(check_size("batch", args.batch, 0));
   KDA_TRY(check_size("tokens", args.tokens, 0));
   KDA_TRY(check_size("heads", args.heads, 1));
@@ -72,7 +82,8 @@ static kda_status read_args(const kda_prefill_args *given, const int32_t *io, in
   KDA_TRY(check_size("value_dim", args.value_dim, 1));
   if (args.value_heads % args.heads)
     return fail(KDA_INVALID_ARGUMENT, "value_heads must be a multiple of heads, got %lld and %lld", (long long)args.value_heads, (long long)args.heads);
-  if (args.batch > 0 && args.tokens > 0 && double(args.batch) * args.tokens * args.value_heads * args.key_dim > 9e18)
+  const int64_t dim = args.key_dim > args.value_dim ? args.key_dim : args.value_dim;
+  if (args.batch > 0 && args.tokens > 0 && double(args.batch) * args.tokens * args.value_heads * dim > 9e18)
     return fail(KDA_INVALID_ARGUMENT, "the tensors would hold more than 2^63 elements");
   KDA_TRY(check_options(args));
   if (args.cu_seqlens != nullptr) KDA_TRY(check_size("sequences", args.sequences, 1));

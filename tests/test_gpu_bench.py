@@ -241,6 +241,34 @@ def test_aims_know_which_way_is_better():
     assert len(aims) == len(suites.AIMS["gpu"]) and ["no"] in [row[-1:] for row in aims]
 
 
+@pytest.mark.parametrize(
+    "changes, reason", [(dict(gate="bounded"), "log-decays"), (dict(mode="fwdbwd"), "forward alone"), (dict(chunk_size=16), "chunks of 16")]
+)
+def test_the_prefill_operator_says_what_it_takes(changes, reason):
+    with pytest.raises(contestants.Unavailable, match=reason):
+        contestants.prepare("cuda_prefill", Job(Shape(1, 64, 1, 64), **dict(gate="log_decay") | changes))
+
+
+def test_the_prefill_operator_is_timed_like_a_call(monkeypatch):
+    """[B, T, H, K] in and out; inside, tensors are turned once."""
+    from kdakit.backends.cuda import op
+
+    given = []
+
+    def operator(q, k, v, g, beta, chunk_size, scale, initial_state):
+        given.append(q)
+        return v, None, None, initial_state
+
+    monkeypatch.setattr(op, "prefill", operator)
+    monkeypatch.setattr(contestants.checking, "refusal", lambda *_: None)
+    job = Job(Shape(1, 8, 2, 64), gate="log_decay", chunk_size=32)
+    run = contestants.prepare("cuda_prefill", job)
+    for _ in range(2):
+        o, final_state = run()
+    assert o.shape == (1, 8, 2, 64) and final_state.shape == (1, 2, 64, 64)
+    assert given[0].shape == (1, 2, 8, 64) and given[0].is_contiguous() and given[0] is given[1]
+
+
 def test_a_suite_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     record = suite_record("gpu", lambda entry, contestant: 1.0) | dict(machine=dict(device="a GPU"), date="today")

@@ -14,7 +14,8 @@
  *
  * The calls enqueue work on `stream` of the current device and return; they never wait for the device and allocate nothing there. Equal
  * calls give equal bits. Fields may be added at the end of the struct: a library reads the first `size` bytes only and takes the rest as
- * zero, so a program compiled against an older header goes on working. Zero is every field's default.
+ * zero, so a program compiled against an older header goes on working; one compiled against a newer header works as long as it leaves the
+ * fields that this library does not know at zero, and is told so otherwise (KDA_UNSUPPORTED). Zero is every field's default.
  */
 #ifndef KDAKIT_H
 #define KDAKIT_H

@@ -2,6 +2,7 @@
 #include "intra.cuh"
 #include "params.cuh"
 #include "prefill.h"
+#include "shared_memory.h"
 #include "state.cuh"
 
 namespace kda {
@@ -26,21 +27,7 @@ static kda_status check_alignment(const char *name, const kda_tensor &x, int64_t
   return KDA_OK;
 }
 
-// Shared memory is asked for and compared before anything is launched.
-template <typename Kernel>
-static kda_status prepare(const char *name, Kernel kernel, size_t bytes, int device) {
-  int limit = 0;
-  KDA_CUDA(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  if (bytes > size_t(limit))
-    return fail(KDA_DEVICE_TOO_SMALL, "the %s kernel needs %zu bytes of shared memory per block, this device has %d; try chunk_size 32", name, bytes, limit);
-  KDA_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
-  return KDA_OK;
-}
-
-// Shared memory per block: what the Python side knows intra and the least state need, and what state takes where there is enough.
-template <int K, int C>
-constexpr int LEAST_SHARED = (C == 32 ? (K == 64 ? 48 : 96) : (K == 64 ? 92 : 154)) * 1024;
-constexpr int MUCH_SHARED = 227 * 1024;
+constexpr int MUCH_SHARED = 227 * 1024;  // what a block of state takes where there is enough
 
 template <int K, int C, int BV, int DEPTH>
 static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, const Params &params, int device) {
@@ -48,11 +35,10 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
   KDA_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device));
   using I = Intra<K, K, C>;
   using S = State<K, K, C, BV, DEPTH>;
-  static_assert(sizeof(typename I::Shared) <= LEAST_SHARED<K, C>, "more than the Python side knows of");
-  static_assert(sizeof(typename S::Shared) <= (DEPTH == 1 && BV == K / 8 ? LEAST_SHARED<K, C> : MUCH_SHARED), "more than the device has");
+  static_assert(sizeof(typename S::Shared) <= MUCH_SHARED, "more than the device has");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
-  KDA_TRY(prepare("intra", intra_kernel<K, K, C>, sizeof(typename I::Shared), device));
-  KDA_TRY(prepare("state", state_kernel<K, K, C, BV, DEPTH>, sizeof(typename S::Shared), device));
+  KDA_CUDA(cudaFuncSetAttribute(intra_kernel<K, K, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(typename I::Shared))));
+  KDA_CUDA(cudaFuncSetAttribute(state_kernel<K, K, C, BV, DEPTH>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(typename S::Shared))));
   if (plan.cells > 0) {
     intra_kernel<K, K, C><<<unsigned(plan.cells), I::THREADS, sizeof(typename I::Shared), stream>>>(params);
     KDA_CUDA(cudaGetLastError());
@@ -70,17 +56,20 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
   return KDA_OK;
 }
 
-// The state kernel is one chain of chunks per block: narrow blocks fill the chip when there are few heads, wide ones read the records less
-// often. Chunks in flight: as many as the shared memory holds.
+// The state kernel is one chain of chunks per block. Narrow blocks fill the chip when there are few heads; wide ones read the records less
+// often. Chunks in flight: as many as the shared memory holds; where K = 128 has many chains, as few as let two blocks of chunks of 32 share it.
 template <int K, int C>
 static kda_status launch(const kda_prefill_args &args, const Plan &plan, const Params &params) {
-  constexpr int DEPTH = C == 64 ? (K == 64 ? 2 : 1) : (K == 64 ? 5 : 3);
+  constexpr int DEPTH = C == 64 ? (K == 64 ? 2 : 1) : (K == 64 ? 5 : 3), SHARING = K == 128 ? 1 : DEPTH;
   int device = 0, processors = 0, shared = 0;
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   KDA_CUDA(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  if (shared < MUCH_SHARED) return launch_with<K, C, K / 8, 1>(args, plan, params, device);
-  if (args.sequences * args.value_heads * 8 > processors) return launch_with<K, C, K / 4, DEPTH>(args, plan, params, device);
+  KDA_TRY((check_shared<K, C>(shared)));
+  const int64_t narrow = args.sequences * args.value_heads * 8;
+  if (shared < MUCH_SHARED || (K == 128 && C == 32 && narrow > processors && narrow <= 2 * processors))
+    return launch_with<K, C, K / 8, 1>(args, plan, params, device);
+  if (narrow > processors) return launch_with<K, C, K / 4, SHARING>(args, plan, params, device);
   return launch_with<K, C, K / 8, DEPTH>(args, plan, params, device);
 }
 

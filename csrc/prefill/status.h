@@ -1,8 +1,6 @@
 // Errors as return values: every CUDA call goes through KDA_CUDA, every refusal through fail().
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "../include/kdakit.h"
 
 namespace kda {

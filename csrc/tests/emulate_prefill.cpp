@@ -1,11 +1,24 @@
 // The float32 kernels on a CPU, as a library with the C ABI's argument struct: `kda_emulate_prefill_f32(args, order)`.
 //
 //     g++ -O2 -std=c++17 -shared -fPIC -DKDA_EMULATE -o libkdakit_emulated.so csrc/tests/emulate_prefill.cpp
+#include <cstdarg>
+
 #include "emulate.h"
 
 #include "../prefill/intra.cuh"
 #include "../prefill/params.cuh"
+#include "../prefill/shared_memory.h"
 #include "../prefill/state.cuh"
+
+static char message[512] = "";
+
+kda_status kda::fail(kda_status status, const char *format, ...) {
+  va_list rest;
+  va_start(rest, format);
+  vsnprintf(message, sizeof message, format, rest);
+  va_end(rest);
+  return status;
+}
 
 using namespace kda;
 
@@ -23,6 +36,14 @@ extern "C" size_t kda_emulate_record_bytes(const kda_prefill_args *args) {
   Plan plan;
   plan.C = args->chunk_size;
   return record_bytes(*args, plan);
+}
+
+extern "C" const char *kda_emulate_message() { return message; }
+
+// What a device that gives a block `limit` bytes of shared memory would be told.
+extern "C" int kda_emulate_check_shared(int K, int C, int limit) {
+  if (K == 64) return C == 32 ? check_shared<64, 32>(limit) : check_shared<64, 64>(limit);
+  return C == 32 ? check_shared<128, 32>(limit) : check_shared<128, 64>(limit);
 }
 
 // `args` complete: strides, scale, chunk_size, sequences and a workspace large enough. Returns 0, or 1 for sizes without a kernel.

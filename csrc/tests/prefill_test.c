@@ -108,6 +108,30 @@ static int check(int B, int H, int T, int D, int C, double low) {
   return bad;
 }
 
+/* Structs of older and newer headers. */
+static int resize(kda_prefill_args args) {
+  struct {
+    kda_prefill_args known;
+    int64_t later[2];
+  } newer = {args, {0, 0}};
+  int bad = 0;
+  size_t bytes = 0, wanted = 0;
+  bad += kda_prefill_workspace_f32(&args, &wanted) != KDA_OK;
+  newer.known.size = sizeof newer;
+  bad += kda_prefill_workspace_f32(&newer.known, &bytes) != KDA_OK || bytes != wanted;
+  newer.later[1] = 1; /* asks for something that this library does not have */
+  bad += kda_prefill_workspace_f32(&newer.known, &bytes) != KDA_UNSUPPORTED || strstr(kda_last_error(), "sets a field") == NULL;
+  args.gate = KDA_GATE_SOFTPLUS, args.size = offsetof(kda_prefill_args, gate); /* what lies beyond the size is not read */
+  bytes = 0;
+  bad += kda_prefill_workspace_f32(&args, &bytes) != KDA_OK || bytes != wanted;
+  const size_t wrong[] = {0, 8, offsetof(kda_prefill_args, scale) - 1, 1 << 20};
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; ++i) {
+    args.size = wrong[i];
+    bad += kda_prefill_workspace_f32(&args, &bytes) != KDA_INVALID_ARGUMENT || strstr(kda_last_error(), "args.size") == NULL;
+  }
+  return bad;
+}
+
 /* What must be refused, and with which status. */
 static int refuse(void) {
   int bad = 0;
@@ -120,10 +144,9 @@ static int refuse(void) {
   bad += kda_prefill_workspace_f32(&args, &bytes) != KDA_UNSUPPORTED;
   args.key_dim = 64, args.value_heads = 3, args.heads = 2;
   bad += kda_prefill_workspace_f32(&args, &bytes) != KDA_INVALID_ARGUMENT || strstr(kda_last_error(), "value_heads") == NULL;
-  args.heads = args.value_heads = 1, args.size = 8;
-  bad += kda_prefill_workspace_f32(&args, &bytes) != KDA_INVALID_ARGUMENT;
-  args.size = offsetof(kda_prefill_args, A_log); /* a program of an older header */
-  bad += kda_prefill_workspace_f32(&args, &bytes) != KDA_OK;
+  args.heads = args.value_heads = 1;
+  bad += kda_prefill_workspace_f32(&args, NULL) != KDA_INVALID_ARGUMENT || kda_prefill_workspace_f32(NULL, &bytes) != KDA_INVALID_ARGUMENT;
+  bad += resize(args);
   printf("refusals: %s\n", bad ? "FAILED" : "ok");
   return bad;
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kdakit import chunked
-from kdakit.backends.cuda import build, library
+from kdakit.backends.cuda import CHUNK_64_BYTES, build, library
 from kdakit.cases import CASES, Case
 from kdakit.cli import checking
 from kdakit.reference import activate
@@ -130,6 +130,22 @@ def test_sizes(kernels, D, C, wide):
     if (D, C) != (128, 64):
         backwards = run(kernels, case, D, C, wide, order=-1)
         assert all(np.array_equal(got[n], backwards[n]) for n in got)
+
+
+def test_shared_memory_is_refused_before_launch(kernels):
+    """sm_80 gives a block 163 KiB, sm_89 99 KiB, sm_90 and sm_100 227 KiB; and the Python side knows which chunks fit."""
+    message = kernels.kda_emulate_message
+    message.restype = ctypes.c_char_p
+    for limit in (163 * 1024, 99 * 1024, 227 * 1024, 64 * 1024):
+        for D, C in ((64, 32), (64, 64), (128, 32), (128, 64)):
+            status = kernels.kda_emulate_check_shared(D, C, limit)
+            fits = limit >= 163 * 1024 or (limit == 99 * 1024 and (D, C) != (128, 64)) or (D, C) == (64, 32)
+            assert status == (0 if fits else 5), (D, C, limit)
+            assert C == 32 or fits == (limit >= CHUNK_64_BYTES[D]), "default_config would choose wrongly"
+    assert kernels.kda_emulate_check_shared(128, 64, 99 * 1024) == 5
+    assert message() == b"the intra kernel needs 109440 bytes of shared memory per block, this device has 101376; try chunk_size 32"
+    assert kernels.kda_emulate_check_shared(128, 32, 48 * 1024) == 5 and b"state kernel needs 73488 bytes" in message()
+    assert not message().endswith(b"chunk_size 32")
 
 
 @pytest.mark.parametrize("at", [1, 17, 32, 50])

@@ -127,6 +127,29 @@ def test_sizes_are_checked(native):
 
 
 @needs_nvcc
+def test_structs_of_other_versions(native):
+    """Shorter ones end in zeros; longer ones may not ask for what the library does not know."""
+
+    class Newer(library.PrefillArgs):
+        _fields_ = (("later", ctypes.c_int64 * 2),)
+
+    args, wanted = arguments(gate=1), native.workspace_size(arguments())
+    args.size = library.PrefillArgs.gate.offset
+    assert native.workspace_size(args) == wanted
+    sizes = {name: getattr(args, name) for name in ("batch", "tokens", "heads", "value_heads", "key_dim", "value_dim", "chunk_size")}
+    newer = Newer(**sizes)
+    newer.size = ctypes.sizeof(Newer)
+    assert native.workspace_size(newer) == wanted
+    newer.later[0] = 1
+    with pytest.raises(library.NativeError, match=f"unsupported: args sets a field at byte {ctypes.sizeof(library.PrefillArgs)} of"):
+        native.workspace_size(newer)
+    for size in (0, library.PrefillArgs.scale.offset - 1, 1 << 20):
+        args.size = size
+        with pytest.raises(library.NativeError, match=f"args.size must be .* = {ctypes.sizeof(library.PrefillArgs)}, got {size}"):
+            native.workspace_size(args)
+
+
+@needs_nvcc
 def test_calls_are_checked_before_the_device_is_asked(native):
     with pytest.raises(library.NativeError, match=r"invalid argument: q\.data must not be NULL"):
         native.prefill(arguments())

@@ -86,11 +86,11 @@ def _chosen_kind(args):
 
 def _chosen(args, default_modes):
     from kdakit.cli.choices import pick
-    from kdakit.cli.contestants import MODES, PEERS
+    from kdakit.cli.contestants import MODES, OPERATORS, PEERS
     from kdakit.dispatch import names
 
     peers = pick("against", args.against, PEERS) if args.against else []
-    chosen = pick("backend", args.backend, names() if args.backend in (None, ["all"]) else [*names(), *PEERS])
+    chosen = pick("backend", args.backend, names() if args.backend in (None, ["all"]) else [*names(), *OPERATORS, *PEERS])
     peers += [name for name in chosen if name in PEERS]
     return list(dict.fromkeys(chosen + peers)), pick("mode", args.mode or default_modes, MODES), args.gate or _gate(peers)
 

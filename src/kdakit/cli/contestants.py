@@ -1,10 +1,12 @@
 """What `kdakit bench` can time: every backend through its public frontend, and peers where they are installed.
 
-All contestants get the same inputs. `prepare` returns a Run of one call.
+All contestants get the same inputs. `prepare` returns a Run of one call. `cuda_prefill` is the `cuda` backend's operator for [B, H, T, K]
+tensors, which also gives out w and u.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 
 from kdakit.cases import SHAPES, Case, Shape
@@ -12,10 +14,11 @@ from kdakit.cli import checking, inputs, peers, runners
 from kdakit.cli.choices import UsageError
 from kdakit.cli.peers import PEERS, Unavailable
 
-__all__ = ["GATES", "MODES", "PEERS", "Job", "Unavailable", "parse_shape", "prepare"]
+__all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare"]
 
 MODES = ("fwd", "fwdbwd", "decode", "eager")  # eager: fwd by the host's clock, call after call
 GATES = ("bounded", "softplus", "log_decay")
+OPERATORS = ("cuda_prefill",)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ def prepare(name: str, job: Job) -> runners.Run:
     case, grad = job.case(), job.mode == "fwdbwd"
     if name in PEERS:
         function, framework = peers.find(name, case, job.dtype, job.op, grad), "torch"
+    elif name in OPERATORS:
+        function, framework = _prefill(job), "torch"
     else:
         if (why := checking.interpreted(name)) is not None:
             raise Unavailable(f"{why}, and the time of an interpreter says nothing")
@@ -79,3 +84,24 @@ def prepare(name: str, job: Job) -> runners.Run:
     device = checking.default_device("torch")
     seeds = inputs.cotangents(case, job.dtype, device) if grad else None
     return runners.torch_run(function, inputs.tensors(case, job.dtype, device), seeds, job.mode)
+
+
+def _prefill(job: Job):
+    """torch.ops.kdakit.prefill: o, w, u and the final state; tensors are turned to [B, H, T, K] before anything is timed."""
+    case = job.case()
+    if job.dtype != "float32" or job.mode not in ("fwd", "eager") or job.gate != "log_decay" or case.lengths:
+        raise Unavailable("it takes float32 log-decays, forward alone, no packed sequences: use --gate log_decay --mode fwd")
+    if case.K not in (64, 128) or job.chunk_size not in (32, 64):
+        raise Unavailable(f"it takes K = V = 64 or 128 in chunks of 32 or 64, got {case.K} in chunks of {job.chunk_size}")
+    if (why := checking.refusal("cuda", job.tiny(), job.dtype)) is not None:
+        raise Unavailable(why)
+    operator = importlib.import_module("kdakit.backends.cuda.op").prefill
+    turned: dict[int, list] = {}
+
+    def call(x):
+        if id(x) not in turned:
+            turned[id(x)] = [y.transpose(1, 2).contiguous() for y in x[:5]]
+        o, _, _, final_state = operator(*turned[id(x)], job.chunk_size, None, x.initial_state)
+        return o.transpose(1, 2), final_state
+
+    return call

@@ -52,10 +52,10 @@ SUITES: dict[str, dict[str, Entry]] = {
         "decode b32": Entry(_half(Shape(32, 1, 32), "decode"), ("triton_gpu", "fla")),
         "decode b256": Entry(_half(Shape(256, 1, 32), "decode"), ("triton_gpu", "fla")),
     },
-    # float32 with ready-made log-decays, and the same kernels' bfloat16 beside it
+    # float32 with ready-made log-decays, `cuda_prefill` also giving out w and u; bfloat16 beside it
     "cuda": {
-        **{f"fwd k{K} c64": Entry(_single(K, 64), TORCH) for K in (64, 128)},
-        **{f"fwd k{K} c32": Entry(_single(K, 32), ("cuda",)) for K in (64, 128)},
+        **{f"fwd k{K} c64": Entry(_single(K, 64), ("triton_gpu", "cuda", "cuda_prefill", "fla")) for K in (64, 128)},
+        **{f"fwd k{K} c32": Entry(_single(K, 32), ("cuda", "cuda_prefill")) for K in (64, 128)},
         "fwd h96": Entry(_half(SHAPES["h96"]), ALL),
         "fwd h64": Entry(_half(SHAPES["h64"]), ALL),
         "fwd h32": Entry(_half(SHAPES["h32"]), ALL),
@@ -94,6 +94,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
     ),
     "cuda": (
         *(_faster(f"fwd k{K} c{C}", "cuda", "fla", 2.0, f"fwd k{K} c64") for K in (64, 128) for C in (64, 32)),
+        *(_faster(f"fwd k{K} c{C}", "cuda_prefill", "fla", 2.0, f"fwd k{K} c64") for K in (64, 128) for C in (64, 32)),
         *(_faster(entry, "cuda", "flash_kda", 2.0) for entry in ("fwd h96", "fwd h64", "fwd h32")),
     ),
 }  # fmt: skip
