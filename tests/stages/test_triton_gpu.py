@@ -143,7 +143,7 @@ def test_in_parts(name, number, monkeypatch):
     """A split sequence gives what it gives in one piece; some parts, and some sequences, are empty."""
     case = CASES[name]
     problem, arrays = case.problem("bfloat16").replace(T=case.T), tensors(case, "bfloat16")
-    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=True, block_v=16)
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=True, block_v=16, part_block=16)
     monkeypatch.setattr(launch, "parts", lambda problem, config: 1)
     want = triton_gpu.forward(problem, arrays, config)[0]
     monkeypatch.setattr(launch, "parts", lambda problem, config: number)

@@ -36,6 +36,13 @@ class Config:
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
     split: bool = False  # so few heads that long sequences are scanned in parts
+    part_block: int = 64  # rows of b or M per program of the scan of parts
+    part_warps: int = 4
+    part_stages: int = 3
+    part_registers: int = 0  # per thread at most; 0: the compiler's choice
+    combine_block: int = 16  # rows of b per program that combines parts
+    combine_warps: int = 4
+    combine_stages: int = 2
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
     gradient_registers: int = 0  # per thread at most, of the gradient kernel of `normed_gradient`; 0: the compiler's choice
@@ -191,7 +198,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     # Elsewhere it would want more shared memory.
     sequences = problem.N * problem.HV * max(1, VP // 128)
     if sequences * 6 <= chip.processors and chip.wgmma and KP <= 128 and not wide:
-        sizes |= dict(split=True, block_v=min(64, VP, KP), scan_warps=4)
+        sizes |= dict(split=True, block_v=min(64, VP, KP), scan_warps=4, part_block=min(64, VP, KP))
     return Config(
         processors=chip.processors, normed=normed, chunk=chunk, half=half, group=1 if normed else group, diagonal=min(diagonal, chunk),
         floor=floor, precision=precision, solve=solve, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
