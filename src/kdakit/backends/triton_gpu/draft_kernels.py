@@ -15,9 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.chain import wait_for_last
 from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.pool_kernels import load_state, owner_of, slot_of, store_state
-from kdakit.backends.triton_gpu.tile import narrow, state_offsets, wait_for_last
+from kdakit.backends.triton_gpu.tile import narrow, state_offsets
 
 
 @triton.jit

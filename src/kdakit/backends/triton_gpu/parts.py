@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets, wait_for_last
+from kdakit.backends.triton_gpu.chain import wait_for_last
+from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
 @triton.jit
@@ -61,13 +62,17 @@ def parts_kernel(
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_decay += i_slot * KP + o_k
+    b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
     for _ in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
         b_v = tl.load(p_v, mask=m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_decay = tl.load(p_decay)  # [KP]
-        b_r = tl.trans(b_v).to(tl.float32) - product(narrow(b_S, DTYPE), tl.trans(b_k_in), PRECISION)  # [BV, C]
-        b_S = product_add(narrow(b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
+        b_Sn = narrow(b_S, DTYPE)
+        b_S = b_S * b_decay[None, :]
+        b_v = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
+        b_r = product_add(b_Sn, tl.trans(b_k_in), b_v, PRECISION)  # [BV, C]: -r
+        b_S = product_add(narrow(-b_r, DTYPE), b_k_solved, b_S, PRECISION)  # [BV, KP]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV

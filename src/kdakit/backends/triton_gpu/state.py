@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.chain import wait_for_last
 from kdakit.backends.triton_gpu.parts import part_of
-from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets, wait_for_last
+from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -17,14 +16,6 @@ def narrow(x, DTYPE: tl.constexpr):
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
-
-
-@triton.jit
-def wait_for_last(CHAINED: tl.constexpr):
-    """From here on all that earlier launches wrote is there, and the next launch may begin."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
