@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.chain import wait_for_last
+from kdakit.backends.triton_gpu.draft_kernels import fetch
 from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
@@ -29,10 +30,13 @@ def parts_kernel(
     T, NT, HV, PARTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """b^T above M^T of every part but the last: parts [N * HV, PARTS, VP + KP, KP], M^T as the sum of two [KP, KP] in bfloat16. The recurrence of `state.scan_kernel`; for M from the
-    identity and without v. Grid: (N * HV * (PARTS - 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads."""
+    """b^T above M^T of every part but the last: parts [N * HV, PARTS, VP + KP, KP], M^T as the sum of two [KP, KP] in bfloat16.
+
+    The recurrence of `staged.staged_scan_kernel`; for M from the identity and without v.
+    Grid: (N * HV * (PARTS - 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads.
+    """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     BLOCKS: tl.constexpr = (VP + KP) // BV
     wait_for_last(not INTERPRETED)
@@ -63,16 +67,18 @@ def parts_kernel(
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_decay += i_slot * KP + o_k
     b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
-    for _ in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
+    for i_c in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
+        if FETCH:
+            i_far = i_slot + (tl.minimum(i_c + FETCH, end - 1) - first).to(tl.int64) * HV
+            fetch(p_tiles + i_far * 3 * C * KP, C * KP * 2)
+            fetch(p_tiles + (i_far * 3 + 2) * C * KP, C * KP * 2)
         b_v = tl.load(p_v, mask=m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_decay = tl.load(p_decay)  # [KP]
-        b_Sn = narrow(b_S, DTYPE)
-        b_S = b_S * b_decay[None, :]
-        b_v = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
-        b_r = product_add(b_Sn, tl.trans(b_k_in), b_v, PRECISION)  # [BV, C]: -r
-        b_S = product_add(narrow(-b_r, DTYPE), b_k_solved, b_S, PRECISION)  # [BV, KP]
+        b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
+        b_r = product_add(narrow(b_S, DTYPE), tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
+        b_S = product_add(narrow(-b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
