@@ -45,7 +45,7 @@ class Config:
     part_registers: int = 0  # per thread at most; 0: the compiler's choice
     combine_block: int = 16  # rows of b per program that combines parts
     combine_warps: int = 4
-    combine_stages: int = 2
+    combine_stages: int = 3
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
     gradient_registers: int = 0  # per thread at most, of the gradient kernel of `normed_gradient`; 0: the compiler's choice
