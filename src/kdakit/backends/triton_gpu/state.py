@@ -30,6 +30,7 @@ def scan_kernel(
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
+    WIDE: tl.constexpr = BV == 128 and DTYPE.is_bf16()  # the order of instructions that an H200 likes best for these
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = i_p % NV, i_p // NV
     i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
@@ -50,7 +51,7 @@ def scan_kernel(
             return
     o_c = tl.arange(0, C)
     o_t = row_tokens(C, S, GROUP)[:, None]  # [C, 1]
-    if BV >= 64:
+    if WIDE:
         o_t = traded(o_t)
     o_k = tl.arange(0, KP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
@@ -70,7 +71,7 @@ def scan_kernel(
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
-    if BV == 128:  # and twice as many threads as channels, each of which would load a number for itself
+    if WIDE:  # there are twice as many threads as channels, and of fewer numbers than threads each would load all it needs
         p_decay = p_decay[None, :] + tl.zeros([2, 1], tl.int32)
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
@@ -92,22 +93,22 @@ def scan_kernel(
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
         b_A_solved = tl.load(p_square)  # [C, C]
         b_decay = tl.load(p_decay)
-        if BV == 128:
+        if WIDE:
             b_decay, _ = tl.split(tl.trans(b_decay))
         b_Sn = narrow(b_S, DTYPE)
-        if BV == 128:
+        if WIDE:
             b_S *= b_decay[None, :]
-        if BV >= 64:
+        if WIDE:
             b_v = traded_back(b_v)
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
         b_r = narrow(b_r, DTYPE)
-        if BV < 128:
+        if not WIDE:
             b_S *= b_decay[None, :]
         b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
         b_o = tl.trans(b_o)
-        if BV >= 64:
+        if WIDE:
             b_o = traded(b_o)
         tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_cv)
         b_v = b_v_next
