@@ -39,7 +39,7 @@ TIMED, TIMED_STACK = "K128 V128 C64 bfloat16", 400  # on sm_90, where it is time
 def test_kernels_compile(target):
     rows = compiled(target)
     needed = FORWARD_KERNELS | BACKWARD_KERNELS
-    needed |= {"parts_kernel"} if target == "sm_90" else set()
+    needed |= {"parts_kernel", "combine_kernel"} if target == "sm_90" else set()
     needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
     needed |= PLAIN_KERNELS if target in PLAIN else set()
     assert {r["kernel"] for r in rows} == needed

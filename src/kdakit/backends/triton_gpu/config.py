@@ -35,7 +35,17 @@ class Config:
     ptx: bool = False  # single PTX instructions may be used
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
+    staged: bool = False  # the scan of `staged`
+    fetch_ahead: int = 0  # chunks ahead of which it sends for tiles to the level-2 cache; 0: it does not
+    part_fetch_ahead: int = 0  # likewise of the scan of parts
     split: bool = False  # so few heads that long sequences are scanned in parts
+    part_block: int = 64  # rows of b or M per program of the scan of parts
+    part_warps: int = 4
+    part_stages: int = 3
+    part_registers: int = 0  # per thread at most; 0: the compiler's choice
+    combine_block: int = 16  # rows of b per program that combines parts
+    combine_warps: int = 4
+    combine_stages: int = 2
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `normed`
     gradient_registers: int = 0  # per thread at most, of the gradient kernel of `normed_gradient`; 0: the compiler's choice
@@ -136,13 +146,14 @@ def tile_sizes(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def parts(problem: Problem, config: Config) -> int:
-    """Into how many parts the scan of each sequence is split, by the times of a chunk in microseconds that an H200 takes; 1: not at all.
+    """Into how many parts the scan of each sequence is split, by the microseconds that an H200 takes; 1: not at all.
 
-    All parts but the last are scanned twice, first without outputs but with K more columns than V; each then waits for those before it.
+    All parts but the last are scanned twice, first without outputs but with K more rows than V; then the states between them are combined,
+    one after the other. A processor holds one program of either scan.
     """
-    again, outputs, step, launch = 1.3, 1.6, 2.5, 12.0
-    rows = problem.N * problem.HV
-    blocks, more = padded(problem.V) // config.block_v, padded(problem.K) // config.block_v
+    again, outputs, link = 1.36 if config.part_block > 64 else 0.87, 1.5, 1.8  # a chunk, a chunk, a part
+    rows, block = problem.N * problem.HV, config.part_block
+    of_b, of_M, blocks = padded(problem.V) // block, padded(problem.K) // block, padded(problem.V) // config.block_v
     chunks = problem.T / config.chunk / (problem.N if problem.varlen else 1)
 
     def waves(programs: int) -> int:
@@ -150,11 +161,27 @@ def parts(problem: Problem, config: Config) -> int:
 
     def time(n: int) -> float:
         if n == 1:
-            return chunks * outputs * waves(rows * blocks)
-        first = again * waves(rows * ((n - 2) * (blocks + more) + blocks))
-        return chunks / n * (first + outputs * waves(rows * n * blocks)) + (n - 2) * step + launch
+            return chunks * outputs
+        first = again * waves(rows * ((n - 2) * (of_b + of_M) + of_b))
+        return chunks / n * (first + outputs) + (n - 2) * link + (8 if n == 2 else 12)
 
-    return min(range(1, 17), key=time)
+    most = min(32, config.processors // (rows * blocks))  # so many programs with outputs have a processor each
+    return min(range(1, max(1, most) + 1), key=time)
+
+
+def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Config for the scan of `staged`, in parts or not: where one program of 64 channels has a processor for itself, and its
+    shared memory, which other chips have less of."""
+    KP, VP = padded(problem.K), padded(problem.V)
+    if not chip.wgmma or problem.dtype == "float32" or KP not in (64, 128) or VP < 64:
+        return {}
+    sequences = problem.N * problem.HV * max(1, VP // 128)
+    if sequences * 4 > chip.processors:
+        return {"staged": sizes["block_v"] == 64 and KP == 128}
+    # Programs of 128 rows take half as long again as those of 64: less than two of these in a row.
+    wide = min(KP, VP) >= 128 and 3 <= sequences <= chip.processors // 8
+    part = dict(part_block=128, part_warps=8) if wide else dict(part_block=64, part_warps=4)
+    return dict(split=True, staged=True, block_v=64, scan_warps=4, scan_stages=3, **part)
 
 
 def untested(problem: Problem, chip: Chip) -> str | None:
@@ -172,7 +199,7 @@ def untested(problem: Problem, chip: Chip) -> str | None:
 def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"
-    KP, VP = padded(problem.K), padded(problem.V)
+    KP = padded(problem.K)
     chunk = 32 if KP > 128 or (wide and KP > 64) else 64
     if chip.shared_memory < 100_000:
         chunk = min(chunk, 32)
@@ -188,10 +215,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
     normed = solve == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
     sizes = tile_sizes(problem, chip, normed)
-    # Elsewhere it would want more shared memory.
-    sequences = problem.N * problem.HV * max(1, VP // 128)
-    if sequences * 6 <= chip.processors and chip.wgmma and KP <= 128 and not wide:
-        sizes |= dict(split=True, block_v=min(64, VP, KP), scan_warps=4)
+    sizes |= few_heads(problem, chip, sizes)
     return Config(
         processors=chip.processors, normed=normed, chunk=chunk, half=half, group=1 if normed else group, diagonal=min(diagonal, chunk),
         floor=floor, precision=precision, solve=solve, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),

@@ -14,19 +14,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kdakit.backends.triton_gpu.chain import wait_for_last
 from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.pool_kernels import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.tile import narrow, state_offsets
-
-
-@triton.jit
-def wait_for_last(CHAINED: tl.constexpr):
-    """From here on all that earlier launches wrote is there, and the next launch may begin."""
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

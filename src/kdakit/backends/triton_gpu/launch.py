@@ -18,8 +18,9 @@ from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padd
 from kdakit.backends.triton_gpu.intra import prepare_kernel
 from kdakit.backends.triton_gpu.names import settle
 from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
-from kdakit.backends.triton_gpu.parts import parts_kernel
+from kdakit.backends.triton_gpu.parts import combine_kernel, parts_kernel
 from kdakit.backends.triton_gpu.recurrent import step_kernel
+from kdakit.backends.triton_gpu.staged import staged_scan_kernel
 from kdakit.backends.triton_gpu.state import scan_kernel
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -252,23 +253,36 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
     return space
 
 
+class Scan(NamedTuple):
+    """The scan of sequences, and what comes before it where they are scanned in parts: see `parts`."""
+
+    all: Launch
+    parts: Launch
+    combine: Launch
+
+
 @lru_cache(maxsize=1024)
-def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpoint: int) -> tuple[Launch, Launch]:
-    """The scan of sequences in `number` parts, and before it that of their parts: see `parts`."""
-    o, NT, HV = problem.options, -(-problem.T // config.chunk), problem.HV
+def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpoint: int) -> Scan:
+    """In `number` parts."""
+    o, NT, HV, KP, VP = problem.options, -(-problem.T // config.chunk), problem.HV, padded(problem.K), padded(problem.V)
     constants = dict(
-        K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=config.chunk, S=config.half, GROUP=config.group,
+        K=problem.K, V=problem.V, KP=KP, VP=VP, C=config.chunk, S=config.half, GROUP=config.group,
         ALIGN=layout.align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
         PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state,
-        HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
+        HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split, FETCH=config.fetch_ahead,
     )  # fmt: skip
-    options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {})
+    chained = {"launch_pdl": True} if config.split and config.ptx else {}
+    options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {}) | chained
     numbers = problem.T, problem.N, NT, HV, *layout.strides["v"], max(1, o.chunk_size // config.chunk), checkpoint, number
-    grid = problem.N * HV * -(-problem.V // config.block_v) * number
-    of_parts = problem.N * HV * (number - 1) * (padded(problem.V) + padded(problem.K)) // config.block_v
-    return (
-        Launch(scan_kernel, grid, numbers, constants, **options),
-        Launch(parts_kernel, of_parts, (problem.T, NT, HV, number, *layout.strides["v"]), constants, **options),
+    part_options = {"num_warps": config.part_warps} | ({"maxnreg": config.part_registers} if config.part_registers else {}) | chained
+    of_parts = constants | dict(BV=config.part_block, STAGES=config.part_stages, FETCH=config.part_fetch_ahead)
+    of_states = constants | dict(BV=config.combine_block, STAGES=config.combine_stages)
+    scan = staged_scan_kernel if config.staged else scan_kernel
+    rows, part_numbers = problem.N * HV, (problem.T, NT, HV, number, *layout.strides["v"])
+    return Scan(
+        Launch(scan, rows * -(-problem.V // config.block_v) * number, numbers, constants, **options),
+        Launch(parts_kernel, rows * (number - 1) * (VP + KP) // config.part_block, part_numbers, of_parts, **part_options),
+        Launch(combine_kernel, rows * VP // config.combine_block, part_numbers[:4], of_states, num_warps=config.combine_warps, **chained),
     )
 
 
@@ -280,13 +294,14 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
     if problem.N:
         number = parts(problem, config) if config.split else 1
-        scan_all, scan_parts = _scan(problem, config, x.layout, number, CHECKPOINT)
+        launches = _scan(problem, config, x.layout, number, CHECKPOINT)
         made = space.decay if config.split else None
         if config.split and (number > 1 or _recorded.get() is not None):  # compiled even then, so that a longer sequence finds it
             KP, VP = padded(problem.K), padded(problem.V)
             made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=device)
-            scan_parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made)
-        scan_all(
+            launches.parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made)
+            launches.combine(made, arrays.cu_seqlens)
+        launches.all(
             x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
             offsets, space.checkpoints, made,
         )  # fmt: skip

@@ -9,7 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.chain import wait_for_last
+from kdakit.backends.triton_gpu.draft_kernels import fetch
+from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
 @triton.jit
@@ -22,42 +24,22 @@ def part_of(length, i_part, PARTS, C: tl.constexpr):
     return first, tl.minimum(first + each, chunks), first + each >= chunks
 
 
-@triton.jit
-def precise_product_add(a, b, acc):
-    """acc + a @ b for float32 factors, each taken as a sum of two bfloat16 numbers: to 2^-16."""
-    a_high, b_high = narrow(a, tl.bfloat16), narrow(b, tl.bfloat16)
-    a_low, b_low = narrow(a - a_high.to(tl.float32), tl.bfloat16), narrow(b - b_high.to(tl.float32), tl.bfloat16)
-    acc = product_add(a_low, b_high, acc, "tf32")
-    acc = product_add(a_high, b_low, acc, "tf32")
-    return product_add(a_high, b_high, acc, "tf32")
-
-
-@triton.jit
-def state_before(p_parts, b_S, i_part, o_v, VP: tl.constexpr, KP: tl.constexpr):
-    """S^T [BV, KP] before part i_part from b_S, the initial one, and what `parts_kernel` left in p_parts [PARTS, VP + KP, KP]."""
-    o_k = tl.arange(0, KP)
-    o_b = o_v[:, None] * KP + o_k[None, :]
-    if i_part > 0:
-        b_S = tl.load(p_parts + o_b)
-    for i in range(1, i_part):
-        p_part = p_parts + i * (VP + KP) * KP
-        b_M = tl.load(p_part + (VP + o_k[:, None]) * KP + o_k[None, :])  # [KP, KP]: M^T
-        b_S = precise_product_add(b_S, b_M, tl.load(p_part + o_b))
-    return b_S
-
-
 @triton.jit(do_not_specialize=["T", "NT", "HV", "PARTS", "s_vb", "s_vt", "s_vh"])
 def parts_kernel(
     p_v, p_tiles, p_decay, p_cu_seqlens, p_initial, p_parts,
     T, NT, HV, PARTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """b^T above M^T of every part but the last: parts [N * HV, PARTS, VP + KP, KP]. The recurrence of `state.scan_kernel`; for M from the
-    identity and without v. Grid: (N * HV * (PARTS - 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads."""
+    """b^T above M^T of every part but the last: parts [N * HV, PARTS, VP + KP, KP], M^T as the sum of two [KP, KP] in bfloat16.
+
+    The recurrence of `staged.staged_scan_kernel`; for M from the identity and without v.
+    Grid: (N * HV * (PARTS - 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads.
+    """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     BLOCKS: tl.constexpr = (VP + KP) // BV
+    wait_for_last(not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_row, i_p = (i_p % BLOCKS).to(tl.int32) * BV, i_p // BLOCKS
     i_part, i_nh = (i_p % (PARTS - 1)).to(tl.int32), i_p // (PARTS - 1)
@@ -84,14 +66,60 @@ def parts_kernel(
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_decay += i_slot * KP + o_k
-    for _ in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
+    b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
+    for i_c in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
+        if FETCH:
+            i_far = i_slot + (tl.minimum(i_c + FETCH, end - 1) - first).to(tl.int64) * HV
+            fetch(p_tiles + i_far * 3 * C * KP, C * KP * 2)
+            fetch(p_tiles + (i_far * 3 + 2) * C * KP, C * KP * 2)
         b_v = tl.load(p_v, mask=m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_decay = tl.load(p_decay)  # [KP]
-        b_r = tl.trans(b_v).to(tl.float32) - product(narrow(b_S, DTYPE), tl.trans(b_k_in), PRECISION)  # [BV, C]
-        b_S = product_add(narrow(b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
+        b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
+        b_r = product_add(narrow(b_S, DTYPE), tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
+        b_S = product_add(narrow(-b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
-    tl.store(p_parts + ((i_nh * PARTS + i_part) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)
+    p_parts += (i_nh * PARTS + i_part) * (VP + KP) * KP
+    if is_M:
+        b_high = narrow(b_S, tl.bfloat16)
+        p_M = (p_parts + VP * KP).to(tl.pointer_type(tl.bfloat16)) + (o_v - VP)[:, None] * KP + o_k[None, :]
+        tl.store(p_M, b_high)
+        tl.store(p_M + KP * KP, narrow(b_S - b_high.to(tl.float32), tl.bfloat16))
+    else:
+        tl.store(p_parts + o_v[:, None] * KP + o_k[None, :], b_S)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "HV", "PARTS"])
+def combine_kernel(
+    p_parts, p_cu_seqlens, T, NT, HV, PARTS,
+    KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """b^T of every part but the first and the last becomes the state after it:  S <- M S + b.  Grid: (N * HV * VP / BV,)."""
+    BLOCKS: tl.constexpr = VP // BV
+    wait_for_last(not INTERPRETED)
+    i_p = tl.program_id(0).to(tl.int64)
+    i_row, i_nh = (i_p % BLOCKS).to(tl.int32) * BV, i_p // BLOCKS
+    length = i_nh * 0 + T
+    if VARLEN:
+        i_n = i_nh // HV
+        length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - tl.load(p_cu_seqlens + i_n).to(tl.int64)
+    chunks = tl.cdiv(length, C).to(tl.int32)
+    used = tl.cdiv(chunks, tl.maximum(tl.cdiv(chunks, PARTS), 1))  # parts that are not empty
+    o_k = tl.arange(0, KP)
+    p_b = p_parts + i_nh * PARTS * (VP + KP) * KP + (i_row + tl.arange(0, BV))[:, None] * KP + o_k[None, :]  # [BV, KP]
+    p_M = (p_parts + (i_nh * PARTS * (VP + KP) + VP) * KP).to(tl.pointer_type(tl.bfloat16)) + o_k[:, None] * KP + o_k[None, :]  # [KP, KP]
+    b_S = tl.load(p_b)
+    for _ in tl.range(1, used - 1, num_stages=STAGES):
+        p_b += (VP + KP) * KP
+        p_M += 2 * (VP + KP) * KP
+        b_b = tl.load(p_b)
+        b_high, b_low = tl.load(p_M), tl.load(p_M + KP * KP)
+        b_S_high = narrow(b_S, tl.bfloat16)
+        b_S_low = narrow(b_S - b_S_high.to(tl.float32), tl.bfloat16)
+        b_S = product_add(b_S_low, b_high, b_b, "tf32")
+        b_S = product_add(b_S_high, b_low, b_S, "tf32")
+        b_S = product_add(b_S_high, b_high, b_S, "tf32")
+        tl.store(p_b, b_S)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.parts import part_of, state_before
-from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.chain import wait_for_last
+from kdakit.backends.triton_gpu.parts import part_of
+from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.values import traded, traded_back
 
 
@@ -31,6 +32,7 @@ def scan_kernel(
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
     WIDE: tl.constexpr = BV == 128 and DTYPE.is_bf16()  # the order of instructions that an H200 likes best for these
+    wait_for_last(SPLIT and not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = i_p % NV, i_p // NV
     i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
@@ -60,8 +62,9 @@ def scan_kernel(
     b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
-    if SPLIT:
-        b_S = state_before(p_parts + i_nh * PARTS * (VP + KP) * KP, b_S, i_part, o_v, VP, KP)
+    if SPLIT:  # noqa: SIM102
+        if i_part > 0:
+            b_S = tl.load(p_parts + ((i_nh * PARTS + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt) * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + o_t) * HV + i_h) * V + o_v[None, :]  # [C, BV]
     i_chunks = i_slot

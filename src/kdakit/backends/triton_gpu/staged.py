@@ -1,0 +1,118 @@
+"""The scan of `state` for blocks of 64 channels: fewer heads than would fill the chip, so that a chunk's time is what waits in its chain.
+
+v comes through shared memory with the other tiles, asked for two chunks ahead, and out of it by a product with minus the identity, which is
+exact and needs neither a thread's registers nor a barrier. Sequences may be scanned in parts, see `parts`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdakit.backends.triton_gpu.chain import wait_for_last
+from kdakit.backends.triton_gpu.draft_kernels import fetch
+from kdakit.backends.triton_gpu.parts import part_of
+from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
+
+
+@triton.jit
+def row_order(b_x):
+    """[C, X] -> the same rows, row c at (c // 2 % 4) C / 4 + c // 8 * 2 + c % 2. Names registers, moves nothing.
+
+    The matrix units leave rows c and c + 8 in a thread, a store takes rows r and r + C / 4: in this order they have none in common, so that
+    a tile passes through shared memory in one round instead of four.
+    """
+    C: tl.constexpr = b_x.shape[0]
+    X: tl.constexpr = b_x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(b_x, [C // 8, 4, 2, X]), (1, 0, 2, 3)), [C, X])
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
+def staged_scan_kernel(
+    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
+    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, FETCH: tl.constexpr,
+):  # fmt: skip
+    """As `state.scan_kernel`. Grid: (N * HV * PARTS * cdiv(V, BV),), blocks of V fastest, then parts of a sequence, then heads.
+
+    Part i begins with what `parts.combine_kernel` left in slot i - 1 of parts [N * HV, PARTS, VP + KP, KP]. FETCH chunks ahead, unless 0,
+    tiles are sent for to the level-2 cache.
+    """
+    DTYPE: tl.constexpr = p_tiles.dtype.element_ty
+    NV: tl.constexpr = (V + BV - 1) // BV
+    wait_for_last(SPLIT and not INTERPRETED)
+    i_p = tl.program_id(0).to(tl.int64)
+    i_v, i_nh = (i_p % NV).to(tl.int32), i_p // NV
+    i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
+    i_n, i_h = i_nh // HV, i_nh % HV
+    i_b, bos, length, i_slot = i_n, i_n * 0, i_n * 0 + T, i_n * NT
+    if VARLEN:
+        bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
+        length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos
+        i_slot = first_slot(p_cu_seqlens, i_n, C)
+        i_b = i_n * 0
+    first, end, last = part_of(length, i_part, PARTS, C)
+    if SPLIT:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if (first >= end) & (i_part > 0):
+            return
+    o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
+    o_t = row_tokens(C, S, GROUP)
+    o_out = row_order(o_t[:, None])  # [C, 1]
+    m_v = o_v < V
+    m_state = m_v[:, None] & (o_k < K)[None, :]
+    b_S = tl.zeros([BV, KP], tl.float32)
+    if HAS_INITIAL:
+        b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
+    if SPLIT:  # noqa: SIM102
+        if i_part > 0:
+            b_S = tl.load(p_parts + ((i_nh * PARTS + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
+    p_v += (i_b * s_vb + (bos + first.to(tl.int64) * C) * s_vt + i_h * s_vh) * ALIGN
+    p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
+    p_o += ((i_b * T + bos + first.to(tl.int64) * C + o_out) * HV + i_h) * V + o_v[None, :]  # [C, BV]
+    i_chunks, i_slot = i_slot, (i_slot + first) * HV + i_h
+    p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
+    p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
+    p_decay += i_slot * KP + o_k
+    b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
+    if HAS_STATES:
+        i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
+    for i_c in tl.range(first, end, num_stages=STAGES):
+        if HAS_STATES:
+            o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
+            tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
+        if HAS_CHECKPOINTS:
+            i_at = i_chunks + i_c
+            if (i_at % CHECKPOINT == 0) & (i_c > 0):
+                p_point = p_checkpoints + ((i_at // CHECKPOINT * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
+                tl.store(p_point, narrow(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
+        if FETCH:
+            i_far = i_slot + (tl.minimum(i_c + FETCH, end - 1) - first).to(tl.int64) * HV
+            fetch(p_tiles + i_far * 3 * C * KP, 3 * C * KP * 2)
+            fetch(p_squares + i_far * C * C, C * C * 2)
+        b_v = tl.load(p_v, mask=(o_t < length - i_c * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
+        b_k_in = tl.load(p_tile)  # [C, KP]
+        b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
+        b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
+        b_A_solved = tl.load(p_square)  # [C, C]
+        b_decay = tl.load(p_decay)  # [KP]
+        b_Sn = narrow(b_S, DTYPE)
+        b_S *= b_decay[None, :]
+        b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
+        b_r = product_add(b_Sn, tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
+        b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
+        b_r = narrow(-b_r, DTYPE)
+        b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
+        b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
+        m_o = (o_out < length - i_c * C) & m_v[None, :]
+        tl.store(p_o, narrow(row_order(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
+        p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
+        p_o += tl.cast(C, tl.int64) * HV * V
+        p_tile += tl.cast(3 * C * KP, tl.int64) * HV
+        p_square += tl.cast(C * C, tl.int64) * HV
+        p_decay += tl.cast(KP, tl.int64) * HV
+    if HAS_FINAL:
+        o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
+        tl.store(p_final + o_state, b_S, mask=m_state & last)
