@@ -157,6 +157,17 @@ def test_in_parts(name, number, monkeypatch):
 
 
 @interpreter
+def test_blocks_of_128_channels():
+    """Rows traded on their way between memory and the matrix units come back; last chunks are not full."""
+    problem, arrays = CASES["varlen"].problem("bfloat16"), tensors(CASES["varlen"], "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, staged=False, block_v=16)
+    want = triton_gpu.forward(problem, arrays, config)[0]
+    got = triton_gpu.forward(problem, arrays, dataclasses.replace(config, block_v=128))[0]
+    assert accuracy.error(got.o.double().numpy(), want.o.double().numpy()) < 2**-8
+    assert accuracy.error(got.final_state.double().numpy(), want.final_state.double().numpy()) < 2**-8
+
+
+@interpreter
 def test_gate_beyond_overflow():
     """The bounded gate in float32 where e^x of its input is beyond float32: no decay, not the strongest."""
     options = FUSED | {"lower_bound": -5.0, "safe_gate": True}

@@ -8,6 +8,7 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.chain import wait_for_last
 from kdakit.backends.triton_gpu.parts import part_of
 from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.values import traded, traded_back
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
@@ -30,6 +31,7 @@ def scan_kernel(
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
+    WIDE: tl.constexpr = BV == 128 and DTYPE.is_bf16()  # the order of instructions that an H200 likes best for these
     wait_for_last(SPLIT and not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = i_p % NV, i_p // NV
@@ -50,7 +52,9 @@ def scan_kernel(
         if (i_first >= i_end) & (i_part > 0):
             return
     o_c = tl.arange(0, C)
-    o_t = row_tokens(C, S, GROUP)
+    o_t = row_tokens(C, S, GROUP)[:, None]  # [C, 1]
+    if WIDE:
+        o_t = traded(o_t)
     o_k = tl.arange(0, KP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_v = o_v < V
@@ -61,8 +65,8 @@ def scan_kernel(
     if SPLIT:  # noqa: SIM102
         if i_part > 0:
             b_S = tl.load(p_parts + ((i_nh * PARTS + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
-    p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
-    p_o += ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V + o_v[None, :]  # [C, BV]
+    p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt) * ALIGN + o_v[None, :]  # [C, BV]
+    p_o += ((i_b * T + bos + o_t) * HV + i_h) * V + o_v[None, :]  # [C, BV]
     i_chunks = i_slot
     p_v += i_first.to(tl.int64) * C * s_vt * ALIGN
     p_o += i_first.to(tl.int64) * C * HV * V
@@ -70,13 +74,15 @@ def scan_kernel(
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
+    if WIDE:  # there are twice as many threads as channels, and of fewer numbers than threads each would load all it needs
+        p_decay = p_decay[None, :] + tl.zeros([2, 1], tl.int32)
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
-    b_v = tl.load(p_v, mask=(o_t < length - i_first * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
+    b_v = tl.load(p_v, mask=(o_t < length - i_first * C) & m_v[None, :], other=0.0)  # [C, BV]
     for i_c in tl.range(i_first, i_end, num_stages=STAGES):
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
-        b_v_next = tl.load(p_v, mask=(o_t < length - (i_c + 1) * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
-        m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
+        b_v_next = tl.load(p_v, mask=(o_t < length - (i_c + 1) * C) & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
+        m_cv = (o_t < length - i_c * C) & m_v[None, :]
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
@@ -89,14 +95,25 @@ def scan_kernel(
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
         b_A_solved = tl.load(p_square)  # [C, C]
-        b_decay = tl.load(p_decay)  # [KP]
+        b_decay = tl.load(p_decay)
+        if WIDE:
+            b_decay, _ = tl.split(tl.trans(b_decay))
         b_Sn = narrow(b_S, DTYPE)
+        if WIDE:
+            b_S *= b_decay[None, :]
+        if WIDE:
+            b_v = traded_back(b_v)
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
         b_r = narrow(b_r, DTYPE)
-        b_S = product_add(b_r, b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
+        if not WIDE:
+            b_S *= b_decay[None, :]
+        b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
-        tl.store(p_o, narrow(tl.trans(b_o), p_o.dtype.element_ty), mask=m_cv)
+        b_o = tl.trans(b_o)
+        if WIDE:
+            b_o = traded(b_o)
+        tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_cv)
         b_v = b_v_next
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
