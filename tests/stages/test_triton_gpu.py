@@ -168,6 +168,22 @@ def test_blocks_of_128_channels():
 
 
 @interpreter
+@pytest.mark.parametrize("sizes", [dict(B=2, T=70), dict(T=130, lengths=(65, 0, 65))], ids=("batch", "packed"))
+def test_more_slots_than_a_grid_is_high(sizes, monkeypatch):
+    """Slots go on along the grid's third axis, past the last of them too."""
+    case = Case("high", "", H=1, HV=1, K=16, V=16, gate="bounded", options=NORMED | BOUND, **sizes)
+    problem, arrays = case.problem("bfloat16"), tensors(case, "bfloat16")
+    want = run(problem, arrays)
+    monkeypatch.setattr(launch, "SECOND", 3)
+    launch._prepare.cache_clear()
+    got = run(problem, arrays)
+    grid = launch._prepare(problem, triton_gpu.default_config(problem, "cpu"), launch.views(arrays).layout).grid
+    launch._prepare.cache_clear()
+    assert grid == (1, 3, 2) and triton_gpu.default_config(problem, "cpu").normed
+    assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
+
+
+@interpreter
 def test_gate_beyond_overflow():
     """The bounded gate in float32 where e^x of its input is beyond float32: no decay, not the strongest."""
     options = FUSED | {"lower_bound": -5.0, "safe_gate": True}

@@ -136,3 +136,12 @@ def write_strength_backward(b_beta, b_d, BETA: tl.constexpr):
     b_e = tl.exp2(-tl.abs(b_beta) * LOG2E)
     b_d = b_d * b_e / ((1.0 + b_e) * (1.0 + b_e))
     return 2.0 * b_d if BETA == "double_sigmoid" else b_d
+
+
+@triton.jit
+def inverse_power_of_2(x, PTX: tl.constexpr):
+    """2^-x. PTX: one instruction as well, where a minus before its argument would be another."""
+    if PTX:
+        asm: tl.constexpr = "{ .reg .f32 y; neg.f32 y, $1; ex2.approx.ftz.f32 $0, y; }"
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(-x)

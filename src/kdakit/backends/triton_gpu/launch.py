@@ -28,13 +28,15 @@ from kdakit.reference import Result
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 FAR_INT = 2**31
 FAR = 2**24  # elements: within a chunk offsets are 32-bit
+SECOND = 2**15  # the most programs along a grid's second axis
 CHECKPOINT = 8  # chunks between the states that a backward starts from
+Grid = int | tuple[int, int, int]
 _compiled: dict[Any, Any] = {}
 _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
 _seen: ContextVar[list | None] = ContextVar("seen", default=None)
 
 
-def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options: int) -> Any:
+def launch(kernel, grid: Grid, args: tuple, constants: dict[str, Any], **options: int) -> Any:
     """Run `kernel` on `grid` programs; `args` and those of `constants` that it has are its parameters. Returns the compiled kernel.
 
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
@@ -49,21 +51,25 @@ def launch(kernel, grid: int, args: tuple, constants: dict[str, Any], **options:
             settle(kernel)
             record.append((kernel, args, named, options))
         elif grid:
-            kernel[(grid,)](*args, **named)
+            kernel[axes(grid)](*args, **named)
         return None
     key = kernel, torch.cuda.current_device(), *options.values(), *values, *map(_specialised, args)
     compiled = _compiled.get(key)
     if compiled is None:
         settle(kernel)
         named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
-        compiled = kernel[(grid,)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
+        compiled = kernel[axes(grid)](*args, **named, **options) if grid else kernel.warmup(*args, grid=(1,), **named, **options)
         _compiled[key] = compiled
     else:
         start(compiled, grid, args, values)
     return compiled
 
 
-def start(compiled, grid: int, args: Iterable, values: Iterable) -> None:
+def axes(grid: Grid) -> tuple[int, ...]:
+    return grid if isinstance(grid, tuple) else (grid, 1, 1)
+
+
+def start(compiled, grid: Grid, args: Iterable, values: Iterable) -> None:
     """What Triton does once it has found the compiled kernel, less its calls of hooks that nobody has set."""
     if not grid:
         return
@@ -72,10 +78,10 @@ def start(compiled, grid: int, args: Iterable, values: Iterable) -> None:
     run = compiled.run  # loads the kernel when asked for the first time
     enter, leave, about = hooks.launch_enter_hook, hooks.launch_exit_hook, None
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-        about = compiled.launch_metadata((grid, 1, 1), stream, *args, *values)
+        about = compiled.launch_metadata(axes(grid), stream, *args, *values)
     else:
         enter = leave = None
-    run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, about, enter, leave, *args, *values)
+    run(*axes(grid), stream, compiled.function, compiled.packed_metadata, about, enter, leave, *args, *values)
 
 
 class Launch:
@@ -88,7 +94,7 @@ class Launch:
     and gets addresses: Triton would ask each tensor for its own, and the driver whose it is.
     """
 
-    def __init__(self, kernel, grid: int, numbers: tuple, constants: dict[str, Any], **options: int):
+    def __init__(self, kernel, grid: Grid, numbers: tuple, constants: dict[str, Any], **options: int):
         self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
         self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)  # constants come last
         self.compiled: dict[Any, Any] = {}
@@ -238,7 +244,8 @@ def _prepare(problem: Problem, config: Config, layout: Layout) -> Launch:
         HAS_LOWER=problem.needs_grad, BOUNDED=bounded(problem),
     )  # fmt: skip
     registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
-    kernel, grid = prepare_normed_kernel if config.normed else prepare_kernel, chunk_slots(problem, C) * problem.HV
+    slots, kernel = chunk_slots(problem, C), prepare_normed_kernel if config.normed else prepare_kernel
+    grid = (problem.HV, min(slots, SECOND), -(-slots // SECOND)) if config.normed else slots * problem.HV
     return Launch(kernel, grid, numbers, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
 
 

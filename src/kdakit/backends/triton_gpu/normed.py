@@ -8,7 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.gate import LOG2E, gate_slope, inverse_norm, log2_one_plus, power_of_2, reciprocal, write_strength
+from kdakit.backends.triton_gpu.gate import (
+    LOG2E,
+    gate_slope,
+    inverse_norm,
+    inverse_power_of_2,
+    log2_one_plus,
+    power_of_2,
+    reciprocal,
+    write_strength,
+)  # fmt: skip
 from kdakit.backends.triton_gpu.intra import DIVISIBLE
 from kdakit.backends.triton_gpu.inverse import before_row, beside, unit_lower_inverse
 from kdakit.backends.triton_gpu.tile import INTERPRETED, locate, narrow, product
@@ -25,6 +34,7 @@ from kdakit.backends.triton_gpu.token_tiles import (
     put,
     running_sums,
     scaled,
+    squares,
     token,
     tokens,
     widened,
@@ -41,7 +51,7 @@ def gate_share(b_g, b_bias, a, unit, GATE: tl.constexpr, BOUNDED: tl.constexpr, 
         return reciprocal(1.0 + power_of_2(b_g * (-a * LOG2E) + b_bias, PTX), PTX)
     if GATE == "softplus":
         b_x = b_g * LOG2E + b_bias
-        b_y = tl.maximum(b_x, 0.0) + log2_one_plus(power_of_2(-tl.abs(b_x), PTX), False, PTX)
+        b_y = tl.maximum(b_x, 0.0) + log2_one_plus(inverse_power_of_2(tl.abs(b_x), PTX), False, PTX)
     else:
         b_y = -b_g
     return b_y if BOUNDED else tl.minimum(b_y, FLOOR / unit)
@@ -69,7 +79,7 @@ def load_rows(p_q, p_k, p_g, first: tl.constexpr, length, s_qt, s_kt, s_gt, K: t
     p_g += o_t * s_gt * ALIGN + o_k
     o_t = tl.minimum(first + tokens(J, 8), length - 1)
     m_q = (tl.arange(0, 8) < 4)[None, :, None] != FLIP
-    p_q = tl.where(m_q, p_q + o_t * s_qt * ALIGN, p_k + o_t * s_kt * ALIGN) + o_k
+    p_q = tl.where(m_q, p_q + (o_t * s_qt * ALIGN + o_k), p_k + (o_t * s_kt * ALIGN + o_k))
     if K == KP:
         b_g, b_qk = tl.load(p_g), tl.load(p_q)
     else:
@@ -79,9 +89,11 @@ def load_rows(p_q, p_k, p_g, first: tl.constexpr, length, s_qt, s_kt, s_gt, K: t
 
 @triton.jit
 def row_scale(b_squares, scale, left, FLIP: tl.constexpr):
-    """b_squares [8 J, 8, c] -> scale / |q| and 1 / |k|, [8 J, 8]; 0 from token `left` on."""
+    """b_squares [8 J, 8, c] -> scale / |q| and 1 / |k|, [8 J, 8]; 0 from token `left` on. The sum over j, which goes through shared memory,
+    is one of [J, 64] with p fastest: 8 lanes then write and read 8 banks, not one."""
     J: tl.constexpr = b_squares.shape[0] // 8
-    b_norm = tl.sum(tl.reshape(tl.sum(b_squares, 2), [J, 8, 8]), 0)  # [8, 8]
+    b_norm = tl.permute(tl.reshape(tl.sum(b_squares, 2), [J, 8, 8]), (0, 2, 1))
+    b_norm = tl.trans(tl.reshape(tl.sum(tl.reshape(b_norm, [J, 64]), 0), [8, 8]))  # [8, 8]
     o_r = tl.arange(0, 8)[None, :]
     b_norm = inverse_norm(b_norm) * tl.where((o_r < 4) != FLIP, scale, 1.0)
     b_norm = tl.where(tl.arange(0, 8)[:, None] * 4 + o_r % 4 < left, b_norm, 0.0)
@@ -124,7 +136,7 @@ def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: t
         b_e = power_of_2(pick(b_s, i), PTX)
         b_k = widened(token(b_qk, i + K0), PTX) * pick(b_scale[:, :, None], i + K0)
         b_q = widened(token(b_qk, i + 4 - K0), PTX) * pick(b_scale[:, :, None], i + 4 - K0) * b_e
-        b_x = b_k * power_of_2(-pick(b_s, i), PTX)
+        b_x = b_k * inverse_power_of_2(pick(b_s, i), PTX)
         b_cols = put(b_cols, narrow(b_x, tl.bfloat16), i)
         b_x = b_x * b_to
         b_tails = put(b_tails, narrow(b_x, SOLVE), i)
@@ -142,20 +154,39 @@ def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: t
 
 
 @triton.jit
+def store_decay(p_decay, b_x):
+    """b_x [8 J, c], the same for all p. Of the channels that a thread has, the first half is stored where p is 0 and the second where it is
+    1, so that nothing moves between threads."""
+    M: tl.constexpr = b_x.shape[0]
+    c: tl.constexpr = b_x.shape[1]
+    W: tl.constexpr = 4 if c >= 32 else 2
+    o_m, o_c = tl.arange(0, M)[:, None], tl.arange(0, c // 2)[None, :]
+    b_i = tl.reshape(b_x.to(tl.int32, bitcast=True), [M, c // (2 * W), 2, W])
+    b_i = tl.sum(tl.where(tl.arange(0, 2)[None, None, :, None] == (o_m % 2)[:, :, None, None], b_i, 0), 2)  # one of the two
+    b_x = tl.reshape(b_i, [M, c // 2]).to(tl.float32, bitcast=True)
+    o_c = tl.max_contiguous(o_c // W * 2 * W + o_c % W, [1, W])
+    tl.store(p_decay + o_m // 8 * c + o_m % 2 * W + o_c, b_x, mask=o_m % 8 < 2)
+
+
+@triton.jit
 def half_factors(
-    b_qk, b_g, b_bias, b_before, p_tiles, a, scale, unit, left,
+    b_qk, b_g, b_bias, b_before, p_tiles, p_decay, a, scale, unit, left,
     KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Gate, norms, `factors` and tiles of a half, of which `left` tokens are there, after a decay of b_before [8 J, c]. Returns also the
-    log2-decay over it, and for `unbounded_pairs` those over 8 tokens and the 8 beside them, and the decay from the half's start."""
+    """Gate, norms, `factors` and tiles of a half, of which `left` tokens are there, after a log2-decay of b_before [8 J, c]. Returns also
+    the log2-decay over it, and for `unbounded_pairs` those over 8 tokens and the 8 beside them, and the decay from the half's start. Of the
+    second half (FLIP) it returns the decay instead, and stores that of the chunk.
+
+    Gates come before norms: behind them the compiler would ask for g when q and k are there."""
     J: tl.constexpr = b_g.shape[0] // 8
-    b_scale = row_scale(b_qk.to(tl.float32) * b_qk.to(tl.float32), scale, left, FLIP)
-    b_g = gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX) * tl.where(tokens(J, 4) < left, 1.0, 0.0)
+    b_g = widened(b_g, PTX) if b_g.dtype.is_bf16() else b_g.to(tl.float32)
+    b_g = gate_share(b_g, b_bias, a, unit, GATE, BOUNDED, PTX) * tl.where(tokens(J, 4) < left, 1.0, 0.0)
+    b_scale = row_scale(squares(b_qk, PTX), scale, left, FLIP)
     if BOUNDED:
         b_s, b_total = bounded_sums(b_g, unit)
         b_8, b_16, b_from = b_total, b_total, b_total
         b_to = power_of_2(b_total + SHIFT, PTX)
-        b_start = b_before * UNSHIFT
+        b_start = power_of_2(b_before, PTX) * UNSHIFT
     else:
         b_s, b_8, b_16, b_32 = unbounded_sums(b_g, unit)
         o_p = (tl.arange(0, 8 * J) % 8)[:, None]
@@ -163,20 +194,21 @@ def half_factors(
         b_total = b_8 + b_16 + b_32
         b_to = power_of_2(b_8 + SHIFT + tl.where(m_16, 0.0, b_16) + tl.where(m_32, 0.0, b_32), PTX)
         b_from = power_of_2(tl.where(m_16, b_16, 0.0) + tl.where(m_32, b_32, 0.0), PTX) * UNSHIFT
-        b_start = b_from * b_before
+        b_start = b_from * power_of_2(b_before, PTX)
+    if FLIP:  # here, because more registers are alive in what follows than anywhere
+        store_decay(p_decay, power_of_2(b_before + b_total, PTX))
+        b_total = b_to * UNSHIFT if BOUNDED else power_of_2(b_total, PTX)
     b_rows, b_cols, b_first, b_tails = factors(b_qk, b_scale, b_s, b_start, b_to, p_tiles, KP, FLIP, BOUNDED and not FLIP, SOLVE, PTX)
     return b_rows, b_cols, b_first, b_tails, b_total, b_8, b_16, b_from
 
 
 @triton.jit
-def unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX: tl.constexpr, PRECISION: tl.constexpr):
-    """The products of all pairs of a half [64, 32], where decays are raised to FLOOR: within blocks of 8 tokens, which share a reference,
-    then by levels, see `intra.prepare_kernel`."""
+def unbounded_pairs(b_near, b_A, b_rows, b_cols, b_8, b_16, PTX: tl.constexpr, PRECISION: tl.constexpr):
+    """The products of all pairs of a half [64, 32], where decays are raised to FLOOR: b_A within blocks of 8 tokens, which share a
+    reference, then by levels, see `intra.prepare_kernel`."""
     o_p = (tl.arange(0, b_8.shape[0]) % 8)[:, None]
     o_i, o_j = tl.arange(0, 64)[:, None] % 32, tl.arange(0, 32)[None, :]
     m_16 = o_p // 2 % 2 == 1
-    b_near = by_token(b_rows)
-    b_A = product(b_near, tl.trans(by_token(b_cols)), PRECISION)
     b_cols = scaled(b_cols, power_of_2(b_8 + SHIFT, PTX)[:, None, :], PTX)
     b_A = tl.where(o_i // 8 == o_j // 8, b_A, product(b_near, tl.trans(by_token(b_cols)), PRECISION) * UNSHIFT)
     b_rows = scaled(b_rows, power_of_2(tl.where(m_16, b_16, 0.0) - SHIFT, PTX)[:, None, :], PTX)
@@ -185,20 +217,41 @@ def unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def half_pairs(b_rows, b_cols, b_8, b_16, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr):
-    """The products of all pairs of a half [64, 32]; those of later columns mean nothing."""
-    if BOUNDED:
-        return product(by_token(b_rows), tl.trans(by_token(b_cols)), PRECISION)
-    return unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX, PRECISION)
+def half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr):
+    """The products of all pairs of a half [64, 32], b_near and b_far the factors by token; those of later columns mean nothing."""
+    b_A = product(b_near, b_far, PRECISION)
+    return b_A if BOUNDED else unbounded_pairs(b_near, b_A, b_rows, b_cols, b_8, b_16, PTX, PRECISION)
 
 
 @triton.jit
-def both_tails(b_x, b_tails, b_total, SOLVE: tl.constexpr, PTX: tl.constexpr):
-    """k decayed to the chunk's end [64, KP], b_x of the second half first; that of the other, b_tails, decays by another b_total."""
-    b_decay = power_of_2(b_total, PTX)[:, None, :]
+def swapped(b_x):
+    """[64, N] -> of every 32 columns, 8 i + 2 j + r goes to 8 j + 2 i + r: of a product with it, a thread has 8 adjacent ones of a row."""
+    N: tl.constexpr = b_x.shape[1]
+    G: tl.constexpr = min(N, 32)
+    return tl.reshape(tl.permute(tl.reshape(b_x, [64, N // G, 4, G // 8, 2]), (0, 1, 3, 2, 4)), [64, N])
+
+
+@triton.jit
+def store_swapped(p_x, b_x):
+    """Stores [64, N], a product with what is `swapped`, the second half of rows first: 16 bytes a thread, nothing moves between threads."""
+    N: tl.constexpr = b_x.shape[1]
+    G: tl.constexpr = min(N, 32)
+    b_x = tl.permute(tl.reshape(b_x, [4, 2, 8, N // G, G // 8, 4, 2]), (3, 1, 0, 2, 5, 4, 6))
+    o_x = tl.arange(0, N // G * 64)[:, None]
+    o_row = (o_x // 8 % 4 * 16 + o_x // 32 % 2 * 8 + o_x % 8 + 32) % 64
+    o_col = o_x // 64 * G + tl.max_contiguous(tl.arange(0, G), G // 4)[None, :]
+    tl.store(p_x + o_row * N + o_col, tl.reshape(b_x, [N // G * 64, G]))
+
+
+@triton.jit
+def both_tails(b_x, b_tails, b_decay, SOLVE: tl.constexpr):
+    """k decayed to the chunk's end [64, KP], `swapped`, b_x of the second half first; the other's, b_tails, decays by b_decay more."""
+    b_decay = b_decay[:, None, :]
     b_tails = narrow(b_tails.to(tl.float32) * b_decay, SOLVE) if INTERPRETED else b_tails * b_decay.to(SOLVE)
-    b_k = tl.permute(tl.join(b_x, b_tails), (0, 3, 1, 2))  # [8 J, 2, 4, c]
-    return by_token(tl.reshape(b_k, [b_x.shape[0], 8, b_x.shape[2]]))
+    b_k = tl.zeros([b_x.shape[0], 8, b_x.shape[2]], SOLVE)
+    for i in tl.static_range(4):
+        b_k = put(put(b_k, token(b_x, i), i), token(b_tails, i), 4 + i)
+    return swapped(by_token(b_k))
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
@@ -211,7 +264,8 @@ def prepare_normed_kernel(
     BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
     PTX: tl.constexpr, HAS_LOWER: tl.constexpr,
 ):  # fmt: skip
-    """What `intra.prepare_kernel` makes, rows in the order of tokens. Grid: (slots * HV,), heads fastest.
+    """What `intra.prepare_kernel` makes, rows in the order of tokens. Grid: (HV, ., .), with as many of the others as slots or more:
+    a division would delay the first load.
 
     A half's rows are q above k, or in the second half k above q, so that the rows of A_qk and A_kk that a warp needs are those that it has.
     """
@@ -219,11 +273,9 @@ def prepare_normed_kernel(
     J: tl.constexpr = 4
     c: tl.constexpr = KP // J
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    i_p = tl.program_id(0)
-    i_s = i_p // HV
-    i_h = i_p - i_s * HV
+    i_h, i_s = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     i_b, i_hk = i_s * 0, i_h
-    if H != HV:  # here and below, three divisions in a row would delay the first load
+    if H != HV:
         i_hk = i_h * H // HV
     if VARLEN:
         i_b, _, i_c, bos, eos = locate(p_cu_seqlens, i_s.to(tl.int64), T, N, NT, C, VARLEN)
@@ -232,10 +284,10 @@ def prepare_normed_kernel(
             i_b = i_s // NT
         i_c, bos, eos = i_s - i_b * NT, i_s * 0, T
     start = tl.cast(bos, tl.int64) + i_c * C
-    if start >= eos:
+    if (start >= eos) | (i_b >= N):  # past the sequence, or the last slot
         return
     length = tl.minimum(eos - start, C).to(tl.int32)
-    i_b, i_hk, i_h, i_p = i_b.to(tl.int64), i_hk.to(tl.int64), i_h.to(tl.int64), i_p.to(tl.int64)
+    i_b, i_hk, i_h, i_p = i_b.to(tl.int64), i_hk.to(tl.int64), i_h.to(tl.int64), (i_s * HV + i_h).to(tl.int64)
     p_q += (i_b * s_qb + start * s_qt + i_hk * s_qh) * ALIGN
     p_k += (i_b * s_kb + start * s_kt + i_hk * s_kh) * ALIGN
     p_g += (i_b * s_gb + start * s_gt + i_h * s_gh) * ALIGN
@@ -254,34 +306,34 @@ def prepare_normed_kernel(
     b_beta = write_strength(tl.load(p_beta + o_i * s_bt, mask=o_i < length, other=0.0).to(tl.float32), BETA)
     p_betas += i_p * C
     tl.store(p_betas + o_i, tl.where(o_i < length, b_beta, 0.0))
-    b_one = tl.full([8 * J, c], 1.0, tl.float32)
-    b_rows, b_cols, b_first, b_tails, b_total0, b_8, b_16, b_from = half_factors(
-        b_qk, b_g, b_bias, b_one, p_tiles, a, scale, unit, length, KP, False, GATE, BOUNDED, SOLVE, PTX
+    b_none = tl.zeros([8 * J, c], tl.float32)
+    b_rows, b_cols, b_first, b_tails, b_total, b_8, b_16, b_from = half_factors(
+        b_qk, b_g, b_bias, b_none, p_tiles, p_decay, a, scale, unit, length, KP, False, GATE, BOUNDED, SOLVE, PTX
     )  # fmt: skip
     b_first = tl.trans(by_token(b_first))
+    b_near, b_far = by_token(b_rows), tl.trans(by_token(b_cols))  # leaves registers before the loads need them
     b_qk, b_g = load_rows(p_q, p_k, p_g, 32, length, s_qt, s_kt, s_gt, K, KP, J, ALIGN, True)  # on its way during the product
-    b_A0 = half_pairs(b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
-    b_rows, b_cols, _, b_tails1, b_total1, b_8, b_16, b_from = half_factors(
-        b_qk, b_g, b_bias, power_of_2(b_total0, PTX), p_tiles, a, scale, unit, length - 32, KP, True, GATE, BOUNDED, SOLVE, PTX
+    b_A0 = half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
+    b_rows, b_cols, _, b_tails1, b_decay, b_8, b_16, b_from = half_factors(
+        b_qk, b_g, b_bias, b_total, p_tiles, p_decay, a, scale, unit, length - 32, KP, True, GATE, BOUNDED, SOLVE, PTX
     )  # fmt: skip
-    b_k = both_tails(b_tails1, b_tails, b_total1, SOLVE, PTX)
+    o_t = (o_i + 32) % 64  # rows of A_kk, and all columns: the second half first
+    tl.debug_barrier()  # betas are read back, on their way during the products
+    b_beta = tl.load(p_betas + o_t)
+    b_k = both_tails(b_tails1, b_tails, b_decay, SOLVE)
+    b_near, b_far = by_token(b_rows), tl.trans(by_token(b_cols))
     if BOUNDED:  # these rows, columns of the first half
-        b_A1 = half_pairs(b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
-        b_A10 = product(by_token(b_rows), b_first, PRECISION) * UNSHIFT
+        b_A1 = half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
+        b_A10 = product(b_near, b_first, PRECISION) * UNSHIFT
     else:
         b_A10 = product(by_token(scaled(b_rows, b_from[:, None, :], PTX)), b_first, PRECISION)
-        b_A1 = half_pairs(b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
-    tl.store(p_decay + o_b, power_of_2(b_total0 + b_total1, PTX), mask=tl.arange(0, 8 * J)[:, None] % 8 == 0)
-    tl.debug_barrier()  # betas are read back
+        b_A1 = half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
 
-    o_t = (o_i + 32) % 64  # rows of A_kk, and all columns: the second half first
     m_0 = before_row(o_i, 32)[:, None]
     o_row, o_col = (o_i % 32)[:, None], tl.arange(0, 32)[None, :]
-    b_beta = tl.load(p_betas + o_t)
     b_A_kk = tl.where(m_0, b_A1, b_A0)  # [64, 32]
-    b_left = tl.where(o_col <= o_row + (o_i // 32 * 64 - 64)[:, None], b_A1, 0.0)
-    b_right = tl.where(o_col <= o_row + (o_i // 32 * 64)[:, None], tl.where(m_0, b_A0, b_A10), 0.0)
-    b_A_qk = narrow(beside(b_left, b_right), SOLVE)  # [64, 64]
+    b_A_qk = tl.where(o_col <= o_row, tl.where(m_0, b_A0, b_A1), 0.0)
+    b_A_qk = narrow(beside(tl.where(m_0, 0.0, b_A_qk), tl.where(m_0, b_A_qk, b_A10)), SOLVE)  # [64, 64]
     b_T = unit_lower_inverse(b_A_kk * -b_beta[:, None], b_A10 * -b_beta[:, None], SOLVE, PRECISION)
     if HAS_LOWER:
         o_square = i_p * C * C + o_t[None, :]
@@ -296,4 +348,4 @@ def prepare_normed_kernel(
     b_T = narrow(b_T * tl.load(p_betas + o_t)[None, :], SOLVE)
     tl.store(p_squares + i_p * C * C + o_t[None, :] + o_i[:, None] * C, narrow(product(b_A_qk, b_T, PRECISION), DTYPE))
     b_k = narrow(product(tl.trans(b_T), b_k, PRECISION), DTYPE)
-    tl.store(p_tiles + (2 * C + o_t[:, None]) * KP + tl.arange(0, KP)[None, :], b_k)
+    store_swapped(p_tiles + 2 * C * KP, b_k)
