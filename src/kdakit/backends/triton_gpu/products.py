@@ -39,11 +39,12 @@ def solved_rows(p_lower, b_beta, b_norm, o_i, o_p, b_beta_c, C: tl.constexpr, S:
 
 @triton.jit
 def times_solved(b_x, X, SMALL: tl.constexpr, PRECISION: tl.constexpr):
-    """b_x [M, R] -> b_x X^T [M, R]."""
-    b_x = narrow(b_x, SMALL)
-    b_y = product(b_x, tl.trans(X[0]), PRECISION)
+    """b_x [M, R] -> b_x X^T [M, R]: of both factors what rounding takes is made good."""
+    b_xn = narrow(b_x, SMALL)
+    b_y = product(b_xn, tl.trans(X[0]), PRECISION)
     if not SMALL.is_fp32():
-        b_y = product_add(b_x, tl.trans(X[1]), b_y, PRECISION)
+        b_y = product_add(b_xn, tl.trans(X[1]), b_y, PRECISION)
+        b_y = product_add(narrow(b_x - b_xn.to(tl.float32), SMALL), tl.trans(X[0]), b_y, PRECISION)
     return b_y
 
 

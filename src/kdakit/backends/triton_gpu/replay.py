@@ -62,8 +62,9 @@ def store_span(p_tile, o_r, m_r, o_k, b_x, KP: tl.constexpr):
 def rebuild_span(
     p_q, p_k, p_tile, p_norms, p_first, b_I, b_from, b_to, scale, o_t, o_r, m_r, o_k, s_qt, s_kt, eos, first,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr, L2NORM: tl.constexpr, HAS_FIRST: tl.constexpr,
+    SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """Stores k_in and q_decayed of 32 tokens and returns k_decayed, rounded, [BK, 32]. Of a first chunk also what rounding took."""
+    """Stores k_in and q_decayed of 32 tokens and returns k_decayed as SOLVE, [BK, 32]. Of a first chunk also what rounding took."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     b_k = unit_span(p_k, p_norms + C, o_t, o_r, m_r, s_kt, o_k, eos, b_I, K, KP, ALIGN, L2NORM)
     b_q = unit_span(p_q, p_norms, o_t, o_r, m_r, s_qt, o_k, eos, b_I, K, KP, ALIGN, L2NORM) * (b_from * scale)
@@ -74,7 +75,7 @@ def rebuild_span(
         if first:
             store_span(p_first, o_r, m_r, o_k, b_in - narrow(b_in, DTYPE).to(tl.float32), KP)
             store_span(p_first + C * KP, o_r, m_r, o_k, b_q - narrow(b_q, DTYPE).to(tl.float32), KP)
-    return narrow(b_k * b_to, DTYPE)
+    return narrow(b_k * b_to, SOLVE)
 
 
 @triton.jit
@@ -125,16 +126,16 @@ def rebuild_chunk(
             b_to0 = b_to0 * b_decay1
         b_k_decayed = rebuild_span(
             p_q, p_k, p_tile, p_norms, p_first, b_I, b_from0, b_to0, scale, o_t0, o_r0, m_r0, o_k, s_qt, s_kt, eos, first,
-            K, KP, C, ALIGN, L2NORM, HAS_FIRST,
+            K, KP, C, ALIGN, L2NORM, HAS_FIRST, SOLVE,
         )  # fmt: skip
         if C > 32:
             b_k_decayed1 = rebuild_span(
                 p_q, p_k, p_tile, p_norms, p_first, b_I, from_start(b_prefix, c) * b_decay0, to_end(b_suffix, c), scale, o_t1, o_r1, m_r1,
-                o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, L2NORM, HAS_FIRST,
+                o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, L2NORM, HAS_FIRST, SOLVE,
             )  # fmt: skip
             b_k_decayed = side_by_side(b_k_decayed, b_k_decayed1)
             b_decay0 = b_decay0 * b_decay1
-        b_solved = product(b_k_decayed.to(tl.float32).to(SOLVE), b_T, PRECISION)  # [BK, R], in the order of `row_tokens`
+        b_solved = product(b_k_decayed, b_T, PRECISION)  # [BK, R], in the order of `row_tokens`
         store_span(p_tile + 2 * C * KP, o_c, o_c < C, o_k, b_solved, KP)
         tl.store(p_decay + o_k, tl.sum(b_decay0, 1), mask=o_k < KP)
 
