@@ -10,18 +10,19 @@ from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product
 
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
 def reverse_kernel(
-    p_d_o, p_tiles, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_d_initial,
+    p_d_o, p_tiles, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_lost, p_d_initial,
     T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BETA: tl.constexpr, LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, from the last to the first, with dS' the gradient of the state after it:
 
         y = (A_qk inverse)^T d_o + inverse^T k_decayed dS'        dS = Diag(decay) dS' + q_decayed^T d_o - k_in^T beta y
 
-    y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes y where d_v will be, dS' for every chunk and dS for the
-    initial state.
+    y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
+    state. Where beta is the caller's own it may be 0, and its gradient needs y: then d_v is y, and beta is left to `products`.
+    lost [slot, HV, LOST] begins with what rounding took from d_v, [C, VP] by token.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -68,7 +69,12 @@ def reverse_kernel(
         tl.store(p_d_states + (i_at * VP + o_v[:, None]) * KP + o_k[None, :], b_dSn, mask=m_v[:, None])
         b_y = product(tl.trans(b_d_o), b_A_solved, PRECISION)  # [BV, C]
         b_y = product_add(b_dSn, tl.trans(b_k_solved), b_y, PRECISION)
-        tl.store(p_d_v + o_cv, narrow(tl.trans(b_y), DTYPE), mask=m_cv)
+        b_d_v = b_y if BETA == "given" else b_y * b_beta[None, :]
+        b_d_v = tl.trans(b_d_v)
+        b_d_vn = narrow(b_d_v, DTYPE)
+        tl.store(p_d_v + o_cv, b_d_vn, mask=m_cv)
+        if p_lost is not None:
+            tl.store(p_lost + i_at * LOST + o_t[:, None] * VP + o_v[None, :], narrow(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
         b_dS = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
         b_dS = product_add(narrow(b_y * -b_beta[None, :], DTYPE), b_k_in, b_dS, PRECISION)
     if HAS_INITIAL:
