@@ -74,15 +74,15 @@ def exact_d_decay(
 
 @triton.jit
 def pair_products(p_d_o, p_y, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
-                  R: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """d_o r^T and y r^T, [R, R]: rows in the order of `span_tokens`, columns in that of `row_tokens`. y with what rounding took from it."""
+                  R: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """d_o r^T and y r^T, [R, R]: rows in the order of `span_tokens`, columns in that of `row_tokens`."""
     b_Pq, b_Pk = tl.zeros([R, R], tl.float32), tl.zeros([R, R], tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         o_v = i_v + tl.arange(0, BV)
         b_r = tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV))
         b_Pq = product_add(load_rows(p_d_o, o_row, m_i, o_v, V, BV), b_r, b_Pq, PRECISION)
         b_Pk = product_add(load_rows(p_y, o_row, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
-        if p_lost is not None:
+        if GIVEN and p_lost is not None:
             b_Pk = product_add(load_rows(p_lost, o_i * VP, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
     return b_Pq, b_Pk
 
@@ -186,7 +186,7 @@ def products_kernel(
     b_norm_q, b_norm_k = tl.load(p_row + C, mask=m_i, other=0.0) * scale, tl.load(p_row + 2 * C, mask=m_i, other=0.0)
     b_beta_c = tl.load(p_factors + o_p, mask=o_p < C, other=0.0)  # [R], in the order of `row_tokens`
     X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, S, GROUP, SMALL)
-    b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V, VP, BV, R, PRECISION, STAGES)
+    b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V, VP, BV, R, BETA == "given", PRECISION, STAGES)
     p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
     b_Aq = times_solved(b_Pq, X, SMALL, PRECISION) * b_norm_q[:, None]
     if NORMED:
@@ -202,8 +202,8 @@ def products_kernel(
     b_d_beta = write_strength_backward(tl.load(p_beta + o_i * s_bt, mask=m_i, other=0.0).to(tl.float32), tl.sum(b_Pk * b_T, 1), BETA)
     tl.store(p_d_beta + i_row + o_i * HV, narrow(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
 
-    if p_lost is not None:
-        tl.debug_barrier()  # what was lost of d_v has been read
+    if BETA == "given" and p_lost is not None:
+        tl.debug_barrier()  # what was lost of y has been read
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
         b_dq, b_dk, b_dkh, b_d_decay = state_products(

@@ -86,7 +86,7 @@ def half_tiles(
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def rebuild_normed_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_decay, p_factors, p_first,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_k_solved, p_decay, p_factors, p_first,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
@@ -136,7 +136,8 @@ def rebuild_normed_kernel(
     b_T = (tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0) - b_beta[:, None] * b_N).to(SOLVE)
     b_solved = product(tl.trans(b_T), by_token(tl.reshape(b_k, [8 * J, 8, c])), PRECISION)  # [64, KP]
     o_k = tl.arange(0, KP)
-    tl.store(p_tiles + 2 * C * KP + o_i[:, None] * KP + o_k[None, :], narrow(b_solved, p_tiles.dtype.element_ty))
+    p_k_solved += (i_p * 3 + 2) * C * KP
+    tl.store(p_k_solved + o_i[:, None] * KP + o_k[None, :], narrow(b_solved, p_k_solved.dtype.element_ty))
     o_m = tl.arange(0, 8 * J)[:, None]
     p_total = p_decay + i_p * KP + o_m // 8 * c + tl.arange(0, c)[None, :]  # [8 J, c]
     tl.store(p_total, power_of_2(b_total0 + b_total1, PTX), mask=o_m % 8 == 0)

@@ -80,7 +80,7 @@ def rebuild_span(
 
 @triton.jit
 def rebuild_chunk(
-    p_q, p_k, p_g, p_beta, p_dt_bias, p_lower, p_tile, p_decay, p_factors, p_first, a, scale, lower_bound,
+    p_q, p_k, p_g, p_beta, p_dt_bias, p_lower, p_tile, p_k_solved, p_decay, p_factors, p_first, a, scale, lower_bound,
     start, eos, first, s_qt, s_kt, s_gt, s_bt,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr,
@@ -136,13 +136,13 @@ def rebuild_chunk(
             b_k_decayed = side_by_side(b_k_decayed, b_k_decayed1)
             b_decay0 = b_decay0 * b_decay1
         b_solved = product(b_k_decayed, b_T, PRECISION)  # [BK, R], in the order of `row_tokens`
-        store_span(p_tile + 2 * C * KP, o_c, o_c < C, o_k, b_solved, KP)
+        store_span(p_k_solved + 2 * C * KP, o_c, o_c < C, o_k, b_solved, KP)
         tl.store(p_decay + o_k, tl.sum(b_decay0, 1), mask=o_k < KP)
 
 
 @triton.jit
 def replay_states(
-    p_v, p_tiles, p_decay, p_factors, p_states, p_r, b_S, length, HV, s_vt, o_v, m_v, chunks,
+    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, b_S, length, HV, s_vt, o_v, m_v, chunks,
     V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -153,12 +153,15 @@ def replay_states(
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]
     p_r += (o_t.to(tl.int64) * HV)[:, None] * V + o_v[None, :]
     p_tile = p_tiles + o_c[:, None] * KP + o_k[None, :]
+    p_solved = p_k_solved + (2 * C + o_c[:, None]) * KP + o_k[None, :]
     p_state = p_states + o_v[:, None] * KP + o_k[None, :]
     for i_c in tl.range(0, chunks, num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         b_v = tl.load(p_v, mask=m_cv, other=0.0)
         b_k_in = tl.load(p_tile)  # [C, KP]
-        b_solved = tl.load(p_tile + 2 * C * KP)
+        b_solved = tl.load(p_solved)
+        if b_solved.dtype != DTYPE:
+            b_solved = narrow(b_solved.to(tl.float32), DTYPE)
         b_decay = tl.load(p_decay + o_k)
         b_beta = tl.load(p_factors + o_c)
         b_Sn = narrow(b_S, DTYPE)
@@ -169,6 +172,7 @@ def replay_states(
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
+        p_solved += tl.cast(3 * C * KP, tl.int64) * HV
         p_state += tl.cast(VP * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
         p_factors += tl.cast(3 * C, tl.int64) * HV
@@ -177,7 +181,7 @@ def replay_states(
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def rebuild_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_decay, p_factors, p_first,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_k_solved, p_decay, p_factors, p_first,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
@@ -198,16 +202,16 @@ def rebuild_kernel(
         p_first += (i_n * HV + i_h) * 2 * C * KP
     rebuild_chunk(
         p_q + (i_b * s_qb + i_hk * s_qh) * ALIGN, p_k + (i_b * s_kb + i_hk * s_kh) * ALIGN, p_g + (i_b * s_gb + i_h * s_gh) * ALIGN,
-        p_beta + i_b * s_bb + i_h * s_bh, p_dt_bias, p_lower + i_p * C * C, p_tiles + i_p * 3 * C * KP, p_decay + i_p * KP,
-        p_factors + i_p * 3 * C, p_first, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG), scale, lower_bound,
-        start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
+        p_beta + i_b * s_bb + i_h * s_bh, p_dt_bias, p_lower + i_p * C * C, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_first, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG), scale,
+        lower_bound, start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
         K, KP, BK, C, S, GROUP, ALIGN, GATE, BETA, L2NORM, HAS_DT_BIAS, HAS_FIRST, PRECISION, SOLVE, PTX,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "EVERY", "s_vb", "s_vt", "s_vh"])
 def replay_kernel(
-    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_decay, p_factors, p_states, p_r,
+    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r,
     T, N, NT, HV, EVERY, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -236,7 +240,8 @@ def replay_kernel(
         m_first = m_v[:, None] & (o_k < K)[None, :] & (i_c == 0)
         b_S += tl.load(p_initial + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
     replay_states(
-        p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_decay + i_p * KP, p_factors + i_p * 3 * C,
-        p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
+        p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start,
+        HV, s_vt, o_v, m_v, chunks,
         V, KP, VP, C, S, GROUP, ALIGN, PRECISION, STAGES,
     )  # fmt: skip

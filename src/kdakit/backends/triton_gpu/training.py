@@ -39,6 +39,11 @@ def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ..
     return list(zip(shapes, dtypes, strict=True))
 
 
+def k_solved(x: Replayed, config: Config) -> torch.Tensor:
+    """The tiles as k_solved, the last of three, is kept in them: as precisely as the inverse where that fits."""
+    return x.tiles.view(torch.float16) if config.solve == "float16" else x.tiles
+
+
 def corrected(problem: Problem) -> bool:
     """Half-precision tiles: the gradient of the initial state gets back what they lost."""
     return problem.has_initial_state and problem.dtype != "float32"
@@ -70,7 +75,8 @@ def rebuild(problem: Problem, arrays: Arrays, x: launch.Views, lower, config: Co
     if not slots * problem.HV:
         return out
     args = (
-        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, out.tiles, out.decay, out.factors, out.first,
+        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, out.tiles, k_solved(out, config),
+        out.decay, out.factors, out.first,
         problem.T, problem.N, NT, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
@@ -92,7 +98,8 @@ def replay(problem: Problem, arrays: Arrays, x: launch.Views, out: Replayed, che
     if not slots * problem.HV:
         return
     args = (
-        x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, out.decay, out.factors, out.states, out.r,
+        x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, k_solved(out, config), out.decay, out.factors, out.states,
+        out.r,
         problem.T, problem.N, -(-problem.T // C), problem.HV, launch.CHECKPOINT, *x.strides["v"],
     )  # fmt: skip
     constants = common(problem, config) | dict(
@@ -115,7 +122,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Replayed, solved, d_o, d_final,
     grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
     if grid:
         args = (
-            d_o, x.tiles, solved, x.decay, x.factors, arrays.cu_seqlens, d_final, d_states, d_v, lost, d_initial,
+            d_o, x.tiles, k_solved(x, config), solved, x.decay, x.factors, arrays.cu_seqlens, d_final, d_states, d_v, lost, d_initial,
             problem.T, -(-problem.T // C), problem.HV,
         )  # fmt: skip
         constants = common(problem, config) | dict(
@@ -127,7 +134,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Replayed, solved, d_o, d_final,
 
 
 def lost_size(problem: Problem, config: Config) -> int:
-    """Elements per chunk and head for what rounding took: from d_v, then in its place from two of three parts."""
+    """Elements per chunk and head for what rounding took: from y, then in its place from two of three parts."""
     R = max(32, config.chunk)
     return max(config.chunk * padded(problem.V), 2 * padded(problem.K) * R)
 
