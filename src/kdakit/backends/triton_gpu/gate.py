@@ -130,12 +130,11 @@ def gate_backward(b_x, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
 
 @triton.jit
 def write_strength_backward(b_beta, b_d, BETA: tl.constexpr):
-    """given: d        sigmoid, s = 1 / (1 + e^-beta): s (1 - s) d        double_sigmoid: twice that."""
+    """From d, the gradient of the strength. given: d. Else from d times the strength, which is s = 1 / (1 + e^-beta) or 2 s: (1 - s) d."""
     if BETA == "given":
         return b_d
     b_e = tl.exp2(-tl.abs(b_beta) * LOG2E)
-    b_d = b_d * b_e / ((1.0 + b_e) * (1.0 + b_e))
-    return 2.0 * b_d if BETA == "double_sigmoid" else b_d
+    return tl.where(b_beta >= 0, b_e, 1.0) * b_d / (1.0 + b_e)
 
 
 @triton.jit

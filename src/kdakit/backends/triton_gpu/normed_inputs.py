@@ -8,7 +8,7 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.gate import LOG2E, gate_backward, power_of_2, reciprocal
 from kdakit.backends.triton_gpu.gradient import load_pairs
 from kdakit.backends.triton_gpu.normed import widened
-from kdakit.backends.triton_gpu.span import channel_rows, octet_sums, side_by_side, span_tokens
+from kdakit.backends.triton_gpu.span import as_span, channel_rows, octet_sums, side_by_side, span_tokens
 from kdakit.backends.triton_gpu.tile import narrow
 
 
@@ -17,6 +17,12 @@ def load_part(p_parts, i: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr):
     """Gradients of q_decayed (0), k_in (1) or k_decayed (2) of the half that begins at token FIRST, [KP, 32], for `as_span`."""
     o_x = (i * KP + channel_rows(KP))[:, None] * 64 + FIRST + tl.arange(0, 32)[None, :]
     return tl.load(p_parts + o_x)
+
+
+@triton.jit
+def whole_part(b_x, b_lost, PTX: tl.constexpr):
+    """A part and what rounding took from it, as `load_part` has them -> [KP, 32] float32."""
+    return widened(as_span(b_x), PTX) + widened(as_span(b_lost), PTX)
 
 
 @triton.jit
@@ -40,16 +46,17 @@ def nothing(GATE: tl.constexpr):
 
 
 @triton.jit
-def load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, FIRST: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr, KP: tl.constexpr,
-              ALIGN: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
-    """All that a half needs, as it lies in memory: g, q above k, 1 / |q|, 1 / |k| [1, 32], the three parts and the pairs [64, 32]. Asked
-    for at once, so that the memory's delay is paid once."""
+def load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, p_lost, FIRST: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr,
+              KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
+    """All that a half needs, as it lies in memory: g, q above k, 1 / |q|, 1 / |k| [1, 32], the three parts, what was lost of two of them,
+    and the pairs [64, 32]. Asked for at once, so that the memory's delay is paid once."""
     o_t = span_tokens(32) + FIRST
     b_g = load_rows(p_g, p_g, FIRST, s_gt, s_gt, length, nothing(GATE), 32, K, KP, ALIGN)
     b_qk = load_rows(p_q, p_k, FIRST, s_qt, s_kt, length, 0.0, 64, K, KP, ALIGN)
     b_r_q, b_r_k = tl.load(p_norms + o_t)[None, :], tl.load(p_norms + 64 + o_t)[None, :]
     b_dq, b_dk, b_dc = load_part(p_parts, 0, FIRST, KP), load_part(p_parts, 1, FIRST, KP), load_part(p_parts, 2, FIRST, KP)
-    return b_g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, load_pairs(p_pairs, FIRST, FIRST, 64)
+    b_lq, b_lc = load_part(p_lost, 0, FIRST, KP), load_part(p_lost, 1, FIRST, KP)
+    return b_g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, b_lq, b_lc, load_pairs(p_pairs, FIRST, FIRST, 64)
 
 
 @triton.jit

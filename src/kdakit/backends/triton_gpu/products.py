@@ -38,12 +38,14 @@ def solved_rows(p_lower, b_beta, b_norm, o_i, o_p, b_beta_c, C: tl.constexpr, S:
 
 
 @triton.jit
-def times_solved(b_x, X, SMALL: tl.constexpr, PRECISION: tl.constexpr):
-    """b_x [M, R] -> b_x X^T [M, R]."""
-    b_x = narrow(b_x, SMALL)
-    b_y = product(b_x, tl.trans(X[0]), PRECISION)
+def times_solved(b_x, X, SMALL: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr = True):
+    """b_x [M, R] -> b_x X^T [M, R]: what rounding takes from X is made good, and, if WHOLE, what it takes from b_x."""
+    b_xn = narrow(b_x, SMALL)
+    b_y = product(b_xn, tl.trans(X[0]), PRECISION)
     if not SMALL.is_fp32():
-        b_y = product_add(b_x, tl.trans(X[1]), b_y, PRECISION)
+        b_y = product_add(b_xn, tl.trans(X[1]), b_y, PRECISION)
+        if WHOLE:
+            b_y = product_add(narrow(b_x - b_xn.to(tl.float32), SMALL), tl.trans(X[0]), b_y, PRECISION)
     return b_y
 
 
@@ -71,8 +73,8 @@ def exact_d_decay(
 
 
 @triton.jit
-def pair_products(p_d_o, p_y, p_r, o_row, m_i, o_rc, m_c, V: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
-                  STAGES: tl.constexpr):  # fmt: skip
+def pair_products(p_d_o, p_y, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
+                  R: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """d_o r^T and y r^T, [R, R]: rows in the order of `span_tokens`, columns in that of `row_tokens`."""
     b_Pq, b_Pk = tl.zeros([R, R], tl.float32), tl.zeros([R, R], tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
@@ -80,6 +82,8 @@ def pair_products(p_d_o, p_y, p_r, o_row, m_i, o_rc, m_c, V: tl.constexpr, BV: t
         b_r = tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV))
         b_Pq = product_add(load_rows(p_d_o, o_row, m_i, o_v, V, BV), b_r, b_Pq, PRECISION)
         b_Pk = product_add(load_rows(p_y, o_row, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
+        if GIVEN and p_lost is not None:
+            b_Pk = product_add(load_rows(p_lost, o_i * VP, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
     return b_Pq, b_Pk
 
 
@@ -105,10 +109,11 @@ def state_products(
 @triton.jit
 def store_part(p_part, i_k, b_x, KP: tl.constexpr, NORMED: tl.constexpr):
     """Channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; NORMED: to the order of tokens, which only names
-    registers, see `span.in_order`."""
+    registers, see `span.in_order`. Returns b_x as it is stored."""
     BK: tl.constexpr = b_x.shape[0]
     R: tl.constexpr = b_x.shape[1]
     b_x = narrow(b_x, p_part.dtype.element_ty)
+    b_stored = b_x
     if NORMED:
         o_k = i_k + channel_rows(BK)
         p_part += o_k[:, None] * R + tl.arange(0, 32)[None, :]
@@ -118,6 +123,7 @@ def store_part(p_part, i_k, b_x, KP: tl.constexpr, NORMED: tl.constexpr):
     else:
         o_k = i_k + tl.arange(0, BK)
         tl.store(p_part + o_k[:, None] * R + tl.arange(0, R)[None, :], b_x, mask=(o_k < KP)[:, None])
+    return b_stored.to(tl.float32)
 
 
 @triton.jit
@@ -132,20 +138,23 @@ def finish_d_v(p_d_v, o_row, m_i, b_beta, V: tl.constexpr, BV: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "scale", "s_bb", "s_bt", "s_bh"])
 def products_kernel(
     p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_d_states, p_r, p_d_o, p_initial, p_d_final,
-    p_d_v, p_d_beta, p_pairs, p_parts, p_d_decay,
+    p_d_v, p_d_beta, p_pairs, p_parts, p_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     S: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, SMALL: tl.constexpr, STAGES: tl.constexpr, NORMED: tl.constexpr,
+    LOST: tl.constexpr,
 ):  # fmt: skip
-    """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r (in d_v when this begins), S before and dS' after the chunk:
+    """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r (in d_v when this begins, or beta y, see `reverse`), S before and
+    dS' after the chunk:
 
         d_A_qk = d_o v_new^T = (d_o r^T) X^T        d_A_kk / beta = -beta y v_new^T        d_beta = y . v_new / beta        d_v = beta y
         d_q_decayed = d_o S^T        d_k_in = -beta y S^T        d_k_decayed = v_new dS'^T = X (r dS'^T)        d_decay = sum_v S dS'
 
     Rows of q are taken times scale / |q|, those of k and columns times 1 / |k|: from here on q and k are as the caller gave them.
     Writes pairs [slot, HV, 2, R, R] (A_qk, A_kk / beta: all of it, what is above the diagonal means nothing) and parts
-    [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP].
+    [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP]. lost
+    [slot, HV, 2, KP, R]: what rounding took from q_decayed and k_decayed, unless SMALL is float32.
     NORMED, for `normed_gradient`: pairs are 0 where they mean nothing, and parts lie in the order of tokens.
     SMALL is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
     """
@@ -165,22 +174,25 @@ def products_kernel(
     p_factors += i_p * 3 * C
     p_states += i_p * VP * KP
     p_d_states += i_p * VP * KP
+    if p_lost is not None:
+        p_lost += i_p * LOST
 
     o_i, o_c, o_p = span_tokens(R), row_tokens(R, S, GROUP), tl.arange(0, R)
     m_i, m_c = o_i < length, o_c < length
     o_row, o_rc = o_i * HV * V, o_c * HV * V
     p_row = p_factors + row_of_token(o_i, S, GROUP)
     b_beta = tl.load(p_row, mask=m_i, other=0.0)
+    b_beta_y = b_beta if BETA == "given" else tl.full([R], 1.0, tl.float32)  # what y lacks
     b_norm_q, b_norm_k = tl.load(p_row + C, mask=m_i, other=0.0) * scale, tl.load(p_row + 2 * C, mask=m_i, other=0.0)
     b_beta_c = tl.load(p_factors + o_p, mask=o_p < C, other=0.0)  # [R], in the order of `row_tokens`
     X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, S, GROUP, SMALL)
-    b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, V, BV, R, PRECISION, STAGES)
+    b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V, VP, BV, R, BETA == "given", PRECISION, STAGES)
     p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
     b_Aq = times_solved(b_Pq, X, SMALL, PRECISION) * b_norm_q[:, None]
     if NORMED:
         b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)
     tl.store(p_pair, narrow(b_Aq, SMALL))
-    b_Ak = times_solved(b_Pk, X, SMALL, PRECISION) * (-b_beta * b_norm_k)[:, None]
+    b_Ak = times_solved(b_Pk, X, SMALL, PRECISION, False) * (-b_beta_y * b_norm_k)[:, None]
     if NORMED:
         b_Ak = tl.where(o_i[:, None] > o_i[None, :], b_Ak, 0.0)
     tl.store(p_pair + R * R, narrow(b_Ak, SMALL))
@@ -190,6 +202,8 @@ def products_kernel(
     b_d_beta = write_strength_backward(tl.load(p_beta + o_i * s_bt, mask=m_i, other=0.0).to(tl.float32), tl.sum(b_Pk * b_T, 1), BETA)
     tl.store(p_d_beta + i_row + o_i * HV, narrow(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
 
+    if BETA == "given" and p_lost is not None:
+        tl.debug_barrier()  # what was lost of y has been read
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
         b_dq, b_dk, b_dkh, b_d_decay = state_products(
@@ -202,9 +216,15 @@ def products_kernel(
                     p_states, p_d_states, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL
                 )
         p_part = p_parts + i_p * 3 * KP * R
-        store_part(p_part, i_k, b_dq * b_norm_q[None, :], KP, NORMED)
-        store_part(p_part + KP * R, i_k, b_dk * (-b_beta * b_norm_k)[None, :], KP, NORMED)
-        store_part(p_part + 2 * KP * R, i_k, times_solved(b_dkh, X, SMALL, PRECISION), KP, NORMED)
+        b_dq = b_dq * b_norm_q[None, :]
+        b_dq -= store_part(p_part, i_k, b_dq, KP, NORMED)
+        store_part(p_part + KP * R, i_k, b_dk * (-b_beta_y * b_norm_k)[None, :], KP, NORMED)
+        b_dkh = times_solved(b_dkh, X, SMALL, PRECISION)
+        b_dkh -= store_part(p_part + 2 * KP * R, i_k, b_dkh, KP, NORMED)
+        if p_lost is not None:
+            store_part(p_lost, i_k, b_dq, KP, NORMED)
+            store_part(p_lost + KP * R, i_k, b_dkh, KP, NORMED)
         tl.store(p_d_decay + i_p * KP + o_k, b_d_decay, mask=o_k < KP)
-    tl.debug_barrier()  # y has been read
-    finish_d_v(p_d_v, o_row, m_i, b_beta, V, BV)
+    if BETA == "given":
+        tl.debug_barrier()  # y has been read
+        finish_d_v(p_d_v, o_row, m_i, b_beta, V, BV)

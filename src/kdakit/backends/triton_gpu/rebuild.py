@@ -56,10 +56,10 @@ def decay_sums(b_g, unit):
 def half_tiles(
     p_q, p_k, p_g, p_dt_bias, p_tiles, p_norms, p_first, a, scale, unit, length, b_before, first, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, PTX: tl.constexpr,
+    HAS_FIRST: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Of a half, with the log2-decay before it [8 J, c]: stores k_in and q_decayed; returns k decayed to the half's end [8 J, 4, c],
-    rounded, and the log2-decay over it."""
+    """Of a half, with the log2-decay before it [8 J, c]: stores k_in and q_decayed; returns k decayed to the half's end [8 J, 4, c], as
+    SOLVE, and the log2-decay over it."""
     J: tl.constexpr = 4
     c: tl.constexpr = KP // J
     C: tl.constexpr = 64
@@ -72,7 +72,7 @@ def half_tiles(
         b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None, :]
     b_s, b_total = decay_sums(gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX), unit)
     b_qk = tl.reshape(widened(b_qk, PTX) * b_norm[:, :, None], [8 * J, 2, 4, c])
-    b_k = narrow(k_part(b_qk) * power_of_2(b_total[:, None, :] - b_s, PTX), DTYPE)
+    b_k = narrow(k_part(b_qk) * power_of_2(b_total[:, None, :] - b_s, PTX), SOLVE)
     b_rows = tl.reshape(b_qk * power_of_2(b_s + b_before[:, None, :], PTX)[:, None], [8 * J, 8, c])
     o_row = (tokens(J, 8) + tl.where((tl.arange(0, 8) < 4)[None, :, None], C, 0)) * KP + channels(J, c)
     b_tile = narrow(b_rows, DTYPE)
@@ -86,7 +86,7 @@ def half_tiles(
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def rebuild_normed_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_decay, p_factors, p_first,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_k_solved, p_decay, p_factors, p_first,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
@@ -123,20 +123,21 @@ def rebuild_normed_kernel(
     tl.store(p_factors + o_i, b_beta)
     b_k0, b_total0 = half_tiles(
         p_q, p_k, p_g, p_dt_bias, p_tiles, p_factors + C, p_first, a, scale, unit, length, tl.zeros([8 * J, c], tl.float32), i_c == 0,
-        s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, PTX,
+        s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, SOLVE, PTX,
     )  # fmt: skip
     b_k1, b_total1 = half_tiles(
         p_q + 32 * s_qt * ALIGN, p_k + 32 * s_kt * ALIGN, p_g + 32 * s_gt * ALIGN, p_dt_bias, p_tiles + 32 * KP, p_factors + C + 32,
         p_first + 32 * KP, a, scale, unit, length - 32, b_total0, i_c == 0, s_qt, s_kt, s_gt,
-        K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, PTX,
+        K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, SOLVE, PTX,
     )  # fmt: skip
-    b_k0 = b_k0.to(tl.float32) * power_of_2(b_total1, PTX)[:, None, :]
-    b_k = tl.permute(tl.join(b_k0.to(SOLVE), b_k1.to(tl.float32).to(SOLVE)), (0, 3, 1, 2))  # [8 J, 2, 4, c]
+    b_k0 = narrow(b_k0.to(tl.float32) * power_of_2(b_total1, PTX)[:, None, :], SOLVE)
+    b_k = tl.permute(tl.join(b_k0, b_k1), (0, 3, 1, 2))  # [8 J, 2, 4, c]
     b_N = tl.load(p_lower + i_p * C * C + o_i[:, None] * C + o_i[None, :]).to(tl.float32)
     b_T = (tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0) - b_beta[:, None] * b_N).to(SOLVE)
     b_solved = product(tl.trans(b_T), by_token(tl.reshape(b_k, [8 * J, 8, c])), PRECISION)  # [64, KP]
     o_k = tl.arange(0, KP)
-    tl.store(p_tiles + 2 * C * KP + o_i[:, None] * KP + o_k[None, :], narrow(b_solved, p_tiles.dtype.element_ty))
+    p_k_solved += (i_p * 3 + 2) * C * KP
+    tl.store(p_k_solved + o_i[:, None] * KP + o_k[None, :], narrow(b_solved, p_k_solved.dtype.element_ty))
     o_m = tl.arange(0, 8 * J)[:, None]
     p_total = p_decay + i_p * KP + o_m // 8 * c + tl.arange(0, c)[None, :]  # [8 J, c]
     tl.store(p_total, power_of_2(b_total0 + b_total1, PTX), mask=o_m % 8 == 0)

@@ -62,8 +62,9 @@ def store_span(p_tile, o_r, m_r, o_k, b_x, KP: tl.constexpr):
 def rebuild_span(
     p_q, p_k, p_tile, p_norms, p_first, b_I, b_from, b_to, scale, o_t, o_r, m_r, o_k, s_qt, s_kt, eos, first,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr, L2NORM: tl.constexpr, HAS_FIRST: tl.constexpr,
+    SOLVE: tl.constexpr,
 ):  # fmt: skip
-    """Stores k_in and q_decayed of 32 tokens and returns k_decayed, rounded, [BK, 32]. Of a first chunk also what rounding took."""
+    """Stores k_in and q_decayed of 32 tokens and returns k_decayed as SOLVE, [BK, 32]. Of a first chunk also what rounding took."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     b_k = unit_span(p_k, p_norms + C, o_t, o_r, m_r, s_kt, o_k, eos, b_I, K, KP, ALIGN, L2NORM)
     b_q = unit_span(p_q, p_norms, o_t, o_r, m_r, s_qt, o_k, eos, b_I, K, KP, ALIGN, L2NORM) * (b_from * scale)
@@ -74,12 +75,12 @@ def rebuild_span(
         if first:
             store_span(p_first, o_r, m_r, o_k, b_in - narrow(b_in, DTYPE).to(tl.float32), KP)
             store_span(p_first + C * KP, o_r, m_r, o_k, b_q - narrow(b_q, DTYPE).to(tl.float32), KP)
-    return narrow(b_k * b_to, DTYPE)
+    return narrow(b_k * b_to, SOLVE)
 
 
 @triton.jit
 def rebuild_chunk(
-    p_q, p_k, p_g, p_beta, p_dt_bias, p_lower, p_tile, p_decay, p_factors, p_first, a, scale, lower_bound,
+    p_q, p_k, p_g, p_beta, p_dt_bias, p_lower, p_tile, p_k_solved, p_decay, p_factors, p_first, a, scale, lower_bound,
     start, eos, first, s_qt, s_kt, s_gt, s_bt,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr,
@@ -125,23 +126,23 @@ def rebuild_chunk(
             b_to0 = b_to0 * b_decay1
         b_k_decayed = rebuild_span(
             p_q, p_k, p_tile, p_norms, p_first, b_I, b_from0, b_to0, scale, o_t0, o_r0, m_r0, o_k, s_qt, s_kt, eos, first,
-            K, KP, C, ALIGN, L2NORM, HAS_FIRST,
+            K, KP, C, ALIGN, L2NORM, HAS_FIRST, SOLVE,
         )  # fmt: skip
         if C > 32:
             b_k_decayed1 = rebuild_span(
                 p_q, p_k, p_tile, p_norms, p_first, b_I, from_start(b_prefix, c) * b_decay0, to_end(b_suffix, c), scale, o_t1, o_r1, m_r1,
-                o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, L2NORM, HAS_FIRST,
+                o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, L2NORM, HAS_FIRST, SOLVE,
             )  # fmt: skip
             b_k_decayed = side_by_side(b_k_decayed, b_k_decayed1)
             b_decay0 = b_decay0 * b_decay1
-        b_solved = product(b_k_decayed.to(tl.float32).to(SOLVE), b_T, PRECISION)  # [BK, R], in the order of `row_tokens`
-        store_span(p_tile + 2 * C * KP, o_c, o_c < C, o_k, b_solved, KP)
+        b_solved = product(b_k_decayed, b_T, PRECISION)  # [BK, R], in the order of `row_tokens`
+        store_span(p_k_solved + 2 * C * KP, o_c, o_c < C, o_k, b_solved, KP)
         tl.store(p_decay + o_k, tl.sum(b_decay0, 1), mask=o_k < KP)
 
 
 @triton.jit
 def replay_states(
-    p_v, p_tiles, p_decay, p_factors, p_states, p_r, b_S, length, HV, s_vt, o_v, m_v, chunks,
+    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, b_S, length, HV, s_vt, o_v, m_v, chunks,
     V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -152,12 +153,15 @@ def replay_states(
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]
     p_r += (o_t.to(tl.int64) * HV)[:, None] * V + o_v[None, :]
     p_tile = p_tiles + o_c[:, None] * KP + o_k[None, :]
+    p_solved = p_k_solved + (2 * C + o_c[:, None]) * KP + o_k[None, :]
     p_state = p_states + o_v[:, None] * KP + o_k[None, :]
     for i_c in tl.range(0, chunks, num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         b_v = tl.load(p_v, mask=m_cv, other=0.0)
         b_k_in = tl.load(p_tile)  # [C, KP]
-        b_solved = tl.load(p_tile + 2 * C * KP)
+        b_solved = tl.load(p_solved)
+        if b_solved.dtype != DTYPE:
+            b_solved = narrow(b_solved.to(tl.float32), DTYPE)
         b_decay = tl.load(p_decay + o_k)
         b_beta = tl.load(p_factors + o_c)
         b_Sn = narrow(b_S, DTYPE)
@@ -168,6 +172,7 @@ def replay_states(
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
+        p_solved += tl.cast(3 * C * KP, tl.int64) * HV
         p_state += tl.cast(VP * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
         p_factors += tl.cast(3 * C, tl.int64) * HV
@@ -176,7 +181,7 @@ def replay_states(
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
 def rebuild_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_decay, p_factors, p_first,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_k_solved, p_decay, p_factors, p_first,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
@@ -197,16 +202,16 @@ def rebuild_kernel(
         p_first += (i_n * HV + i_h) * 2 * C * KP
     rebuild_chunk(
         p_q + (i_b * s_qb + i_hk * s_qh) * ALIGN, p_k + (i_b * s_kb + i_hk * s_kh) * ALIGN, p_g + (i_b * s_gb + i_h * s_gh) * ALIGN,
-        p_beta + i_b * s_bb + i_h * s_bh, p_dt_bias, p_lower + i_p * C * C, p_tiles + i_p * 3 * C * KP, p_decay + i_p * KP,
-        p_factors + i_p * 3 * C, p_first, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG), scale, lower_bound,
-        start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
+        p_beta + i_b * s_bb + i_h * s_bh, p_dt_bias, p_lower + i_p * C * C, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_first, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG), scale,
+        lower_bound, start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
         K, KP, BK, C, S, GROUP, ALIGN, GATE, BETA, L2NORM, HAS_DT_BIAS, HAS_FIRST, PRECISION, SOLVE, PTX,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "EVERY", "s_vb", "s_vt", "s_vh"])
 def replay_kernel(
-    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_decay, p_factors, p_states, p_r,
+    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r,
     T, N, NT, HV, EVERY, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -235,7 +240,8 @@ def replay_kernel(
         m_first = m_v[:, None] & (o_k < K)[None, :] & (i_c == 0)
         b_S += tl.load(p_initial + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
     replay_states(
-        p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_decay + i_p * KP, p_factors + i_p * 3 * C,
-        p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
+        p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start,
+        HV, s_vt, o_v, m_v, chunks,
         V, KP, VP, C, S, GROUP, ALIGN, PRECISION, STAGES,
     )  # fmt: skip

@@ -8,20 +8,30 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.tile import first_slot, narrow, product, product_add, row_tokens, state_offsets, widen
 
 
+@triton.jit
+def scaled_product(a, b, PRECISION: tl.constexpr):
+    """a @ b for a in float32 and b in float16: rows of a are brought to float16's range by powers of 2."""
+    bits = tl.max(tl.abs(a), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
+    a = a * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
+    return product(a.to(tl.float16), b, PRECISION) * bits.to(tl.float32, bitcast=True)[:, None]
+
+
 @triton.jit(do_not_specialize=["T", "NT", "HV"])
 def reverse_kernel(
-    p_d_o, p_tiles, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_d_initial,
+    p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_lost, p_d_initial,
     T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BETA: tl.constexpr, LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, from the last to the first, with dS' the gradient of the state after it:
 
         y = (A_qk inverse)^T d_o + inverse^T k_decayed dS'        dS = Diag(decay) dS' + q_decayed^T d_o - k_in^T beta y
 
-    y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes y where d_v will be, dS' for every chunk and dS for the
-    initial state.
+    y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
+    state. Where beta is the caller's own it may be 0, and its gradient needs y: then d_v is y, and beta is left to `products`.
+    lost [slot, HV, LOST] then begins with what rounding took from y, [C, VP] by token.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -58,7 +68,7 @@ def reverse_kernel(
         i_at = i_slot + tl.cast(i_c, tl.int64) * HV
         p_tile = p_tiles + i_at * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]
         b_d_o = tl.load(p_d_o + o_cv, mask=m_cv, other=0.0)  # [C, BV]
-        b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
+        b_k_solved = tl.load(p_k_solved + (i_at * 3 + 2) * C * KP + o_c[:, None] * KP + o_k[None, :])  # [C, KP]
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
         b_A_solved = tl.load(p_solved + i_at * C * C + o_c[:, None] * C + o_c[None, :])  # [C, C]
@@ -67,8 +77,16 @@ def reverse_kernel(
         b_dSn = narrow(b_dS, DTYPE)
         tl.store(p_d_states + (i_at * VP + o_v[:, None]) * KP + o_k[None, :], b_dSn, mask=m_v[:, None])
         b_y = product(tl.trans(b_d_o), b_A_solved, PRECISION)  # [BV, C]
-        b_y = product_add(b_dSn, tl.trans(b_k_solved), b_y, PRECISION)
-        tl.store(p_d_v + o_cv, narrow(tl.trans(b_y), DTYPE), mask=m_cv)
+        if b_k_solved.dtype == DTYPE:
+            b_y = product_add(b_dSn, tl.trans(b_k_solved), b_y, PRECISION)
+        else:
+            b_y += scaled_product(b_dS, tl.trans(b_k_solved), PRECISION)
+        b_d_v = b_y if BETA == "given" else b_y * b_beta[None, :]
+        b_d_v = tl.trans(b_d_v)
+        b_d_vn = narrow(b_d_v, DTYPE)
+        tl.store(p_d_v + o_cv, b_d_vn, mask=m_cv)
+        if BETA == "given" and p_lost is not None:
+            tl.store(p_lost + i_at * LOST + o_t[:, None] * VP + o_v[None, :], narrow(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
         b_dS = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
         b_dS = product_add(narrow(b_y * -b_beta[None, :], DTYPE), b_k_in, b_dS, PRECISION)
     if HAS_INITIAL:

@@ -39,6 +39,11 @@ def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ..
     return list(zip(shapes, dtypes, strict=True))
 
 
+def k_solved(x: Replayed, config: Config) -> torch.Tensor:
+    """The tiles as k_solved, the last of three, is kept in them: as precisely as the inverse where that fits."""
+    return x.tiles.view(torch.float16) if config.solve == "float16" else x.tiles
+
+
 def corrected(problem: Problem) -> bool:
     """Half-precision tiles: the gradient of the initial state gets back what they lost."""
     return problem.has_initial_state and problem.dtype != "float32"
@@ -70,7 +75,8 @@ def rebuild(problem: Problem, arrays: Arrays, x: launch.Views, lower, config: Co
     if not slots * problem.HV:
         return out
     args = (
-        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, out.tiles, out.decay, out.factors, out.first,
+        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, out.tiles, k_solved(out, config),
+        out.decay, out.factors, out.first,
         problem.T, problem.N, NT, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
         *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
     )  # fmt: skip
@@ -92,7 +98,8 @@ def replay(problem: Problem, arrays: Arrays, x: launch.Views, out: Replayed, che
     if not slots * problem.HV:
         return
     args = (
-        x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, out.decay, out.factors, out.states, out.r,
+        x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, k_solved(out, config), out.decay, out.factors, out.states,
+        out.r,
         problem.T, problem.N, -(-problem.T // C), problem.HV, launch.CHECKPOINT, *x.strides["v"],
     )  # fmt: skip
     constants = common(problem, config) | dict(
@@ -103,24 +110,33 @@ def replay(problem: Problem, arrays: Arrays, x: launch.Views, out: Replayed, che
 
 
 def reverse(problem: Problem, arrays: Arrays, x: Replayed, solved, d_o, d_final, config: Config):
-    """Third launch: dS' of every chunk, y (in d_v), and the gradient of the initial state."""
+    """Third launch: dS' of every chunk, the gradients of v (without beta where that is given) and of the initial state."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(x.states.shape, dtype=x.states.dtype, device=device)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
-    d_initial = None
+    small, d_initial, lost = getattr(torch, config.small), None, None
+    if small != torch.float32:
+        lost = torch.empty((x.tiles.shape[0], problem.HV, lost_size(problem, config)), dtype=small, device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
     grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
     if grid:
         args = (
-            d_o, x.tiles, solved, x.decay, x.factors, arrays.cu_seqlens, d_final, d_states, d_v, d_initial,
+            d_o, x.tiles, k_solved(x, config), solved, x.decay, x.factors, arrays.cu_seqlens, d_final, d_states, d_v, lost, d_initial,
             problem.T, -(-problem.T // C), problem.HV,
         )  # fmt: skip
         constants = common(problem, config) | dict(
-            BV=config.reverse_block_v, HAS_FINAL=d_final is not None, HAS_INITIAL=d_initial is not None, STAGES=config.reverse_stages,
+            BV=config.reverse_block_v, HAS_FINAL=d_final is not None, HAS_INITIAL=d_initial is not None, BETA=problem.options.beta,
+            LOST=lost_size(problem, config), STAGES=config.reverse_stages,
         )  # fmt: skip
         launch.launch(reverse_kernel, grid, args, constants, num_warps=config.reverse_warps, **limit(config))
-    return d_states, d_v, d_initial
+    return d_states, d_v, lost, d_initial
+
+
+def lost_size(problem: Problem, config: Config) -> int:
+    """Elements per chunk and head for what rounding took: from y, then in its place from two of three parts."""
+    R = max(32, config.chunk)
+    return max(config.chunk * padded(problem.V), 2 * padded(problem.K) * R)
 
 
 def restore(problem: Problem, arrays: Arrays, x: Replayed, d_o, d_v, d_initial, config: Config) -> None:
@@ -141,8 +157,8 @@ class Products(NamedTuple):
     d_beta: torch.Tensor
 
 
-def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o, d_v, d_final, config: Config) -> Products:
-    """Fourth launch: all products over V; y in d_v becomes the gradient of v. Tiles that the replay made are used up."""
+def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o, d_v, lost, d_final, config: Config) -> Products:
+    """Fourth launch: all products over V; d_v gets the beta that it lacks. Tiles that the replay made are used up."""
     C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.small)
     slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
     mine = y.tiles.dtype == small and C == R and not problem.options.disable_recompute
@@ -155,18 +171,19 @@ def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o
     if slots * HV:
         args = (
             arrays.beta, arrays.cu_seqlens, lower, y.factors, y.states, d_states, y.r, d_o, arrays.initial_state, d_final, d_v, out.d_beta,
-            out.pairs, out.parts, out.d_decay, problem.T, problem.N, -(-problem.T // C), HV, problem.options.scale, *arrays.beta.stride(),
+            out.pairs, out.parts, lost, out.d_decay, problem.T, problem.N, -(-problem.T // C), HV, problem.options.scale,
+            *arrays.beta.stride(),
         )  # fmt: skip
         constants = common(problem, config) | dict(
             BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
             HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], STAGES=config.product_stages,
-            NORMED=joint(problem, config),
+            NORMED=joint(problem, config), LOST=lost_size(problem, config),
         )  # fmt: skip
         launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
     return out
 
 
-def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z: Products, dtype, config: Config):
+def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z: Products, lost, dtype, config: Config):
     """Fifth launch: gradients of q, k, g, A_log, dt_bias."""
     o, C, device = problem.options, config.chunk, z.parts.device
     B, T, H, HV, K = problem.B, problem.T, problem.H, problem.HV, problem.K
@@ -177,12 +194,12 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
     d_dt_bias = torch.empty((slots, HV, padded(K)), device=device) if problem.has_dt_bias else None
     if slots * HV:
         args = (
-            x.q, x.k, x.g, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, y.factors, z.pairs, z.parts, z.d_decay, d_q, d_k, d_g, d_A_log,
-            d_dt_bias, T, problem.N, -(-T // C), H, HV, o.lower_bound or 0.0, *x.strides["q"], *x.strides["k"], *x.strides["g"],
+            x.q, x.k, x.g, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, y.factors, z.pairs, z.parts, lost, z.d_decay, d_q, d_k, d_g,
+            d_A_log, d_dt_bias, T, problem.N, -(-T // C), H, HV, o.lower_bound or 0.0, *x.strides["q"], *x.strides["k"], *x.strides["g"],
         )  # fmt: skip
         constants = common(problem, config) | dict(
             BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
-            HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip,
+            HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip, LOST=lost_size(problem, config),
         )  # fmt: skip
         if joint(problem, config):
             few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
@@ -227,14 +244,14 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
         lower, solved, *rest = kept
         if problem.options.disable_recompute:
             y = Replayed(*rest)
-            d_states, d_v, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
+            d_states, d_v, lost, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
         else:
             y = rebuild(problem, arrays, x, lower, config)
             with launch.beside(d_o) as aside:  # neither of the two fills the chip
-                d_states, d_v, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
+                d_states, d_v, lost, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
                 with aside():
                     replay(problem, arrays, x, y, rest[0], config)
-        z = products(problem, arrays, y, lower, d_states, d_o, d_v, d_final, config)
-        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_o.dtype, config)
+        z = products(problem, arrays, y, lower, d_states, d_o, d_v, lost, d_final, config)
+        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, lost, d_o.dtype, config)
         restore(problem, arrays, y, d_o, d_v, d_initial, config)
     return Arrays(d_q, d_k, d_v, d_g, z.d_beta, d_A_log, d_dt_bias, d_initial)
