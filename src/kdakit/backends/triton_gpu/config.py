@@ -36,8 +36,6 @@ class Config:
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
     staged: bool = False  # the scan of `staged`
-    fetch_ahead: int = 0  # chunks ahead of which it sends for tiles to the level-2 cache; 0: it does not
-    part_fetch_ahead: int = 0  # likewise of the scan of parts
     split: bool = False  # so few heads that long sequences are scanned in parts
     part_block: int = 64  # rows of b or M per program of the scan of parts
     part_warps: int = 4

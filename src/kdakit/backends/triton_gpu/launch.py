@@ -276,13 +276,13 @@ def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpo
         K=problem.K, V=problem.V, KP=KP, VP=VP, C=config.chunk, S=config.half, GROUP=config.group,
         ALIGN=layout.align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
         PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state,
-        HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split, FETCH=config.fetch_ahead,
+        HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
     )  # fmt: skip
     chained = {"launch_pdl": True} if config.split and config.ptx else {}
     options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {}) | chained
     numbers = problem.T, problem.N, NT, HV, *layout.strides["v"], max(1, o.chunk_size // config.chunk), checkpoint, number
     part_options = {"num_warps": config.part_warps} | ({"maxnreg": config.part_registers} if config.part_registers else {}) | chained
-    of_parts = constants | dict(BV=config.part_block, STAGES=config.part_stages, FETCH=config.part_fetch_ahead)
+    of_parts = constants | dict(BV=config.part_block, STAGES=config.part_stages)
     of_states = constants | dict(BV=config.combine_block, STAGES=config.combine_stages)
     scan = staged_scan_kernel if config.staged else scan_kernel
     rows, part_numbers = problem.N * HV, (problem.T, NT, HV, number, *layout.strides["v"])

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.chain import wait_for_last
-from kdakit.backends.triton_gpu.draft_kernels import fetch
 from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
 
 
@@ -30,7 +29,7 @@ def parts_kernel(
     T, NT, HV, PARTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """b^T above M^T of every part but the last: parts [N * HV, PARTS, VP + KP, KP], M^T as the sum of two [KP, KP] in bfloat16.
 
@@ -67,11 +66,7 @@ def parts_kernel(
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_decay += i_slot * KP + o_k
     b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
-    for i_c in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
-        if FETCH:
-            i_far = i_slot + (tl.minimum(i_c + FETCH, end - 1) - first).to(tl.int64) * HV
-            fetch(p_tiles + i_far * 3 * C * KP, C * KP * 2)
-            fetch(p_tiles + (i_far * 3 + 2) * C * KP, C * KP * 2)
+    for _ in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
         b_v = tl.load(p_v, mask=m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]

@@ -10,21 +10,9 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.chain import wait_for_last
-from kdakit.backends.triton_gpu.draft_kernels import fetch
 from kdakit.backends.triton_gpu.parts import part_of
 from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
-
-
-@triton.jit
-def row_order(b_x):
-    """[C, X] -> the same rows, row c at (c // 2 % 4) C / 4 + c // 8 * 2 + c % 2. Names registers, moves nothing.
-
-    The matrix units leave rows c and c + 8 in a thread, a store takes rows r and r + C / 4: in this order they have none in common, so that
-    a tile passes through shared memory in one round instead of four.
-    """
-    C: tl.constexpr = b_x.shape[0]
-    X: tl.constexpr = b_x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(b_x, [C // 8, 4, 2, X]), (1, 0, 2, 3)), [C, X])
+from kdakit.backends.triton_gpu.values import traded
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
@@ -34,12 +22,11 @@ def staged_scan_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, FETCH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `state.scan_kernel`. Grid: (N * HV * PARTS * cdiv(V, BV),), blocks of V fastest, then parts of a sequence, then heads.
 
-    Part i begins with what `parts.combine_kernel` left in slot i - 1 of parts [N * HV, PARTS, VP + KP, KP]. FETCH chunks ahead, unless 0,
-    tiles are sent for to the level-2 cache.
+    Part i begins with what `parts.combine_kernel` left in slot i - 1 of parts [N * HV, PARTS, VP + KP, KP].
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -60,7 +47,7 @@ def staged_scan_kernel(
             return
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
     o_t = row_tokens(C, S, GROUP)
-    o_out = row_order(o_t[:, None])  # [C, 1]
+    o_out = traded(o_t[:, None])  # [C, 1]
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
     b_S = tl.zeros([BV, KP], tl.float32)
@@ -88,10 +75,6 @@ def staged_scan_kernel(
             if (i_at % CHECKPOINT == 0) & (i_c > 0):
                 p_point = p_checkpoints + ((i_at // CHECKPOINT * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
                 tl.store(p_point, narrow(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
-        if FETCH:
-            i_far = i_slot + (tl.minimum(i_c + FETCH, end - 1) - first).to(tl.int64) * HV
-            fetch(p_tiles + i_far * 3 * C * KP, 3 * C * KP * 2)
-            fetch(p_squares + i_far * C * C, C * C * 2)
         b_v = tl.load(p_v, mask=(o_t < length - i_c * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
@@ -107,7 +90,7 @@ def staged_scan_kernel(
         b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
         m_o = (o_out < length - i_c * C) & m_v[None, :]
-        tl.store(p_o, narrow(row_order(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
+        tl.store(p_o, narrow(traded(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
