@@ -11,7 +11,7 @@ SPREAD = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full test-gpu lint docs tables cuda test-cuda clean
+.PHONY: help venv demo test test-full test-gpu gpu-cases gpu-tests lint docs tables cuda test-cuda clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,9 +33,13 @@ test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of 
 test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of cases and dtypes, every tile size for every GPU; over an hour
 	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu:  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows; ARGS='-n 8' with pytest-xdist
+test-gpu: gpu-cases gpu-tests  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows; -j2 WORKERS=8 is faster
+
+gpu-cases:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py check
-	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q tests/test_contract.py tests/stages/test_triton_on_gpu.py \
+
+gpu-tests:
+	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_on_gpu.py \
 		-k 'triton_gpu or triton_on_gpu' $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
