@@ -22,6 +22,7 @@ PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96),
             ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: every problem for every target
 TAKEN = dict.fromkeys(TARGETS, range(5)) | ({} if FULL else dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0, 1, 2, 3)))
+ODD = ("bfloat16", 101, 128, True, 1)  # rows of an odd number of elements: loads of two bytes
 TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
 # {(target, dtype): chips with the same instructions}: what they launch alike is compiled for the target, and held to their shared memory.
 STANDS_FOR = {} if FULL else {("sm_80", "bfloat16"): ("sm_89",), ("sm_80", "float32"): ("sm_89",)}
@@ -199,6 +200,8 @@ def compile_all(target: str, every: bool = False) -> None:
             compile_launches(problem.replace(op="recurrent"), arrays, longer)
             if trained:
                 compile_launches(problem.replace(needs_grad=True), arrays, longer)
+    if target == "sm_90" and not every:
+        compile_launches(*problem_of(*ODD, T=128), False)
 
 
 def resources(kernel) -> dict[str, int]:

@@ -85,6 +85,15 @@ def test_sequences_in_parts(name):
     assert not bad, bad
 
 
+@pytest.mark.parametrize("bounded", [True, False], ids=("bounded", "softplus"))
+def test_rows_of_an_odd_number_of_elements(bounded):
+    """Loads of two bytes: other layouts in the kernels."""
+    options = BOUNDED if bounded else FUSED | {"chunk_size": 64}
+    case = Case("odd_rows", "an odd K", **MODEL | dict(T=150, H=1, HV=1, K=101, V=128, A_log=False, options=options))
+    bad = [r for r in checking.check("triton_gpu", case, "bfloat16") if not r.ok]
+    assert not bad, bad
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_gate_beyond_overflow(dtype):
     """The bounded gate where e^x of its input is beyond float32: no decay, not the strongest. d_g in float32: docs/numerics.md."""

@@ -177,20 +177,21 @@ def views(arrays: Arrays) -> Views:
     """Strides are honoured; only a tensor whose channels are not adjacent in memory, or whose tokens lie absurdly far apart, is copied."""
     q, k, v, g, beta = arrays[:5]
     layouts = (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), (g.shape, g.stride())
-    layout = _layout(layouts, beta.stride())
+    anywhere = (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % 16 != 0
+    layout = _layout(layouts, beta.stride(), anywhere)
     if not layout.near:
         near = [_layout((x,), ()).near for x in layouts]
         q, k, v, g = (x if keep else x.contiguous() for x, keep in zip((q, k, v, g), near, strict=True))
-        layout = _layout(tuple((x.shape, x.stride()) for x in (q, k, v, g)), beta.stride())
+        layout = _layout(tuple((x.shape, x.stride()) for x in (q, k, v, g)), beta.stride(), anywhere)
     return Views(q, k, v, g, layout)
 
 
 @lru_cache(maxsize=1024)
-def _layout(layouts: tuple, beta: tuple) -> Layout:
-    """Of tensors' (shape, strides)."""
+def _layout(layouts: tuple, beta: tuple, anywhere: bool = False) -> Layout:
+    """Of tensors' (shape, strides); `anywhere`: not all begin at a multiple of 16 bytes."""
     near = all((stride[3] == 1 or shape[3] == 1) and stride[1] < FAR for shape, stride in layouts)
     own = [[s if n > 1 else 0 for s, n in zip(stride[:3], shape[:3], strict=True)] for shape, stride in layouts]
-    align = math.gcd(16, *(s for strides in own for s in strides))
+    align = 1 if anywhere else math.gcd(16, *(s for strides in own for s in strides))
     strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=False)}
     return Layout(near, align, strides | {"b": beta})
 

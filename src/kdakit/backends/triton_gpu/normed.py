@@ -244,14 +244,17 @@ def store_swapped(p_x, b_x):
 
 
 @triton.jit
-def both_tails(b_x, b_tails, b_decay, SOLVE: tl.constexpr):
+def both_tails(b_x, b_tails, b_decay, SOLVE: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     """k decayed to the chunk's end [64, KP], `swapped`, b_x of the second half first; the other's, b_tails, decays by b_decay more."""
     b_decay = b_decay[:, None, :]
     b_tails = narrow(b_tails.to(tl.float32) * b_decay, SOLVE) if INTERPRETED else b_tails * b_decay.to(SOLVE)
     b_k = tl.zeros([b_x.shape[0], 8, b_x.shape[2]], SOLVE)
     for i in tl.static_range(4):
         b_k = put(put(b_k, token(b_x, i), i), token(b_tails, i), 4 + i)
-    return swapped(by_token(b_k))
+    b_k = swapped(by_token(b_k))
+    if ALIGN % 2 and PTX:  # loaded two bytes at a time, it would be reshaped in shared memory, which the compiler tries and cannot
+        b_k = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_k], dtype=b_k.dtype, is_pure=True, pack=2)
+    return b_k
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
@@ -320,7 +323,7 @@ def prepare_normed_kernel(
     o_t = (o_i + 32) % 64  # rows of A_kk, and all columns: the second half first
     tl.debug_barrier()  # betas are read back, on their way during the products
     b_beta = tl.load(p_betas + o_t)
-    b_k = both_tails(b_tails1, b_tails, b_decay, SOLVE)
+    b_k = both_tails(b_tails1, b_tails, b_decay, SOLVE, ALIGN, PTX)
     b_near, b_far = by_token(b_rows), tl.trans(by_token(b_cols))
     if BOUNDED:  # these rows, columns of the first half
         b_A1 = half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
