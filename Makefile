@@ -33,7 +33,7 @@ test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of 
 test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of cases and dtypes, every tile size for every GPU; over an hour
 	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu: gpu-cases gpu-tests  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows; -j2 WORKERS=8 is faster
+test-gpu: gpu-cases gpu-tests $(if $(shell command -v nvcc),test-cuda)  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows, and with nvcc test-cuda; -j3 WORKERS=6 is faster
 
 gpu-cases:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py check

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,6 +14,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.config import INTERPRETED, Config, bounded, padded, parts
 from kdakit.backends.triton_gpu.intra import prepare_kernel
+from kdakit.backends.triton_gpu.layout import Layout, Views, views
 from kdakit.backends.triton_gpu.names import settle
 from kdakit.backends.triton_gpu.normed import prepare_normed_kernel
 from kdakit.backends.triton_gpu.parts import combine_kernel, parts_kernel
@@ -27,7 +26,6 @@ from kdakit.reference import Result
 
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 FAR_INT = 2**31
-FAR = 2**24  # elements: within a chunk offsets are 32-bit
 SECOND = 2**15  # the most programs along a grid's second axis
 CHECKPOINT = 8  # chunks between the states that a backward starts from
 Grid = int | tuple[int, int, int]
@@ -144,56 +142,6 @@ def _specialised(x: Any) -> Any:
     if kind is float or x is None:
         return kind
     return x.dtype, x.data_ptr() % 16 == 0
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Of q, k, v, g and beta. Equal layouts are one object, see `_layout`."""
-
-    near: bool  # whether the kernels can read them
-    align: int
-    strides: dict[str, tuple[int, ...]]  # "q": (batch, token, head) in units of `align` elements; "b" in elements
-
-
-class Views(NamedTuple):
-    """The token tensors with unit stride in their last dimension."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    layout: Layout
-
-    @property
-    def align(self) -> int:
-        return self.layout.align
-
-    @property
-    def strides(self) -> dict[str, tuple[int, ...]]:
-        return self.layout.strides
-
-
-def views(arrays: Arrays) -> Views:
-    """Strides are honoured; only a tensor whose channels are not adjacent in memory, or whose tokens lie absurdly far apart, is copied."""
-    q, k, v, g, beta = arrays[:5]
-    layouts = (q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()), (g.shape, g.stride())
-    anywhere = (q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()) % 16 != 0
-    layout = _layout(layouts, beta.stride(), anywhere)
-    if not layout.near:
-        near = [_layout((x,), ()).near for x in layouts]
-        q, k, v, g = (x if keep else x.contiguous() for x, keep in zip((q, k, v, g), near, strict=True))
-        layout = _layout(tuple((x.shape, x.stride()) for x in (q, k, v, g)), beta.stride(), anywhere)
-    return Views(q, k, v, g, layout)
-
-
-@lru_cache(maxsize=1024)
-def _layout(layouts: tuple, beta: tuple, anywhere: bool = False) -> Layout:
-    """Of tensors' (shape, strides); `anywhere`: not all begin at a multiple of 16 bytes."""
-    near = all((stride[3] == 1 or shape[3] == 1) and stride[1] < FAR for shape, stride in layouts)
-    own = [[s if n > 1 else 0 for s, n in zip(stride[:3], shape[:3], strict=True)] for shape, stride in layouts]
-    align = 1 if anywhere else math.gcd(16, *(s for strides in own for s in strides))
-    strides = {name: tuple(s // align for s in x) for name, x in zip("qkvg", own, strict=False)}
-    return Layout(near, align, strides | {"b": beta})
 
 
 def chunk_slots(problem: Problem, C: int) -> int:
