@@ -333,11 +333,11 @@ def warm_training(job):
         elif part in ("rebuild", "replay"):
             training.replay(problem, arrays, x, training.rebuild(problem, arrays, x, kept[0], config), kept[2], config)
         elif part == "reverse":
-            training.reverse(problem, arrays, y, kept[1], d_o, d_final, config)
+            training.reverse(problem, arrays, x, y, kept[1], d_o, d_final, config)
         else:
-            d_states, d_v, lost, _ = training.reverse(problem, arrays, y, kept[1], d_o, d_final, config)
-            z = training.products(problem, arrays, y, kept[0], d_states, d_o, d_v, lost, d_final, config)
-            training.gradients(problem, arrays, x, y, z, lost, d_o.dtype, config)
+            d_states, d_v, lost, _ = training.reverse(problem, arrays, x, y, kept[1], d_o, d_final, config)
+            z = training.products(problem, arrays, x, y, kept[0], d_states, d_o, d_v, lost, d_final, config)
+            training.gradients(problem, arrays, x, y, z, d_o.dtype, config)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {error!r}"[:400]
@@ -353,11 +353,11 @@ def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
     replayed = tiles()
     again = lambda: training.replay(problem, arrays, x, replayed, space.checkpoints, config)
     again()
-    back = lambda: training.reverse(problem, arrays, replayed, space.solved, d_o, d_final, config)
+    back = lambda: training.reverse(problem, arrays, x, replayed, space.solved, d_o, d_final, config)
     d_states, d_v, lost, _ = back()
-    over_v = lambda: training.products(problem, arrays, replayed, space.lower, d_states, d_o, d_v, lost, d_final, config)
+    over_v = lambda: training.products(problem, arrays, x, replayed, space.lower, d_states, d_o, d_v, lost, d_final, config)
     z = over_v()
-    last = lambda: training.gradients(problem, arrays, x, replayed, z, lost, d_o.dtype, config)
+    last = lambda: training.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
 
     def both():
         with launch.beside(d_o) as aside:

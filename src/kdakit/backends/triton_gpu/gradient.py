@@ -19,7 +19,7 @@ from kdakit.backends.triton_gpu.span import (
     span_tokens,
     to_end,
 )  # fmt: skip
-from kdakit.backends.triton_gpu.tile import locate, narrow, product, product_add, row_of_token
+from kdakit.backends.triton_gpu.tile import locate, narrow, product, row_of_token
 
 
 @triton.jit
@@ -47,29 +47,32 @@ def decay_of(b_x, a, lower_bound, o_t, length, GATE: tl.constexpr, EXACT: tl.con
 
 
 @triton.jit
-def with_lost(b_x, p_lost, i: tl.constexpr, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
-    """Adds to a part [BK, 32] what rounding took from it, if it was rounded. i: 0 d_q_decayed, 1 d_k_decayed."""
-    if p_lost is not None:
-        o_x = (i * KP + o_k)[:, None] * R + FIRST + tl.arange(0, 32)[None, :]
-        b_x = product_add(tl.load(p_lost + o_x, mask=(o_k < KP)[:, None], other=0.0), b_I, b_x, "ieee")
-    return b_x
+def placed_part(p_parts, o_x, o_k, b_I, KP: tl.constexpr):
+    """`placed` elements of parts, channels o_k [BK]; float16 ones are still to be scaled."""
+    b_x = tl.load(p_parts + o_x, mask=(o_k < KP)[:, None], other=0.0)
+    return product(b_x, b_I.to(tl.float16), "ieee") if b_x.dtype.is_fp16() else placed(b_x, b_I)
 
 
 @triton.jit
-def load_rows_part(p_parts, p_lost, FIRST: tl.constexpr, o_k, b_I2, b_I1, KP: tl.constexpr, R: tl.constexpr):
+def scaled(b_x, p_scales, i: tl.constexpr, o_k, KP: tl.constexpr):
+    """Part i [BK, 32], channels o_k, times its scales, if it has any."""
+    return b_x if p_scales is None else b_x * tl.load(p_scales + i * KP + o_k, mask=o_k < KP, other=0.0)[:, None]
+
+
+@triton.jit
+def load_rows_part(p_parts, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
     """Gradients of q_decayed and k_in of the span that begins at token FIRST, [BK, 32] each."""
     o_p = tl.arange(0, 64)[None, :]
     o_x = (o_p // 32 * KP + o_k[:, None]) * R + FIRST + o_p % 32
-    b_q, b_k = sides(placed(tl.load(p_parts + o_x, mask=(o_k < KP)[:, None], other=0.0), b_I2))
-    return with_lost(b_q, p_lost, 0, FIRST, o_k, b_I1, KP, R), b_k
+    b_q, b_k = sides(placed_part(p_parts, o_x, o_k, b_I, KP))
+    return scaled(b_q, p_scales, 0, o_k, KP), scaled(b_k, p_scales, 1, o_k, KP)
 
 
 @triton.jit
-def load_columns_part(p_parts, p_lost, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
+def load_columns_part(p_parts, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
     """Gradients of k_decayed of the span that begins at token FIRST, [BK, 32]."""
     o_x = (2 * KP + o_k)[:, None] * R + FIRST + tl.arange(0, 32)[None, :]
-    b_x = placed(tl.load(p_parts + o_x, mask=(o_k < KP)[:, None], other=0.0), b_I)
-    return with_lost(b_x, p_lost, 1, FIRST, o_k, b_I, KP, R)
+    return scaled(placed_part(p_parts, o_x, o_k, b_I, KP), p_scales, 2, o_k, KP)
 
 
 @triton.jit
@@ -81,7 +84,7 @@ def load_pairs(p_pairs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constex
 
 @triton.jit
 def span_gradient(
-    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_parts, p_lost, b_I2, b_I1, o_k, KP: tl.constexpr, R: tl.constexpr,
+    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_parts, p_scales, b_I2, b_I1, o_k, KP: tl.constexpr, R: tl.constexpr,
     PLACE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, the 'first' of a chunk (or the only one) or its 'second'. d: its `decays`. For the first
@@ -98,11 +101,11 @@ def span_gradient(
         b_dq, b_dk, b_d_g = bounded_pairs(b_q, b_k, b_prefix, c, b_dA, PTX, PRECISION)
     else:
         b_dq, b_dk, b_d_g = unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION)
-    b_col = to_end(b_suffix, c) * (load_columns_part(p_parts, p_lost, 32, o_k, b_I1, KP, R) if PLACE == "second" else b_extra)
+    b_col = to_end(b_suffix, c) * (load_columns_part(p_parts, p_scales, 32, o_k, b_I1, KP, R) if PLACE == "second" else b_extra)
     b_dk += b_col
     b_col = b_k * b_col
     b_from = from_start(b_prefix, c)
-    b_dqd, b_dki = load_rows_part(p_parts, p_lost, FIRST, o_k, b_I2, b_I1, KP, R)
+    b_dqd, b_dki = load_rows_part(p_parts, p_scales, FIRST, o_k, b_I2, KP, R)
     if PLACE == "second":
         b_dqd, b_dki = b_dqd * b_other, b_dki * b_other
         b_ahead = tl.sum(b_from * (b_q * b_dqd + b_k * b_dki), 1, keep_dims=True)
@@ -168,7 +171,7 @@ def finish_l2norm(
 
 @triton.jit
 def slice_gradient(
-    p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_parts, p_lost, p_d_decay, p_d_q, p_d_k, p_d_g,
+    p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_parts, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g,
     a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
     BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -176,7 +179,7 @@ def slice_gradient(
 ):  # fmt: skip
     """Channels o_k [BK] of a chunk: its second span, if it has one, then its first. Stores the gradients of q, k and g; returns the chunk's
     share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
-    SMALL: tl.constexpr = p_parts.dtype.element_ty
+    SMALL: tl.constexpr = p_pairs.dtype.element_ty
     R: tl.constexpr = C if C > 32 else 32
     o_0, b_I1, b_I2 = span_tokens(32), identity(32), identity(64)
     b_d_decay = tl.load(p_d_decay + o_k, mask=o_k < KP, other=0.0)[:, None]
@@ -185,7 +188,7 @@ def slice_gradient(
         d = decays(decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX))
         b_before = d[3]
         b_right = load_span(p_k, o_0, s_kt, o_k, length, b_I1, K, KP, ALIGN) * to_end(d[1], d[2])
-        b_dkd = load_columns_part(p_parts, p_lost, 0, o_k, b_I1, KP, R)
+        b_dkd = load_columns_part(p_parts, p_scales, 0, o_k, b_I1, KP, R)
         b_behind = tl.sum(b_right * b_dkd, 1, keep_dims=True)  # what columns of the first span give to every gate of the second
         b_right = narrow(b_right, SMALL)
         b_x = load_gate_input(p_g, p_dt_bias, o_0 + 32, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
@@ -197,7 +200,7 @@ def slice_gradient(
         b_top = load_pairs(p_pairs, 32, 0, R)
         b_dkd0 = b_after * b_dkd + product(b_left, b_top, PRECISION)
         b_dq, b_dk, b_d_g, b_ahead = span_gradient(
-            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_parts, p_lost, b_I2, b_I1, o_k, KP, R, "second", BOUNDED, PTX, PRECISION
+            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_parts, p_scales, b_I2, b_I1, o_k, KP, R, "second", BOUNDED, PTX, PRECISION
         )
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
@@ -206,13 +209,13 @@ def slice_gradient(
         )  # fmt: skip
         b_d_decay = b_after * b_d_decay
     else:
-        b_dkd0 = load_columns_part(p_parts, p_lost, 0, o_k, b_I1, KP, R)
+        b_dkd0 = load_columns_part(p_parts, p_scales, 0, o_k, b_I1, KP, R)
     b_x = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
     b_e = decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX)
     d = decays(b_e)
     b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
     b_dq, b_dk, b_d_g, _rest = span_gradient(
-        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_parts, p_lost, b_I2, b_I1, o_k, KP, R, "first", BOUNDED, PTX, PRECISION
+        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_parts, p_scales, b_I2, b_I1, o_k, KP, R, "first", BOUNDED, PTX, PRECISION
     )
     if C > 32:
         b_d_g += b_ahead
@@ -229,13 +232,13 @@ def slice_gradient(
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh"])  # fmt: skip
 def gradient_kernel(
-    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_parts, p_lost, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
+    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_parts, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
     p_d_dt_bias,
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, LOST: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """From what `products_kernel` wrote through the decayed products, the gates and the activations.
 
@@ -268,8 +271,8 @@ def gradient_kernel(
     p_factors += i_p * 3 * C
     p_pairs += i_p * 2 * R * R
     p_parts += i_p * 3 * KP * R
-    if p_lost is not None:
-        p_lost += i_p * LOST
+    if p_scales is not None:
+        p_scales += i_p * 3 * KP
     a = gate_slope(p_A_log, i_h, EXACT, HAS_A_LOG)
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
@@ -277,7 +280,7 @@ def gradient_kernel(
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_d_bias, b_d_A = slice_gradient(
-            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_parts, p_lost, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
+            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_parts, p_scales, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
             a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
             K, KP, C, S, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, PRECISION, PTX, HIP,
         )  # fmt: skip

@@ -25,13 +25,14 @@ from kdakit.backends.triton_gpu.normed_inputs import (
     load_half,
     load_part,
     load_rows,
+    load_scale,
     nothing,
     other_octet,
     store_rows,
     total,
     whole_part,
 )  # fmt: skip
-from kdakit.backends.triton_gpu.span import as_span, identity, octets, placed, side_by_side, sides, span, span_tokens, spread
+from kdakit.backends.triton_gpu.span import identity, octets, placed, side_by_side, sides, span, span_tokens, spread
 from kdakit.backends.triton_gpu.tile import locate, narrow, product, product_add
 
 
@@ -109,7 +110,7 @@ def half_decay(b_g, p_dt_bias, b_before, b_I, a, unit, K: tl.constexpr, GATE: tl
 
 
 @triton.jit
-def pair_gradients(b_left, b_right, b_m, b_dq, b_lq, b_dk, b_dA, b_far, b_top, b_R, SECOND: tl.constexpr, PTX: tl.constexpr,
+def pair_gradients(b_left, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_top, b_R, SECOND: tl.constexpr, PTX: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
     """The gradients of a half's rows [KP, 64] and columns [KP, 32], referred to m. b_far: the first half's columns, referred to this one's
     first block; b_R: what the second half's rows gave to these columns. Returns also what these rows give to the first half's
@@ -119,8 +120,10 @@ def pair_gradients(b_left, b_right, b_m, b_dq, b_lq, b_dk, b_dA, b_far, b_top, b
     b_late = spread(tl.where(tl.arange(0, 4)[None, :] >= 2, b_k, b_one))
     b_k = spread(b_k)
     b_late = moved(b_left, side_by_side(b_late, b_late), PTX)  # all rows referred to the first block
-    b_F = spread(power_of_2(b_m, PTX))
-    b_L = side_by_side(whole_part(b_dq, b_lq, PTX) * b_F, widened(as_span(b_dk), PTX) * b_F)
+    KP: tl.constexpr = b_m.shape[0]
+    b_F = power_of_2(b_m, PTX)
+    b_Fq, b_Fk = b_F * load_scale(p_scales, 0, KP), b_F * load_scale(p_scales, 1, KP)
+    b_L = side_by_side(whole_part(b_dq, PTX) * spread(b_Fq), whole_part(b_dk, PTX) * spread(b_Fk))
     b_same, b_other = chosen_pairs(b_dA, "same"), chosen_pairs(b_dA, "other")
     b_L = product_add(b_right, tl.trans(b_same), b_L, PRECISION)
     b_L = product_add(moved(b_right, b_k, PTX), tl.trans(b_other), b_L, PRECISION)
@@ -136,22 +139,22 @@ def pair_gradients(b_left, b_right, b_m, b_dq, b_lq, b_dk, b_dA, b_far, b_top, b
 
 @triton.jit
 def half_gradient(
-    p_d_q, p_d_k, FIRST: tl.constexpr, x, b_s, b_m, b_end, b_I, b_far, b_top, b_R, SECOND: tl.constexpr, HV, length,
+    p_d_q, p_d_k, p_scales, FIRST: tl.constexpr, x, b_s, b_m, b_end, b_I, b_far, b_top, b_R, SECOND: tl.constexpr, HV, length,
     K: tl.constexpr, KP: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores d_q and d_k of a half, x as `load_half` has it; returns what each token has to do with the gates up to it [KP, 32], the sum
     over tokens of k_decayed d_k_decayed [KP, 4], and what `pair_gradients` gives to the other half. b_end [KP, 4]: the log2-decay over
     the chunk."""
-    _g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, b_lq, b_lc, b_dA = x
+    _g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, b_dA = x
     b_q, b_k = sides(placed(tl.trans(b_qk), b_I))
     b_row, b_col = power_of_2(b_s, PTX), power_of_2(-b_s, PTX)
     b_left = narrow(side_by_side(b_q * b_row, b_k * b_row), tl.bfloat16)
     b_right = narrow(b_k * b_col, tl.bfloat16)
-    b_L, b_R, b_X = pair_gradients(b_left, b_right, b_m, b_dq, b_lq, b_dk, b_dA, b_far, b_top, b_R, SECOND, PTX, PRECISION)
+    b_L, b_R, b_X = pair_gradients(b_left, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_top, b_R, SECOND, PTX, PRECISION)
     b_Lq, b_Lk = sides(b_L)
     b_Lf, b_Lb = sides(b_left)
     b_right = widened(b_right, PTX)
-    b_C = whole_part(b_dc, b_lc, PTX) * spread(power_of_2(b_end - b_m, PTX))
+    b_C = whole_part(b_dc, PTX) * spread(power_of_2(b_end - b_m, PTX) * load_scale(p_scales, 2, KP))
     b_state = total(b_right * b_C)
     b_C += b_R
     b_uq, b_uk, b_uc = widened(b_Lf, PTX) * b_Lq, widened(b_Lb, PTX) * b_Lk, b_right * b_C
@@ -164,7 +167,7 @@ def half_gradient(
 
 @triton.jit
 def chunk_gradient(
-    p_q, p_k, p_g, p_dt_bias, p_norms, p_pairs, p_parts, p_lost, p_d_decay, p_d_q, p_d_k, p_d_g, a, lower_bound, length, HV, s_qt, s_kt,
+    p_q, p_k, p_g, p_dt_bias, p_norms, p_pairs, p_parts, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, a, lower_bound, length, HV, s_qt, s_kt,
     s_gt, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -173,30 +176,30 @@ def chunk_gradient(
     b_I, b_I2, o_k = identity(32), identity(64), tl.arange(0, KP)
     b_g = load_rows(p_g, p_g, 0, s_gt, s_gt, length, nothing(GATE), 32, K, KP, ALIGN)
     b_k = load_rows(p_k, p_k, 0, s_kt, s_kt, length, 0.0, 32, K, KP, ALIGN)
-    b_dc, b_lc = load_part(p_parts, 2, 0, KP), load_part(p_lost, 1, 0, KP)
-    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, p_lost, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
+    b_dc = load_part(p_parts, 2, 0, KP)
+    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
     b_top, b_d_decay = load_pairs(p_pairs, 32, 0, 64), tl.load(p_d_decay + o_k)[:, None]
 
     b_0 = tl.zeros([KP, 4], tl.float32)
     _g, b_s, b_m0, b_half = half_decay(b_g, p_dt_bias, b_0, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
     b_right = narrow(placed(tl.trans(b_k), b_I) * power_of_2(-b_s, PTX), tl.bfloat16)
     b_g, b_s, b_m, b_end = half_decay(x[0], p_dt_bias, b_half, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
-    b_C = whole_part(b_dc, b_lc, PTX) * spread(power_of_2(b_end - b_m0, PTX))
+    b_C = whole_part(b_dc, PTX) * spread(power_of_2(b_end - b_m0, PTX) * load_scale(p_scales, 2, KP))
     b_all = power_of_2(b_end, PTX) * b_d_decay + total(widened(b_right, PTX) * b_C)  # [KP, 4]
     b_move = spread(power_of_2(tl.maximum(b_m, other_octet(b_m, 2)) - b_m0, PTX))  # from the first half's blocks to the second's first
     b_far = moved(b_right, b_move, PTX)
     b_R = tl.zeros([KP, 32], tl.float32)
     b_u, b_state, b_X = half_gradient(
-        p_d_q, p_d_k, 32, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_R, True, HV, length, K, KP, PTX, PRECISION
+        p_d_q, p_d_k, p_scales, 32, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_R, True, HV, length, K, KP, PTX, PRECISION
     )
     b_all += b_state
-    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, p_lost, 0, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
+    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, 0, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
     b_d, b_u1 = later_sums(b_u, b_all)
     b_bias1, b_A1 = half_gates(p_d_g, p_dt_bias, 32, b_g, b_d, a, lower_bound, HV, length, K, KP, GATE, HAS_DT_BIAS, PTX)
 
     b_g, b_s, b_m, b_half = half_decay(x[0], p_dt_bias, b_0, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
     b_u, _state, _X = half_gradient(
-        p_d_q, p_d_k, 0, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_X * b_move, False, HV, length, K, KP, PTX, PRECISION
+        p_d_q, p_d_k, p_scales, 0, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_X * b_move, False, HV, length, K, KP, PTX, PRECISION
     )
     b_d, _u = later_sums(b_u, b_all + b_u1)
     b_bias, b_A = half_gates(p_d_g, p_dt_bias, 0, b_g, b_d, a, lower_bound, HV, length, K, KP, GATE, HAS_DT_BIAS, PTX)
@@ -206,12 +209,12 @@ def chunk_gradient(
 @triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
                                "s_gb", "s_gt", "s_gh"])  # fmt: skip
 def gradient_normed_kernel(
-    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_parts, p_lost, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
+    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_parts, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
     p_d_dt_bias,
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, LOST: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What `gradient.gradient_kernel` makes. Tiles are [channels, tokens of a half]. Grid: (slots * HV,), heads fastest."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -235,7 +238,7 @@ def gradient_normed_kernel(
         p_dt_bias += i_h * K
     a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
     b_bias, b_A = chunk_gradient(
-        p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_parts + i_p * 192 * KP, p_lost + i_p * LOST,
+        p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_parts + i_p * 192 * KP, p_scales + i_p * 3 * KP,
         p_d_decay + i_p * KP, p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
         K, KP, ALIGN, GATE, HAS_DT_BIAS, PTX, PRECISION,
     )  # fmt: skip

@@ -107,13 +107,19 @@ def state_products(
 
 
 @triton.jit
-def store_part(p_part, i_k, b_x, KP: tl.constexpr, NORMED: tl.constexpr):
-    """Channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; NORMED: to the order of tokens, which only names
-    registers, see `span.in_order`. Returns b_x as it is stored."""
+def store_part(p_parts, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexpr, NORMED: tl.constexpr):
+    """Part i: channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; NORMED: to the order of tokens, which only names
+    registers, see `span.in_order`. p_scales: for float16, the power of 2 that each channel is divided by to fill its range."""
     BK: tl.constexpr = b_x.shape[0]
     R: tl.constexpr = b_x.shape[1]
+    p_part = p_parts + i * KP * R
+    if p_scales is not None:
+        o_s = i_k + tl.arange(0, BK)
+        bits = tl.max(tl.abs(b_x), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        bits = tl.minimum(tl.maximum(bits, 0x07800000), 0x7F000000) - 0x07000000  # the largest becomes 2^14 to 2^15
+        tl.store(p_scales + i * KP + o_s, bits.to(tl.float32, bitcast=True), mask=o_s < KP)
+        b_x = b_x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
     b_x = narrow(b_x, p_part.dtype.element_ty)
-    b_stored = b_x
     if NORMED:
         o_k = i_k + channel_rows(BK)
         p_part += o_k[:, None] * R + tl.arange(0, 32)[None, :]
@@ -123,7 +129,6 @@ def store_part(p_part, i_k, b_x, KP: tl.constexpr, NORMED: tl.constexpr):
     else:
         o_k = i_k + tl.arange(0, BK)
         tl.store(p_part + o_k[:, None] * R + tl.arange(0, R)[None, :], b_x, mask=(o_k < KP)[:, None])
-    return b_stored.to(tl.float32)
 
 
 @triton.jit
@@ -138,12 +143,11 @@ def finish_d_v(p_d_v, o_row, m_i, b_beta, V: tl.constexpr, BV: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "NT", "HV", "scale", "s_bb", "s_bt", "s_bh"])
 def products_kernel(
     p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_d_states, p_r, p_d_o, p_initial, p_d_final,
-    p_d_v, p_d_beta, p_pairs, p_parts, p_lost, p_d_decay,
+    p_d_v, p_d_beta, p_pairs, p_parts, p_scales, p_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     S: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, SMALL: tl.constexpr, STAGES: tl.constexpr, NORMED: tl.constexpr,
-    LOST: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r (in d_v when this begins, or beta y, see `reverse`), S before and
     dS' after the chunk:
@@ -153,8 +157,8 @@ def products_kernel(
 
     Rows of q are taken times scale / |q|, those of k and columns times 1 / |k|: from here on q and k are as the caller gave them.
     Writes pairs [slot, HV, 2, R, R] (A_qk, A_kk / beta: all of it, what is above the diagonal means nothing) and parts
-    [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP]. lost
-    [slot, HV, 2, KP, R]: what rounding took from q_decayed and k_decayed, unless SMALL is float32.
+    [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP]. Unless
+    SMALL is float32, parts are float16 and each channel of each is to be taken times its power of 2 in scales [slot, HV, 3, KP].
     NORMED, for `normed_gradient`: pairs are 0 where they mean nothing, and parts lie in the order of tokens.
     SMALL is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
     """
@@ -174,8 +178,11 @@ def products_kernel(
     p_factors += i_p * 3 * C
     p_states += i_p * VP * KP
     p_d_states += i_p * VP * KP
+    p_parts += i_p * 3 * KP * R
+    if p_scales is not None:
+        p_scales += i_p * 3 * KP
     if p_lost is not None:
-        p_lost += i_p * LOST
+        p_lost += i_p * C * VP
 
     o_i, o_c, o_p = span_tokens(R), row_tokens(R, S, GROUP), tl.arange(0, R)
     m_i, m_c = o_i < length, o_c < length
@@ -202,8 +209,6 @@ def products_kernel(
     b_d_beta = write_strength_backward(tl.load(p_beta + o_i * s_bt, mask=m_i, other=0.0).to(tl.float32), tl.sum(b_Pk * b_T, 1), BETA)
     tl.store(p_d_beta + i_row + o_i * HV, narrow(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
 
-    if BETA == "given" and p_lost is not None:
-        tl.debug_barrier()  # what was lost of y has been read
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
         b_dq, b_dk, b_dkh, b_d_decay = state_products(
@@ -215,15 +220,9 @@ def products_kernel(
                 b_d_decay = exact_d_decay(
                     p_states, p_d_states, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL
                 )
-        p_part = p_parts + i_p * 3 * KP * R
-        b_dq = b_dq * b_norm_q[None, :]
-        b_dq -= store_part(p_part, i_k, b_dq, KP, NORMED)
-        store_part(p_part + KP * R, i_k, b_dk * (-b_beta_y * b_norm_k)[None, :], KP, NORMED)
-        b_dkh = times_solved(b_dkh, X, SMALL, PRECISION)
-        b_dkh -= store_part(p_part + 2 * KP * R, i_k, b_dkh, KP, NORMED)
-        if p_lost is not None:
-            store_part(p_lost, i_k, b_dq, KP, NORMED)
-            store_part(p_lost + KP * R, i_k, b_dkh, KP, NORMED)
+        store_part(p_parts, p_scales, 0, i_k, b_dq * b_norm_q[None, :], KP, NORMED)
+        store_part(p_parts, p_scales, 1, i_k, b_dk * (-b_beta_y * b_norm_k)[None, :], KP, NORMED)
+        store_part(p_parts, p_scales, 2, i_k, times_solved(b_dkh, X, SMALL, PRECISION), KP, NORMED)
         tl.store(p_d_decay + i_p * KP + o_k, b_d_decay, mask=o_k < KP)
     if BETA == "given":
         tl.debug_barrier()  # y has been read

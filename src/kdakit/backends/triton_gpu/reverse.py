@@ -23,7 +23,7 @@ def reverse_kernel(
     T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    BETA: tl.constexpr, LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, from the last to the first, with dS' the gradient of the state after it:
 
@@ -31,7 +31,7 @@ def reverse_kernel(
 
     y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
     state. Where beta is the caller's own it may be 0, and its gradient needs y: then d_v is y, and beta is left to `products`.
-    lost [slot, HV, LOST] then begins with what rounding took from y, [C, VP] by token.
+    lost [slot, HV, C, VP] is then what rounding took from y, by token.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -86,7 +86,7 @@ def reverse_kernel(
         b_d_vn = narrow(b_d_v, DTYPE)
         tl.store(p_d_v + o_cv, b_d_vn, mask=m_cv)
         if BETA == "given" and p_lost is not None:
-            tl.store(p_lost + i_at * LOST + o_t[:, None] * VP + o_v[None, :], narrow(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
+            tl.store(p_lost + i_at * C * VP + o_t[:, None] * VP + o_v[None, :], narrow(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
         b_dS = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
         b_dS = product_add(narrow(b_y * -b_beta[None, :], DTYPE), b_k_in, b_dS, PRECISION)
     if HAS_INITIAL:

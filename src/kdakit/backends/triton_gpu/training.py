@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,13 @@ import torch
 from kdakit.backends.triton_gpu import launch
 from kdakit.backends.triton_gpu.config import Config, bounded, padded
 from kdakit.backends.triton_gpu.gradient import gradient_kernel
+from kdakit.backends.triton_gpu.layout import Layout
 from kdakit.backends.triton_gpu.normed_gradient import gradient_normed_kernel
 from kdakit.backends.triton_gpu.products import products_kernel
 from kdakit.backends.triton_gpu.rebuild import rebuild_normed_kernel
 from kdakit.backends.triton_gpu.replay import rebuild_kernel, replay_kernel
 from kdakit.backends.triton_gpu.reverse import restore_kernel, reverse_kernel
+from kdakit.backends.triton_gpu.sums import sums_kernel
 from kdakit.problem import Arrays, Problem
 
 
@@ -67,170 +70,169 @@ def saved(problem: Problem, arrays: Arrays, x: launch.Views, space: launch.Works
     return [space.lower, space.solved, space.checkpoints]
 
 
+class Launches(NamedTuple):
+    """Of a backward, in order; `restore` is for gradients of an initial state."""
+
+    rebuild: launch.Launch
+    replay: launch.Launch
+    reverse: launch.Launch
+    products: launch.Launch
+    gradient: launch.Launch
+    sums: launch.Launch
+    restore: launch.Launch
+
+
+@lru_cache(maxsize=1024)
+def launches(problem: Problem, config: Config, layout: Layout, has_final: bool = False) -> Launches:
+    """has_final: the final state has a gradient. All launches are made, those that a call does not need too."""
+    o, C, HV, KP, VP = problem.options, config.chunk, problem.HV, padded(problem.K), padded(problem.V)
+    T, N, NT, H, slots = problem.T, problem.N, -(-problem.T // config.chunk), problem.H, launch.chunk_slots(problem, config.chunk)
+    every = dict(
+        K=problem.K, V=problem.V, KP=KP, VP=VP, C=C, S=config.half, GROUP=config.group, VARLEN=bool(problem.varlen),
+        V_FIRST=o.state_v_first, PRECISION=config.precision, ALIGN=layout.align, BK=config.slice_k, GATE=o.gate, BETA=o.beta,
+        L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state,
+        HAS_FINAL=has_final, HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], SMALL=launch.DTYPES[config.small],
+        PTX=config.ptx, HIP=config.hip, BOUNDED=bounded(problem), NORMED=joint(problem, config),
+    )  # fmt: skip
+    limit = {"maxnreg": config.registers} if config.registers else {}
+    q, k, v, g, b = (layout.strides[n] for n in "qkvgb")
+
+    def of(kernel, grid: int, numbers: tuple, warps: int, **more) -> launch.Launch:
+        options = {n: more.pop(n) for n in ("num_stages", "maxnreg") if n in more}
+        constants = {n: c for n, c in (every | more).items() if n in kernel.arg_names}
+        return launch.Launch(kernel, grid, numbers, constants, num_warps=warps, **options)
+
+    def blocks(width: int) -> int:
+        return HV * -(-problem.V // width)
+
+    slices = dict(num_stages=1, **limit)
+    gradient, gradient_warps, of_gradient = gradient_kernel, config.slice_warps, slices
+    if joint(problem, config):
+        few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
+        gradient, gradient_warps, of_gradient = gradient_normed_kernel, 8, dict(num_stages=1, **few)
+    tiles, tile_warps, of_tiles = rebuild_kernel, config.slice_warps, slices
+    if config.normed:
+        tiles, tile_warps, of_tiles = rebuild_normed_kernel, 4, dict(num_stages=1)
+    place = T, N, NT
+    return Launches(
+        of(tiles, slots * HV, (*place, H, HV, o.scale, o.lower_bound or 0.0, *q, *k, *g, *b), tile_warps, **of_tiles),
+        of(replay_kernel, slots * blocks(config.replay_block_v), (*place, HV, launch.CHECKPOINT, *v), config.replay_warps,
+           BV=config.replay_block_v, STAGES=config.replay_stages, **limit),
+        of(reverse_kernel, N * blocks(config.reverse_block_v), (T, NT, HV), config.reverse_warps,
+           BV=config.reverse_block_v, STAGES=config.reverse_stages, **limit),
+        of(products_kernel, slots * HV, (*place, HV, o.scale, *b), config.product_warps,
+           BK=config.product_slice_k, BV=config.slice_v, STAGES=config.product_stages, **slices),
+        of(gradient, slots * HV, (*place, H, HV, o.lower_bound or 0.0, *q, *k, *g), gradient_warps, **of_gradient),
+        of(sums_kernel, HV, (slots, HV), 4),
+        of(restore_kernel, N * blocks(32), (T, HV), 4, BV=32),
+    )  # fmt: skip
+
+
 def rebuild(problem: Problem, arrays: Arrays, x: launch.Views, lower, config: Config) -> Replayed:
     """First launch: the tiles of every chunk again."""
-    o, C = problem.options, config.chunk
     out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=arrays.q.device) for s, d in replayed_specs(problem, config)))
-    slots, NT = lower.shape[0], -(-problem.T // C)
-    if not slots * problem.HV:
-        return out
-    args = (
-        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, out.tiles, k_solved(out, config),
-        out.decay, out.factors, out.first,
-        problem.T, problem.N, NT, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
-        *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
-    )  # fmt: skip
-    constants = common(problem, config) | dict(
-        BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
-        HAS_DT_BIAS=problem.has_dt_bias, HAS_FIRST=corrected(problem), SOLVE=launch.DTYPES[config.solve], PTX=config.ptx,
-        BOUNDED=bounded(problem),
-    )  # fmt: skip
-    if config.normed:
-        launch.launch(rebuild_normed_kernel, slots * problem.HV, args, constants, num_warps=4, num_stages=1)
-    else:
-        launch.launch(rebuild_kernel, slots * problem.HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
+    if lower.shape[0] * problem.HV:
+        launches(problem, config, x.layout).rebuild(
+            x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, lower, out.tiles, k_solved(out, config),
+            out.decay, out.factors, out.first,
+        )  # fmt: skip
     return out
 
 
 def replay(problem: Problem, arrays: Arrays, x: launch.Views, out: Replayed, checkpoints, config: Config) -> None:
     """Second launch: the states before every chunk and v - k_in S again."""
-    slots, C = out.tiles.shape[0], config.chunk
-    if not slots * problem.HV:
-        return
-    args = (
-        x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, k_solved(out, config), out.decay, out.factors, out.states,
-        out.r,
-        problem.T, problem.N, -(-problem.T // C), problem.HV, launch.CHECKPOINT, *x.strides["v"],
-    )  # fmt: skip
-    constants = common(problem, config) | dict(
-        BV=config.replay_block_v, ALIGN=x.align, HAS_INITIAL=problem.has_initial_state, STAGES=config.replay_stages,
-    )  # fmt: skip
-    grid = slots * problem.HV * -(-problem.V // config.replay_block_v)
-    launch.launch(replay_kernel, grid, args, constants, num_warps=config.replay_warps, **limit(config))
+    if out.tiles.shape[0] * problem.HV:
+        launches(problem, config, x.layout).replay(
+            x.v, arrays.cu_seqlens, checkpoints, arrays.initial_state, out.tiles, k_solved(out, config), out.decay, out.factors,
+            out.states, out.r,
+        )  # fmt: skip
 
 
-def reverse(problem: Problem, arrays: Arrays, x: Replayed, solved, d_o, d_final, config: Config):
+def reverse(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, solved, d_o, d_final, config: Config):
     """Third launch: dS' of every chunk, the gradients of v (without beta where that is given) and of the initial state."""
     C, device = config.chunk, d_o.device
-    d_states = torch.empty(x.states.shape, dtype=x.states.dtype, device=device)
+    d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
-    small, d_initial, lost = getattr(torch, config.small), None, None
-    if small != torch.float32:
-        lost = torch.empty((x.tiles.shape[0], problem.HV, lost_size(problem, config)), dtype=small, device=device)
+    d_initial, lost = None, None
+    if problem.options.beta == "given" and config.small != "float32":
+        lost = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=getattr(torch, config.small), device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
-    grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
-    if grid:
-        args = (
-            d_o, x.tiles, k_solved(x, config), solved, x.decay, x.factors, arrays.cu_seqlens, d_final, d_states, d_v, lost, d_initial,
-            problem.T, -(-problem.T // C), problem.HV,
-        )  # fmt: skip
-        constants = common(problem, config) | dict(
-            BV=config.reverse_block_v, HAS_FINAL=d_final is not None, HAS_INITIAL=d_initial is not None, BETA=problem.options.beta,
-            LOST=lost_size(problem, config), STAGES=config.reverse_stages,
-        )  # fmt: skip
-        launch.launch(reverse_kernel, grid, args, constants, num_warps=config.reverse_warps, **limit(config))
+    if problem.N * problem.HV * problem.V:
+        launches(problem, config, x.layout, d_final is not None).reverse(
+            d_o, y.tiles, k_solved(y, config), solved, y.decay, y.factors, arrays.cu_seqlens, d_final, d_states, d_v, lost, d_initial
+        )
     return d_states, d_v, lost, d_initial
 
 
-def lost_size(problem: Problem, config: Config) -> int:
-    """Elements per chunk and head for what rounding took: from y, then in its place from two of three parts."""
-    R = max(32, config.chunk)
-    return max(config.chunk * padded(problem.V), 2 * padded(problem.K) * R)
-
-
-def restore(problem: Problem, arrays: Arrays, x: Replayed, d_o, d_v, d_initial, config: Config) -> None:
+def restore(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, d_o, d_v, d_initial, config: Config) -> None:
     """A short launch for a gradient of the initial state from half-precision tiles: adds to d_initial what they lost."""
-    grid = problem.N * problem.HV * -(-problem.V // 32)
-    if grid and corrected(problem):
-        constants = {n: c for n, c in common(problem, config).items() if n != "VP"} | dict(BV=32)
-        args = d_o, d_v, x.first, arrays.cu_seqlens, d_initial, problem.T, problem.HV
-        launch.launch(restore_kernel, grid, args, constants, num_warps=4)
+    if corrected(problem) and problem.N * problem.HV * problem.V:
+        launches(problem, config, x.layout).restore(d_o, d_v, y.first, arrays.cu_seqlens, d_initial)
 
 
 class Products(NamedTuple):
     """Gradients of what a chunk is made of, from `products_kernel`; R is the chunk, at least 32."""
 
     pairs: torch.Tensor  # [slots, HV, 2, R, R]
-    parts: torch.Tensor  # [slots, HV, 3, KP, R]
+    parts: torch.Tensor  # [slots, HV, 3, KP, R]  float16 or float32
+    scales: torch.Tensor | None  # [slots, HV, 3, KP]  of float16 parts
     d_decay: torch.Tensor  # [slots, HV, KP]
     d_beta: torch.Tensor
 
 
-def products(problem: Problem, arrays: Arrays, y: Replayed, lower, d_states, d_o, d_v, lost, d_final, config: Config) -> Products:
+def products(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, lower, d_states, d_o, d_v, lost, d_final, config) -> Products:
     """Fourth launch: all products over V; d_v gets the beta that it lacks. Tiles that the replay made are used up."""
     C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.small)
     slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
+    part = torch.float32 if small == torch.float32 else torch.float16
     mine = y.tiles.dtype == small and C == R and not problem.options.disable_recompute
     out = Products(
         torch.empty((slots, HV, 2, R, R), dtype=small, device=device),
-        y.tiles.view(slots, HV, 3, KP, R) if mine else torch.empty((slots, HV, 3, KP, R), dtype=small, device=device),
+        y.tiles.view(slots, HV, 3, KP, R).view(part) if mine else torch.empty((slots, HV, 3, KP, R), dtype=part, device=device),
+        None if part == torch.float32 else torch.empty((slots, HV, 3, KP), device=device),
         torch.empty((slots, HV, KP), device=device),
         torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=device),
     )
     if slots * HV:
-        args = (
+        launches(problem, config, x.layout, d_final is not None).products(
             arrays.beta, arrays.cu_seqlens, lower, y.factors, y.states, d_states, y.r, d_o, arrays.initial_state, d_final, d_v, out.d_beta,
-            out.pairs, out.parts, lost, out.d_decay, problem.T, problem.N, -(-problem.T // C), HV, problem.options.scale,
-            *arrays.beta.stride(),
+            out.pairs, out.parts, out.scales, lost, out.d_decay,
         )  # fmt: skip
-        constants = common(problem, config) | dict(
-            BK=config.product_slice_k, BV=config.slice_v, BETA=problem.options.beta, HAS_INITIAL=problem.has_initial_state,
-            HAS_FINAL=d_final is not None, SMALL=launch.DTYPES[config.small], STAGES=config.product_stages,
-            NORMED=joint(problem, config), LOST=lost_size(problem, config),
-        )  # fmt: skip
-        launch.launch(products_kernel, slots * HV, args, constants, num_warps=config.product_warps, num_stages=1, **limit(config))
     return out
 
 
-def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z: Products, lost, dtype, config: Config):
-    """Fifth launch: gradients of q, k, g, A_log, dt_bias."""
-    o, C, device = problem.options, config.chunk, z.parts.device
-    B, T, H, HV, K = problem.B, problem.T, problem.H, problem.HV, problem.K
+def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z: Products, dtype, config: Config):
+    """Fifth launch and a short one for sums over chunks: gradients of q, k, g, A_log, dt_bias."""
+    device, K, shape = z.parts.device, problem.K, (problem.B, problem.T, problem.HV, problem.K)
     slots, wide = z.parts.shape[0], torch.float32 if problem.group > 1 else dtype
-    d_q, d_k = (torch.empty((B, T, HV, K), dtype=wide, device=device) for _ in "qk")
+    d_q, d_k = (torch.empty(shape, dtype=wide, device=device) for _ in "qk")
     d_g = torch.empty(arrays.g.shape, dtype=arrays.g.dtype, device=device)
-    d_A_log = torch.empty((slots, HV, padded(K)), device=device) if problem.has_A_log else None
-    d_dt_bias = torch.empty((slots, HV, padded(K)), device=device) if problem.has_dt_bias else None
-    if slots * HV:
-        args = (
-            x.q, x.k, x.g, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, y.factors, z.pairs, z.parts, lost, z.d_decay, d_q, d_k, d_g,
-            d_A_log, d_dt_bias, T, problem.N, -(-T // C), H, HV, o.lower_bound or 0.0, *x.strides["q"], *x.strides["k"], *x.strides["g"],
+
+    def of(parameter):
+        """Its gradient, and every chunk's share of it."""
+        if parameter is None:
+            return None, None
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        return whole, torch.empty((slots, problem.HV, padded(K)), device=device)
+
+    (d_A_log, A_shares), (d_dt_bias, bias_shares) = of(arrays.A_log), of(arrays.dt_bias)
+    made = launches(problem, config, x.layout)
+    if slots * problem.HV:
+        made.gradient(
+            x.q, x.k, x.g, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, y.factors, z.pairs, z.parts, z.scales, z.d_decay, d_q, d_k, d_g,
+            A_shares, bias_shares,
         )  # fmt: skip
-        constants = common(problem, config) | dict(
-            BK=config.slice_k, ALIGN=x.align, GATE=o.gate, BOUNDED=bounded(problem), L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log,
-            HAS_DT_BIAS=problem.has_dt_bias, PTX=config.ptx, HIP=config.hip, LOST=lost_size(problem, config),
-        )  # fmt: skip
-        if joint(problem, config):
-            few = {"maxnreg": config.gradient_registers} if config.gradient_registers else {}
-            launch.launch(gradient_normed_kernel, slots * HV, args, constants, num_warps=8, num_stages=1, **few)
-        else:
-            launch.launch(gradient_kernel, slots * HV, args, constants, num_warps=config.slice_warps, num_stages=1, **limit(config))
-    if z.parts.is_meta:  # nobody wants the sums, for which PyTorch would import sympy: seconds
-        return d_q, d_k, d_g, d_A_log, d_dt_bias
-    if problem.group > 1:
-        d_q, d_k = (w.view(B, T, H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
-    if d_A_log is not None:
-        d_A_log = d_A_log.sum((0, 2)).view(arrays.A_log.shape).to(arrays.A_log.dtype)
-    if d_dt_bias is not None:
-        d_dt_bias = d_dt_bias.sum(0)[:, :K].reshape(arrays.dt_bias.shape).to(arrays.dt_bias.dtype)
+    if d_A_log is not None or d_dt_bias is not None:
+        made.sums(d_g, A_shares, bias_shares, d_A_log, d_dt_bias)
+    if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
+        d_q, d_k = (w.view(problem.B, problem.T, problem.H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     return d_q, d_k, d_g, d_A_log, d_dt_bias
 
 
 def joint(problem: Problem, config: Config) -> bool:
     """One formula for all gates of a chunk, `normed_gradient`: for the head size whose speed it is for."""
     return config.normed and bounded(problem) and padded(problem.K) == 128
-
-
-def limit(config: Config) -> dict[str, int]:
-    return {"maxnreg": config.registers} if config.registers else {}
-
-
-def common(problem: Problem, config: Config) -> dict:
-    return dict(
-        K=problem.K, V=problem.V, KP=padded(problem.K), VP=padded(problem.V), C=config.chunk, S=config.half, GROUP=config.group,
-        VARLEN=bool(problem.varlen), V_FIRST=problem.options.state_v_first, PRECISION=config.precision,
-    )  # fmt: skip
 
 
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
@@ -244,14 +246,14 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
         lower, solved, *rest = kept
         if problem.options.disable_recompute:
             y = Replayed(*rest)
-            d_states, d_v, lost, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
+            d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
         else:
             y = rebuild(problem, arrays, x, lower, config)
             with launch.beside(d_o) as aside:  # neither of the two fills the chip
-                d_states, d_v, lost, d_initial = reverse(problem, arrays, y, solved, d_o, d_final, config)
+                d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
                 with aside():
                     replay(problem, arrays, x, y, rest[0], config)
-        z = products(problem, arrays, y, lower, d_states, d_o, d_v, lost, d_final, config)
-        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, lost, d_o.dtype, config)
-        restore(problem, arrays, y, d_o, d_v, d_initial, config)
+        z = products(problem, arrays, x, y, lower, d_states, d_o, d_v, lost, d_final, config)
+        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_o.dtype, config)
+        restore(problem, arrays, x, y, d_o, d_v, d_initial, config)
     return Arrays(d_q, d_k, d_v, d_g, z.d_beta, d_A_log, d_dt_bias, d_initial)
