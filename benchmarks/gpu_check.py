@@ -29,7 +29,7 @@ from gpu_timing import median
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
-from kdakit.backends.triton_gpu import ahead, launch, training
+from kdakit.backends.triton_gpu import ahead, launch, streams, training
 from kdakit.cases import CASES, FUSED, SHAPES, Case
 from kdakit.cli import checking
 from kdakit.problem import Arrays
@@ -360,7 +360,7 @@ def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
     last = lambda: training.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
 
     def both():
-        with launch.beside(d_o) as aside:
+        with streams.beside(d_o) as aside:
             back()
             with aside():
                 again()

@@ -15,7 +15,9 @@ saved), `interpreted(device) -> str | None` (why it would run in an interpreter,
 (whether 'auto' should ask it for a chunked call before those ahead of it), `operand_dtype(problem)` (the dtype in which products take
 their factors, for accuracy.py; float32 where absent) and, of a torch backend, `planned(problem, arrays, config, final_state) -> (Result,
 function | None)`: a call that is not differentiated, and a function of the tensors that repeats it for others of the same shapes, strides,
-dtypes, device and addresses modulo 16.
+dtypes, device and addresses modulo 16. One that also has `planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays,
+function | None)`, whose function takes (*arrays, *saved, d_o, d_final_state), plans chunked calls that are differentiated too: `planned`
+then gives and repeats (Result, saved).
 """
 
 from __future__ import annotations

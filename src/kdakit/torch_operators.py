@@ -6,9 +6,8 @@ Here a call is checked and gets its backend. torch.compile, torch.export, autoca
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -95,39 +94,40 @@ def _inference(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_s
     return [x for x in run(arrays, op, Options.decode(options), backend, False)[0] if x is not None]
 
 
-_plans: dict[Any, Callable[[Arrays], Any]] = {}
+_plans: dict[Any, Callable[[Sequence[Tensor | None]], Any]] = {}
 
 
 def run(arrays: Arrays, op: str, options: Options, backend: str, needs_grad: bool):
     """Result and what is saved for a backward: what the operators do, for calls that are `unwatched`."""
-    key = None if needs_grad else _alike(op, arrays, options, backend)
+    key = _alike(f"{op}, differentiated" if needs_grad else op, arrays, options, backend)
     plan = _plans.get(key)
     if plan is not None:
-        return plan(arrays), []
+        return plan(arrays) if needs_grad else (plan(arrays), [])
     problem = _describe_real(arrays, op, options, needs_grad)
     device = arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     _check_values(problem, arrays)
     config = module.default_config(problem, device)
     with _without_autocast(device.type):
-        if key is not None and hasattr(module, "planned"):
-            return _planned(key, module, problem, arrays, config), []
+        if key is not None and hasattr(module, "planned_backward" if needs_grad else "planned") and (op == "chunk" or not needs_grad):
+            found = _planned(key, module.planned, problem, arrays, config)
+            return found if needs_grad else (found, [])
         if op == "recurrent":
             return module.step(problem, arrays, config), []
         return module.forward(problem, arrays, config)
 
 
-def _alike(op: str, arrays: Arrays, options: Options, backend: str) -> Any:
+def _alike(what: str, arrays: Arrays, options: Options, backend: str, *more: Tensor | None) -> Any:
     """What calls on a GPU have in common that differ in values and addresses alone; None where values are looked at."""
     if not arrays.q.is_cuda or arrays.cu_seqlens_cpu is not None or (arrays.cu_seqlens is not None and checks_enabled()):
         return None
-    tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in arrays]
-    return op, options, backend, *tensors
+    tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (*arrays, *more)]
+    return what, options, backend, *tensors
 
 
-def _planned(key: Any, module: ModuleType, problem: Problem, arrays: Arrays, config: Any, final_state: Tensor | None = None) -> Any:
+def _planned(key: Any, call: Callable[..., tuple[Any, Any]], *args: Any) -> Any:
     """A call by a backend that can say how to repeat it."""
-    result, plan = module.planned(problem, arrays, config, final_state)
+    result, plan = call(*args)
     if plan is not None:
         if len(_plans) >= 1024:
             _plans.clear()
@@ -180,7 +180,7 @@ def run_in_place(arrays: Arrays, options: Options, backend: str) -> Tensor:
     config = module.default_config(problem, device)
     with _without_autocast(device.type):
         if key is not None and hasattr(module, "planned"):
-            return _planned(key, module, problem, arrays, config, arrays.initial_state).o
+            return _planned(key, module.planned, problem, arrays, config, arrays.initial_state).o
         return module.step(problem, arrays, config, final_state=arrays.initial_state).o
 
 
@@ -196,10 +196,18 @@ def _backward(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
 ):  # fmt: skip
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    problem = _describe_real(arrays, op, Options.decode(options), needs_grad=True)
-    module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
-    with _without_autocast(q.device.type):
-        grads = module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device))
+    decoded = Options.decode(options)
+    key = _alike(f"{op}, backward", arrays, decoded, backend, *saved, d_o, d_final_state)
+    plan = _plans.get(key)
+    if plan is not None:
+        grads = plan((*arrays, *saved, d_o, d_final_state))
+    else:
+        problem = _describe_real(arrays, op, decoded, needs_grad=True)
+        module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
+        given = problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device)
+        with _without_autocast(q.device.type):
+            can = key is not None and hasattr(module, "planned_backward")
+            grads = _planned(key, module.planned_backward, *given) if can else module.backward(*given)
     return [_empty(q) if x is None else x.contiguous() for x in grads[: len(DIFFERENTIABLE)]]
 
 

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kdakit.backends import triton_gpu  # noqa: E402
-from kdakit.backends.triton_gpu import ahead, launch, plan  # noqa: E402
+from kdakit.backends.triton_gpu import ahead, launch, plan, training  # noqa: E402
 from kdakit.backends.triton_gpu.recurrent import step_kernel  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
 from kdakit.cli import checking  # noqa: E402
@@ -30,7 +30,7 @@ def moved(x, elements):
 
 
 def forget():
-    for made in (launch._prepare, launch._scan, launch._step):
+    for made in (launch._prepare, launch._scan, launch._step, training.launches):
         made.cache_clear()
 
 
@@ -93,9 +93,11 @@ def test_a_launch_hands_over_what_the_kernel_names(watched):
     assert named["p_q"] == x.q.data_ptr() and named["p_cu_seqlens"] is None and named["T"] == PROBLEM.T
 
 
-def roles(watched, arrays, result):
+def roles(watched, given, made):
     """Of all that kernels were started with: grids, numbers, and whose address an address is; scratch by the order in which it is met."""
-    names = {x.data_ptr(): name for name, x in [*arrays._asdict().items(), *result._asdict().items()] if x is not None}
+    names = {
+        x.data_ptr(): f"{name} {which}" for which, named in (("in", given), ("out", made)) for name, x in named.items() if x is not None
+    }
     scratch: dict[int, int] = {}
     out = []
     for kernel, grid, given in watched.started:
@@ -112,14 +114,51 @@ def test_a_plan_repeats_the_launches(op, in_place, watched):
     for _ in range(2):  # compiled by the first, found by the second
         watched.started.clear()
         result, repeat = plan.planned(problem, first, config, first.initial_state if in_place else None)
-    want = roles(watched, first, result)
+    want = roles(watched, first._asdict(), result._asdict())
     assert len(want) == (2 if op == "chunk" else 1)
     again = tensors()
     watched.started.clear()
     result = repeat(again)
-    assert roles(watched, again, result) == want
+    assert roles(watched, again._asdict(), result._asdict()) == want
     assert (result.final_state is again.initial_state) == in_place
     assert repeat.bytes == 0 if op == "recurrent" else repeat.bytes % 4 == 0 and len(repeat.offsets) == 4
+
+
+def test_a_plan_repeats_a_forward_and_its_backward(watched):
+    """With one piece of scratch memory each, in which views of one tensor share a place."""
+    problem = PROBLEM.replace(op="chunk", needs_grad=True, output_final_state=True)
+    config = triton_gpu.default_config(problem, "cpu")
+    d_o, d_final = tensors().v, torch.zeros(problem.state_shape)
+
+    def ahead_of(call, given, names):
+        for _ in range(2):  # compiled by the first, found by the second
+            watched.started.clear()
+            made, repeat = call()
+        return made, repeat, roles(watched, given, names(made))
+
+    def forward_names(made):
+        return dict(enumerate([*made[0][:2], *made[1]]))
+
+    x = tensors()
+    made, repeat, want = ahead_of(lambda: plan.planned(problem, x, config), x._asdict(), forward_names)
+    assert [name for name, *_ in want][0].startswith("prepare") and len(want) == 2
+    again = tensors()
+    watched.started.clear()
+    assert roles(watched, again._asdict(), forward_names(repeat(again))) == want
+
+    def given(y, saved, d_o, d_final):
+        return y._asdict() | {f"saved {i}": s for i, s in enumerate(saved)} | {"d_o": d_o, "d_final": d_final}
+
+    saved = made[1]
+    call = lambda: plan.planned_backward(problem, x, saved, d_o, d_final, config)
+    _grads, repeat, want = ahead_of(call, given(x, saved, d_o, d_final), lambda made: made._asdict())
+    kernels = ["rebuild_normed", "reverse", "replay", "products", "gradient", "sums", "restore"]
+    assert [name for name, *_ in want] == [f"{name}_kernel" for name in kernels]
+    others = [s.clone() for s in saved], d_o.clone(), d_final.clone()
+    watched.started.clear()
+    grads = repeat((*again, *others[0], *others[1:]))
+    assert roles(watched, given(again, *others), grads._asdict()) == want
+    assert [g.shape for g in grads[:8]] == [a.shape for a in again[:8]]
 
 
 def test_no_plan_where_something_is_copied_or_unclear(watched):

@@ -69,12 +69,20 @@ def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = No
     return _launch().step(problem, arrays, config, final_state)
 
 
-def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Result, Any]:
-    """`forward` or `step` of a call that is not differentiated, and a function of the tensors that repeats it, if it can be."""
+def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Any, Any]:
+    """`forward` or `step`, and a function of the tensors that repeats it, if it can be."""
     _launch()
     from kdakit.backends.triton_gpu import plan
 
     return plan.planned(problem, arrays, config, final_state)
+
+
+def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> tuple[Arrays, Any]:
+    """`backward`, and a function of (*arrays, *saved, d_o, d_final_state) that repeats it, if it can be."""
+    _launch()
+    from kdakit.backends.triton_gpu import plan
+
+    return plan.planned_backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 @lru_cache

@@ -200,8 +200,9 @@ def slice_gradient(
         b_top = load_pairs(p_pairs, 32, 0, R)
         b_dkd0 = b_after * b_dkd + product(b_left, b_top, PRECISION)
         b_dq, b_dk, b_d_g, b_ahead = span_gradient(
-            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_parts, p_scales, b_I2, b_I1, o_k, KP, R, "second", BOUNDED, PTX, PRECISION
-        )
+            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_parts, p_scales, b_I2, b_I1, o_k, KP, R, "second", BOUNDED, PTX,
+            PRECISION,
+        )  # fmt: skip
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
             p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_0 + 32, o_k, HV, length,

@@ -21,6 +21,7 @@ from kdakit.backends.triton_gpu.parts import combine_kernel, parts_kernel
 from kdakit.backends.triton_gpu.recurrent import step_kernel
 from kdakit.backends.triton_gpu.staged import staged_scan_kernel
 from kdakit.backends.triton_gpu.state import scan_kernel
+from kdakit.backends.triton_gpu.streams import aside_here, seen_here
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -31,7 +32,16 @@ CHECKPOINT = 8  # chunks between the states that a backward starts from
 Grid = int | tuple[int, int, int]
 _compiled: dict[Any, Any] = {}
 _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
-_seen: ContextVar[list | None] = ContextVar("seen", default=None)
+
+
+class Seen(NamedTuple):
+    """A launch that ran; aside: on the second stream of `beside`."""
+
+    compiled: Any
+    grid: Grid
+    tensors: tuple
+    rest: tuple
+    aside: bool
 
 
 def launch(kernel, grid: Grid, args: tuple, constants: dict[str, Any], **options: int) -> Any:
@@ -67,12 +77,13 @@ def axes(grid: Grid) -> tuple[int, ...]:
     return grid if isinstance(grid, tuple) else (grid, 1, 1)
 
 
-def start(compiled, grid: Grid, args: Iterable, values: Iterable) -> None:
+def start(compiled, grid: Grid, args: Iterable, values: Iterable, stream: int | None = None) -> None:
     """What Triton does once it has found the compiled kernel, less its calls of hooks that nobody has set."""
     if not grid:
         return
     driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
-    stream = driver.get_current_stream(driver.get_current_device())
+    if stream is None:
+        stream = driver.get_current_stream(driver.get_current_device())
     run = compiled.run  # loads the kernel when asked for the first time
     enter, leave, about = hooks.launch_enter_hook, hooks.launch_exit_hook, None
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
@@ -110,8 +121,8 @@ class Launch:
             if compiled is None:
                 return
             self.compiled[key] = compiled
-        if (seen := _seen.get()) is not None:
-            seen.append((compiled, self.grid, tensors, self.rest))
+        if (seen := seen_here.get()) is not None:
+            seen.append(Seen(compiled, self.grid, tensors, self.rest, aside_here.get()))
 
 
 @contextlib.contextmanager
@@ -126,12 +137,12 @@ def recording() -> Iterator[list]:
 
 @contextlib.contextmanager
 def watching() -> Iterator[list]:
-    """Within, every `Launch` that runs adds (compiled kernel, grid, tensors, other parameters) to the list."""
-    token = _seen.set(seen := [])
+    """Within, every `Launch` that runs is added to the list as `Seen`; FORK and JOIN are where `beside` begins and ends."""
+    token = seen_here.set(seen := [])
     try:
         yield seen
     finally:
-        _seen.reset(token)
+        seen_here.reset(token)
 
 
 def _specialised(x: Any) -> Any:
@@ -343,22 +354,3 @@ def on_device(x: torch.Tensor):
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
-
-
-_second: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and stream: one that is being captured has its own
-
-
-@contextlib.contextmanager
-def beside(x: torch.Tensor):
-    """Yields a context whose launches run beside the others of this one: they see what came before it, and what follows sees them."""
-    if not x.is_cuda:
-        yield contextlib.nullcontext
-        return
-    main = torch.cuda.current_stream()
-    key = main.device_index, main.cuda_stream
-    second = _second.get(key)
-    if second is None:
-        second = _second[key] = torch.cuda.Stream()
-    second.wait_stream(main)
-    yield lambda: torch.cuda.stream(second)
-    main.wait_stream(second)

@@ -10,67 +10,104 @@ needs its results, one piece of scratch memory, and the launches of the first on
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from kdakit.backends.triton_gpu import launch
+from kdakit.backends.triton_gpu import launch, streams
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 APART = 256  # bytes: where tensors may begin in the scratch memory
+Tensors = Sequence[Any]  # or None
 
 
-def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> tuple[Result, Plan | None]:
-    """A call that is not differentiated, and how to repeat it; None where it cannot be."""
+def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> tuple[Any, Plan | None]:
+    """A call, and how to repeat it; None where it cannot be. The result is a Result; of a call that will be differentiated it is that and
+    what is saved."""
     with launch.watching() as seen:
         if problem.op == "recurrent":
-            result = launch.step(problem, arrays, config, final_state)
+            result, saved = launch.step(problem, arrays, config, final_state), []
         else:
-            result = launch.forward(problem, arrays, config)[0]
-    given = [x for x in arrays if x is not None]
-    used = {id(x) for _, _, tensors, _ in seen for x in tensors}
-    # A tensor that no launch got was copied first; of one that was given twice nobody knows which of the two a launch got.
-    everything = [*given, *(x for x in result[:2] if x is not None)]
-    if result.states is not None or len({id(x) for x in given}) < len(given) or not used.issuperset(map(id, everything)):
-        return result, None
-    return result, Plan(arrays, result, seen)
+            result, saved = launch.forward(problem, arrays, config)
+
+    def shaped(made: list) -> Any:
+        return (Result(*made[:2]), made[2:]) if problem.needs_grad else Result(*made)
+
+    plan = None if result.states is not None else _plan(arrays, [*result[:2], *saved], seen, shaped)
+    return (result, saved) if problem.needs_grad else result, plan
+
+
+def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> tuple[Arrays, Plan | None]:
+    """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final)."""
+    from kdakit.backends.triton_gpu import training
+
+    with launch.watching() as seen:
+        found = training.backward(problem, arrays, saved, d_o, d_final, config)
+    return found, _plan([*arrays, *saved, d_o, d_final], found, seen, lambda made: Arrays(*made))
+
+
+def _plan(given: Tensors, made: Tensors, seen: list, shaped: Callable[[list], Any]) -> Plan | None:
+    """A tensor that no launch got was copied first, or made of something else; of one that was given twice nobody knows which of the two a
+    launch got."""
+    addresses = [x.data_ptr() for x in given if x is not None]
+    used = {x.data_ptr() for step in seen if isinstance(step, launch.Seen) for x in step.tensors if x is not None}
+    everything = {*addresses, *(x.data_ptr() for x in made if x is not None)}
+    return Plan(given, made, seen, shaped) if len(set(addresses)) == len(addresses) and used.issuperset(everything) else None
 
 
 class Plan:
-    """Launches of one call. A place is an index into (nothing, the call's tensors, o, final state, scratch ..)."""
+    """Launches of one call. A place is an index into (nothing, the tensors given, those made, scratch ..)."""
 
-    def __init__(self, arrays: Arrays, result: Result, seen: list[tuple[Any, int, tuple, tuple]]):
-        known = [None, *arrays, *result[:2]]
-        places = {id(x): i for i, x in reversed(list(enumerate(known))) if x is not None}  # of a tensor that is in and out, where it is in
+    def __init__(self, given: Tensors, made: Tensors, seen: list, shaped: Callable[[list], Any]):
+        known = [None, *given, *made]
+        # Of one that is in and out, where it is in.
+        places = {x.data_ptr(): i for i, x in reversed(list(enumerate(known))) if x is not None}
+        sizes: dict[int, int] = {}  # at an address there may be several views of one tensor
+        for x in (x for step in seen if isinstance(step, launch.Seen) for x in step.tensors if x is not None):
+            sizes[x.data_ptr()] = max(x.nbytes, sizes.get(x.data_ptr(), 0))
+        self.steps: list[Any] = []
         self.offsets: list[int] = []
         self.bytes = 0
-        self.launches = []
-        for compiled, grid, tensors, rest in seen:
-            for x in tensors:
-                if x is not None and id(x) not in places:
-                    places[id(x)] = len(known) + len(self.offsets)
+        for step in seen:
+            if not isinstance(step, launch.Seen):
+                self.steps.append(step)
+                continue
+            for x in step.tensors:
+                if x is not None and x.data_ptr() not in places:
+                    places[x.data_ptr()] = len(known) + len(self.offsets)
                     self.offsets.append(self.bytes)
-                    self.bytes += -(-x.nbytes // APART) * APART
-            self.launches.append((compiled, grid, [0 if x is None else places[id(x)] for x in tensors], rest))
-        o, final = result[:2]
-        self.o = o.shape, o.dtype
-        self.final = None if final is None else (final.shape, final.dtype)
-        self.in_place = final is not None and final is arrays.initial_state
+                    self.bytes += -(-sizes[x.data_ptr()] // APART) * APART
+            self.steps.append(step._replace(tensors=[0 if x is None else places[x.data_ptr()] for x in step.tensors]))
+        self.shaped = shaped
+        inside = {id(x): i for i, x in enumerate(given)}
+        self.made = [None if x is None else inside.get(id(x), (x.shape, x.dtype)) for x in made]
 
-    def __call__(self, arrays: Arrays) -> Result:
-        with launch.on_device(arrays.q):
-            device = arrays.q.device
-            o = torch.empty(self.o[0], dtype=self.o[1], device=device)
-            final = arrays.initial_state if self.in_place else None
-            if final is None and self.final is not None:
-                final = torch.empty(self.final[0], dtype=self.final[1], device=device)
-            values = [None, *[None if x is None else x.data_ptr() for x in (*arrays, o, final)]]
+    def __call__(self, given: Tensors) -> Any:
+        first = given[0]  # q
+        with launch.on_device(first):
+            made = [self._make(how, given, first.device) for how in self.made]
+            values = [None, *[None if x is None else x.data_ptr() for x in (*given, *made)]]
             if self.bytes:
-                space = torch.empty((self.bytes // 4,), dtype=torch.float32, device=device)
+                space = torch.empty((self.bytes // 4,), dtype=torch.float32, device=first.device)
                 start = space.data_ptr()
                 values += [start + offset for offset in self.offsets]
-            for compiled, grid, places, rest in self.launches:
-                launch.start(compiled, grid, [values[i] for i in places], rest)
-        return Result(o, final)
+            here = second = None
+            for step in self.steps:
+                if step is streams.FORK:
+                    here = streams.fork_here()
+                    here.fork()
+                    second = here.second.cuda_stream
+                elif step is streams.JOIN:
+                    here.join()
+                else:
+                    stream = (second,) if step.aside else ()
+                    launch.start(step.compiled, step.grid, [values[i] for i in step.tensors], step.rest, *stream)
+        return self.shaped(made)
+
+    def _make(self, how: Any, given: Tensors, device: torch.device) -> torch.Tensor | None:
+        if how is None or isinstance(how, int):
+            return None if how is None else given[how]
+        return torch.empty(how[0], dtype=how[1], device=device)

@@ -16,6 +16,7 @@ from kdakit.backends.triton_gpu.products import products_kernel
 from kdakit.backends.triton_gpu.rebuild import rebuild_normed_kernel
 from kdakit.backends.triton_gpu.replay import rebuild_kernel, replay_kernel
 from kdakit.backends.triton_gpu.reverse import restore_kernel, reverse_kernel
+from kdakit.backends.triton_gpu.streams import beside
 from kdakit.backends.triton_gpu.sums import sums_kernel
 from kdakit.problem import Arrays, Problem
 
@@ -249,7 +250,7 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
             d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
         else:
             y = rebuild(problem, arrays, x, lower, config)
-            with launch.beside(d_o) as aside:  # neither of the two fills the chip
+            with beside(d_o) as aside:  # neither of the two fills the chip
                 d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
                 with aside():
                     replay(problem, arrays, x, y, rest[0], config)
