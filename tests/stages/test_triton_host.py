@@ -141,7 +141,7 @@ def test_a_plan_repeats_a_forward_and_its_backward(watched):
 
     x = tensors()
     made, repeat, want = ahead_of(lambda: plan.planned(problem, x, config), x._asdict(), forward_names)
-    assert [name for name, *_ in want][0].startswith("prepare") and len(want) == 2
+    assert want[0][0].startswith("prepare") and len(want) == 2
     again = tensors()
     watched.started.clear()
     assert roles(watched, again._asdict(), forward_names(repeat(again))) == want

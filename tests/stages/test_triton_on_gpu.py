@@ -206,6 +206,30 @@ def test_calls_that_come_again(name, op):
     assert 5 <= len(torch_operators._plans) <= 8
 
 
+@pytest.mark.parametrize("name", ["model", "model_packed"])
+def test_training_that_comes_again(name):
+    """Later calls repeat the launches of the first, forward and backward: with its bits, for whatever tensors and gradients they get."""
+    from kdakit import torch_operators
+
+    case, x, (d_o, d_final) = inputs(name)
+    flipped = x._replace(q=x.q.flip(1), v=x.v.flip(1), initial_state=x.initial_state.flip(0))
+    jobs = [(x, d_o, d_final), (flipped, d_o.flip(1), d_final), (x, d_o.transpose(1, 2).contiguous().transpose(1, 2), -d_final)]
+
+    def trained(y, d_o, d_final):
+        leaves = y._replace(**{n: getattr(y, n).clone().requires_grad_() for n in DIFFERENTIABLE if getattr(y, n) is not None})
+        return train(case, leaves, (d_o, d_final))
+
+    fresh = []
+    for job in jobs:
+        torch_operators._plans.clear()
+        fresh.append([o.clone() for o in trained(*job)])
+    torch_operators._plans.clear()
+    for _ in range(3):
+        for job, want in zip(jobs, fresh, strict=True):
+            assert same(trained(*job), want)
+    assert len(torch_operators._plans) == 2  # the last d_o has to be copied at every call
+
+
 @pytest.mark.parametrize("what", ["forward", "training", "decode"])
 @pytest.mark.parametrize("name", ["model", "model_packed", "model_softplus"])
 def test_graph_capture(name, what):
