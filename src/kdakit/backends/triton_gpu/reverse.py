@@ -76,6 +76,8 @@ def reverse_kernel(
         b_beta = tl.load(p_factors + i_at * 3 * C + o_c)
         b_dSn = narrow(b_dS, DTYPE)
         tl.store(p_d_states + (i_at * VP + o_v[:, None]) * KP + o_k[None, :], b_dSn, mask=m_v[:, None])
+        # The next state begins before this one is used up: in any other order the compiler runs out of registers.
+        b_next = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
         b_y = product(tl.trans(b_d_o), b_A_solved, PRECISION)  # [BV, C]
         if b_k_solved.dtype == DTYPE:
             b_y = product_add(b_dSn, tl.trans(b_k_solved), b_y, PRECISION)
@@ -87,8 +89,7 @@ def reverse_kernel(
         tl.store(p_d_v + o_cv, b_d_vn, mask=m_cv)
         if BETA == "given" and p_lost is not None:
             tl.store(p_lost + i_at * C * VP + o_t[:, None] * VP + o_v[None, :], narrow(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
-        b_dS = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
-        b_dS = product_add(narrow(b_y * -b_beta[None, :], DTYPE), b_k_in, b_dS, PRECISION)
+        b_dS = product_add(narrow(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
     if HAS_INITIAL:
         tl.store(p_d_initial + o_state, narrow(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
 
