@@ -28,7 +28,7 @@ TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
 STANDS_FOR = {} if FULL else {("sm_80", "bfloat16"): ("sm_89",), ("sm_80", "float32"): ("sm_89",)}
 FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
 NVIDIA_KERNELS = {"prepare_normed_kernel", "rebuild_normed_kernel", "gradient_normed_kernel"}
-BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "restore_kernel"}
+BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "sums_kernel", "restore_kernel"}
 PLAIN_KERNELS = {"rebuild_kernel", "gradient_kernel"}  # of problems that the normed ones do not take; theirs on every chip takes too long
 PLAIN = ("sm_90", "gfx942")
 # Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
