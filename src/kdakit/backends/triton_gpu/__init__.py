@@ -2,8 +2,9 @@
 
 Two launches forward: `intra.prepare_kernel` over chunks, `state.scan_kernel` over sequences. Five backward: `replay.rebuild_kernel` over
 chunks, `replay.replay_kernel` over segments, `reverse.reverse_kernel` over sequences, `products.products_kernel` and
-`gradient.gradient_kernel` over chunks. Those over chunks have a twin for bfloat16 and normalised keys: `normed`, `rebuild`,
-`normed_gradient`. On a machine without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set.
+`gradient.gradient_kernel` over chunks; and two short ones, `sums.sums_kernel` and `reverse.restore_kernel`. Those over chunks have a twin
+for bfloat16 and normalised keys: `normed`, `rebuild`, `normed_gradient`. On a machine without a GPU they run in Triton's interpreter when
+TRITON_INTERPRET=1 is set.
 """
 
 from __future__ import annotations

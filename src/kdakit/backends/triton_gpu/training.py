@@ -1,4 +1,4 @@
-"""Host side of the backward: five launches (and a short one for initial states), and what the forward keeps for them."""
+"""Host side of the backward: five launches (and short ones for the gate's parameters and initial states), and what the forward keeps."""
 
 from __future__ import annotations
 
