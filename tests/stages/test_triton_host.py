@@ -121,11 +121,13 @@ def test_a_plan_repeats_the_launches(op, in_place, watched):
     result = repeat(again)
     assert roles(watched, again._asdict(), result._asdict()) == want
     assert (result.final_state is again.initial_state) == in_place
-    assert repeat.bytes == 0 if op == "recurrent" else repeat.bytes % 4 == 0 and len(repeat.offsets) == 4
+    assert len(repeat.pieces) == 1 and repeat.pieces[0] % 4 == 0 and len(repeat.offsets) == (0 if op == "recurrent" else 4)
 
 
-def test_a_plan_repeats_a_forward_and_its_backward(watched):
-    """With one piece of scratch memory each, in which views of one tensor share a place."""
+@pytest.mark.parametrize("large", [plan.LARGE, 4096])
+def test_a_plan_repeats_a_forward_and_its_backward(large, watched, monkeypatch):
+    """In scratch memory of their own, in which views of one tensor share a place."""
+    monkeypatch.setattr(plan, "LARGE", large)
     problem = PROBLEM.replace(op="chunk", needs_grad=True, output_final_state=True)
     config = triton_gpu.default_config(problem, "cpu")
     d_o, d_final = tensors().v, torch.zeros(problem.state_shape)
@@ -159,6 +161,7 @@ def test_a_plan_repeats_a_forward_and_its_backward(watched):
     grads = repeat((*again, *others[0], *others[1:]))
     assert roles(watched, given(again, *others), grads._asdict()) == want
     assert [g.shape for g in grads[:8]] == [a.shape for a in again[:8]]
+    assert (len(repeat.pieces) > 3) == (large == 4096)
 
 
 def test_no_plan_where_something_is_copied_or_unclear(watched):

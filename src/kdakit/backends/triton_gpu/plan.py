@@ -5,7 +5,8 @@ Two calls that agree in
     everything but the tensors' values, and of each tensor in shape, strides, dtype, device and address modulo 16
 
 launch the same kernels with the same numbers: these are all that `launch` looks at, and more than Triton specialises on. So the second call
-needs its results, one piece of scratch memory, and the launches of the first one, which a `Plan` remembers.
+needs its results, one piece of scratch memory, and the launches of the first one, which a `Plan` remembers. Large tensors have memory of
+their own, which others can use before and after as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 APART = 256  # bytes: where tensors may begin in the scratch memory
+LARGE = 2**26  # bytes: these are not part of it
 Tensors = Sequence[Any]  # or None
 
 
@@ -69,8 +71,8 @@ class Plan:
         for x in (x for step in seen if isinstance(step, launch.Seen) for x in step.tensors if x is not None):
             sizes[x.data_ptr()] = max(x.nbytes, sizes.get(x.data_ptr(), 0))
         self.steps: list[Any] = []
-        self.offsets: list[int] = []
-        self.bytes = 0
+        self.offsets: list[tuple[int, int]] = []  # (piece, bytes from its beginning)
+        self.pieces = [0]  # bytes
         for step in seen:
             if not isinstance(step, launch.Seen):
                 self.steps.append(step)
@@ -78,22 +80,28 @@ class Plan:
             for x in step.tensors:
                 if x is not None and x.data_ptr() not in places:
                     places[x.data_ptr()] = len(known) + len(self.offsets)
-                    self.offsets.append(self.bytes)
-                    self.bytes += -(-sizes[x.data_ptr()] // APART) * APART
+                    self.offsets.append(self._place(-(-sizes[x.data_ptr()] // APART) * APART))
             self.steps.append(step._replace(tensors=[0 if x is None else places[x.data_ptr()] for x in step.tensors]))
         self.shaped = shaped
         inside = {id(x): i for i, x in enumerate(given)}
         self.made = [None if x is None else inside.get(id(x), (x.shape, x.dtype)) for x in made]
+
+    def _place(self, size: int) -> tuple[int, int]:
+        if size < LARGE:
+            self.pieces[0] += size
+            return 0, self.pieces[0] - size
+        self.pieces.append(size)
+        return len(self.pieces) - 1, 0
 
     def __call__(self, given: Tensors) -> Any:
         first = given[0]  # q
         with launch.on_device(first):
             made = [self._make(how, given, first.device) for how in self.made]
             values = [None, *[None if x is None else x.data_ptr() for x in (*given, *made)]]
-            if self.bytes:
-                space = torch.empty((self.bytes // 4,), dtype=torch.float32, device=first.device)
-                start = space.data_ptr()
-                values += [start + offset for offset in self.offsets]
+            if self.offsets:
+                space = [torch.empty((size // 4,), dtype=torch.float32, device=first.device) for size in self.pieces]
+                starts = [x.data_ptr() for x in space]
+                values += [starts[i] + offset for i, offset in self.offsets]
             here = second = None
             for step in self.steps:
                 if step is streams.FORK:
