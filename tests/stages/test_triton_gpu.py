@@ -218,7 +218,7 @@ def test_number_of_parts():
         config = configs.choose(problem, chip)
         return configs.parts(problem, config) if config.split else 1
 
-    assert [number(H, 8192) for H in (96, 64, 40, 32)] == [1, 1, 1, 2]
+    assert [number(H, 8192) for H in (96, 64, 40, 32)] == [1, 1, 1, 3]
     assert 1 < number(16, 8192) <= number(8, 8192) and number(2, 32768) >= 8
     assert all(number(H, 512) == 1 for H in (1, 2, 16))
 
@@ -384,7 +384,8 @@ def test_launches_known_ahead(name, dtype, monkeypatch):
     monkeypatch.setattr(launch, "launch", look)
     gradients(case, dtype, arrays)
     known = [(kernel, list(map(launch._specialised, args)), constants, options) for kernel, args, constants, options in known]
-    assert [x for x in known if x[0].__name__ not in ("parts_kernel", "combine_kernel")] == launched and len(launched) >= 7
+    only_longer = [x for x in known if x[0].__name__ in ("parts_kernel", "combine_kernel") or x[2].get("PART") == "first"]
+    assert [x for x in known if x not in only_longer] == launched and len(launched) >= 7
 
 
 def test_no_length_in_any_choice():

@@ -146,25 +146,22 @@ def tile_sizes(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
 def parts(problem: Problem, config: Config) -> int:
     """Into how many parts the scan of each sequence is split, by the microseconds that an H200 takes; 1: not at all.
 
-    All parts but the last are scanned twice, first without outputs but with K more rows than V; then the states between them are combined,
-    one after the other. A processor holds one program of either scan.
+    All parts but the first and the last are scanned twice, first without outputs but with K more rows than V, while the first is scanned
+    with outputs; then the states between them are combined, one after the other, and the others scanned. A processor holds one program.
     """
-    again, outputs, link = 1.36 if config.part_block > 64 else 0.87, 1.5, 1.8  # a chunk, a chunk, a part
+    again, outputs, link = 1.36 if config.part_block > 64 else 0.87, 1.5, 2.2  # a chunk, a chunk, a part
     rows, block = problem.N * problem.HV, config.part_block
-    of_b, of_M, blocks = padded(problem.V) // block, padded(problem.K) // block, padded(problem.V) // config.block_v
+    more, blocks = (padded(problem.V) + padded(problem.K)) // block, padded(problem.V) // config.block_v
     chunks = problem.T / config.chunk / (problem.N if problem.varlen else 1)
-
-    def waves(programs: int) -> int:
-        return -(-programs // config.processors)
 
     def time(n: int) -> float:
         if n == 1:
             return chunks * outputs
-        first = again * waves(rows * ((n - 2) * (of_b + of_M) + of_b))
-        return chunks / n * (first + outputs) + (n - 2) * link + (8 if n == 2 else 12)
+        rounds = -(-rows * (blocks + (n - 2) * more) // config.processors)
+        return chunks / n * (max(again * rounds, outputs) + outputs) + (n - 2) * link + 13
 
-    most = min(32, config.processors // (rows * blocks))  # so many programs with outputs have a processor each
-    return min(range(1, max(1, most) + 1), key=time)
+    most = config.processors // (rows * blocks)  # so many programs with outputs have a processor each
+    return min((1, *range(3, min(32, most + 1) + 1)), key=time)
 
 
 def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +174,7 @@ def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, 
     if sequences * 4 > chip.processors:
         return {"staged": sizes["block_v"] == 64 and KP == 128}
     # Programs of 128 rows take half as long again as those of 64: less than two of these in a row.
-    wide = min(KP, VP) >= 128 and 3 <= sequences <= chip.processors // 8
+    wide = min(KP, VP) >= 128 and sequences >= 3
     part = dict(part_block=128, part_warps=8) if wide else dict(part_block=64, part_warps=4)
     return dict(split=True, staged=True, block_v=64, scan_warps=4, scan_stages=3, **part)
 

@@ -221,11 +221,12 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
 
 
 class Scan(NamedTuple):
-    """The scan of sequences, and what comes before it where they are scanned in parts: see `parts`."""
+    """The scan of sequences, or of all their parts but the first, and what comes before that: see `parts`."""
 
     all: Launch
-    parts: Launch
-    combine: Launch
+    parts: Launch | None = None
+    first: Launch | None = None
+    combine: Launch | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -235,20 +236,27 @@ def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpo
     constants = dict(
         K=problem.K, V=problem.V, KP=KP, VP=VP, C=config.chunk, S=config.half, GROUP=config.group,
         ALIGN=layout.align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
-        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v, HAS_FINAL=o.output_final_state,
-        HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, SPLIT=config.split,
+        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v,
+        HAS_FINAL=o.output_final_state, HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, PART="whole",
     )  # fmt: skip
-    chained = {"launch_pdl": True} if config.split and config.ptx else {}
-    options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {}) | chained
-    numbers = problem.T, problem.N, NT, HV, *layout.strides["v"], max(1, o.chunk_size // config.chunk), checkpoint, number
+    options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {})
+    numbers = problem.T, problem.N, NT, HV, *layout.strides["v"], max(1, o.chunk_size // config.chunk), checkpoint
+    rows, blocks = problem.N * HV, problem.N * HV * -(-problem.V // config.block_v)
+    if not config.staged:
+        return Scan(Launch(scan_kernel, blocks, numbers, constants, **options))
+    numbers = *numbers, number
+    if not config.split:
+        return Scan(Launch(staged_scan_kernel, blocks, numbers, constants, **options))
+    chained = {"launch_pdl": True} if config.ptx else {}
+    options |= chained
     part_options = {"num_warps": config.part_warps} | ({"maxnreg": config.part_registers} if config.part_registers else {}) | chained
     of_parts = constants | dict(BV=config.part_block, STAGES=config.part_stages)
     of_states = constants | dict(BV=config.combine_block, STAGES=config.combine_stages)
-    scan = staged_scan_kernel if config.staged else scan_kernel
-    rows, part_numbers = problem.N * HV, (problem.T, NT, HV, number, *layout.strides["v"])
+    part_numbers = problem.T, NT, HV, number, *layout.strides["v"]
     return Scan(
-        Launch(scan, rows * -(-problem.V // config.block_v) * number, numbers, constants, **options),
-        Launch(parts_kernel, rows * (number - 1) * (VP + KP) // config.part_block, part_numbers, of_parts, **part_options),
+        Launch(staged_scan_kernel, blocks * max(number - 1, 1), numbers, constants | dict(PART="later"), **options),
+        Launch(parts_kernel, rows * max(number - 2, 1) * (VP + KP) // config.part_block, part_numbers, of_parts, **part_options),
+        Launch(staged_scan_kernel, blocks, numbers, constants | dict(PART="first"), **options),
         Launch(combine_kernel, rows * VP // config.combine_block, part_numbers[:4], of_states, num_warps=config.combine_warps, **chained),
     )
 
@@ -262,16 +270,20 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     if problem.N:
         number = parts(problem, config) if config.split else 1
         launches = _scan(problem, config, x.layout, number, CHECKPOINT)
-        made = space.decay if config.split else None
+        tensors = (
+            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states, offsets,
+            space.checkpoints,
+        )  # fmt: skip
+        if config.staged:
+            tensors = *tensors, space.decay if config.split else None
         if config.split and (number > 1 or _recorded.get() is not None):  # compiled even then, so that a longer sequence finds it
             KP, VP = padded(problem.K), padded(problem.V)
-            made = torch.empty((problem.N * problem.HV, number, VP + KP, KP), device=device)
-            launches.parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, arrays.initial_state, made)
+            made = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=device)
+            tensors = *tensors[:-1], made
+            launches.parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, made)
+            launches.first(*tensors)
             launches.combine(made, arrays.cu_seqlens)
-        launches.all(
-            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states,
-            offsets, space.checkpoints, made,
-        )  # fmt: skip
+        launches.all(*tensors)
     return Result(out, final, states)
 
 

@@ -1,7 +1,8 @@
 """Few heads and a long sequence: the scan in parts that run at the same time.
 
-A part's chunks map the state before them to the state after them by  S -> M S + b.  The last part needs neither M nor b, the first no M:
-its b starts from the initial state. Every decay is at most 1, so M is as safe to compute as S is, column by column with the same products.
+A part's chunks map the state before them to the state after them by  S -> M S + b.  While the first part is scanned with its outputs,
+`parts_kernel` finds M and b of the others; the last needs neither. `combine_kernel` follows the state from part to part, and all parts but
+the first are scanned. Every decay is at most 1, so M is as safe to compute as S is, column by column with the same products.
 """
 
 from __future__ import annotations
@@ -9,57 +10,50 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.chain import wait_for_last
-from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.chain import let_next_begin, wait_for_last
+from kdakit.backends.triton_gpu.tile import INTERPRETED, narrow, product, product_add, row_tokens, sequence_of
 
 
 @triton.jit
 def part_of(length, i_part, PARTS, C: tl.constexpr):
     """First and last chunk + 1 of a part of a sequence of `length` tokens, and whether no later part has any. Parts are equally long; the
-    last may be shorter, and some may be empty."""
+    first may be shorter, and the last ones empty."""
     chunks = tl.cdiv(length, C).to(tl.int32)
     each = tl.maximum(tl.cdiv(chunks, PARTS), 1)
-    first = tl.minimum(i_part * each, chunks)
-    return first, tl.minimum(first + each, chunks), first + each >= chunks
+    end = (i_part - tl.cdiv(chunks, each) + 1) * each + chunks  # of the last one that is not empty: chunks
+    return tl.minimum(tl.maximum(end - each, 0), chunks), tl.minimum(end, chunks), end >= chunks
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV", "PARTS", "s_vb", "s_vt", "s_vh"])
 def parts_kernel(
-    p_v, p_tiles, p_decay, p_cu_seqlens, p_initial, p_parts,
+    p_v, p_tiles, p_decay, p_cu_seqlens, p_parts,
     T, NT, HV, PARTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
-    BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """b^T above M^T of every part but the last: parts [N * HV, PARTS, VP + KP, KP], M^T as the sum of two [KP, KP] in bfloat16.
+    """b^T above M^T of every part but the first and the last: parts [N * HV, PARTS - 1, VP + KP, KP], M^T as the sum of two [KP, KP] in
+    bfloat16.
 
-    The recurrence of `staged.staged_scan_kernel`; for M from the identity and without v.
-    Grid: (N * HV * (PARTS - 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads.
+    The recurrence of `staged.staged_scan_kernel`, for b from zero, for M from the identity and without v.
+    Grid: (N * HV * max(PARTS - 2, 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     BLOCKS: tl.constexpr = (VP + KP) // BV
     wait_for_last(not INTERPRETED)
+    let_next_begin(not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_row, i_p = (i_p % BLOCKS).to(tl.int32) * BV, i_p // BLOCKS
-    i_part, i_nh = (i_p % (PARTS - 1)).to(tl.int32), i_p // (PARTS - 1)
+    between = tl.maximum(PARTS - 2, 1)
+    i_part, i_nh = (i_p % between).to(tl.int32) + 1, i_p // between
     i_n, i_h = i_nh // HV, i_nh % HV
-    is_M = i_row >= VP
-    i_b, bos, length, i_slot = i_n, i_n * 0, i_n * 0 + T, i_n * NT
-    if VARLEN:
-        bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos
-        i_slot = first_slot(p_cu_seqlens, i_n, C)
-        i_b = i_n * 0
+    i_b, bos, length, i_slot = sequence_of(p_cu_seqlens, i_n, T, NT, C, VARLEN)
     first, end, last = part_of(length, i_part, PARTS, C)
-    if last | (is_M & (i_part == 0)):
+    if last:
         return
     o_c, o_k, o_t = tl.arange(0, C), tl.arange(0, KP), row_tokens(C, S, GROUP)
     o_v = i_row + tl.arange(0, BV)  # beyond VP: rows of M
     m_v = o_v < V
     b_S = tl.where(o_v[:, None] - VP == o_k[None, :], 1.0, 0.0)  # [BV, KP]
-    if HAS_INITIAL:
-        m_state = m_v[:, None] & (o_k < K)[None, :] & (i_part == 0)
-        b_S += tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
     i_slot = (i_slot + first) * HV + i_h
     p_v += (i_b * s_vb + (bos + first * C) * s_vt + i_h * s_vh) * ALIGN
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
@@ -77,8 +71,8 @@ def parts_kernel(
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
-    p_parts += (i_nh * PARTS + i_part) * (VP + KP) * KP
-    if is_M:
+    p_parts += (i_nh * (PARTS - 1) + i_part) * (VP + KP) * KP
+    if i_row >= VP:
         b_high = narrow(b_S, tl.bfloat16)
         p_M = (p_parts + VP * KP).to(tl.pointer_type(tl.bfloat16)) + (o_v - VP)[:, None] * KP + o_k[None, :]
         tl.store(p_M, b_high)
@@ -95,17 +89,16 @@ def combine_kernel(
     """b^T of every part but the first and the last becomes the state after it:  S <- M S + b.  Grid: (N * HV * VP / BV,)."""
     BLOCKS: tl.constexpr = VP // BV
     wait_for_last(not INTERPRETED)
+    let_next_begin(not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_row, i_nh = (i_p % BLOCKS).to(tl.int32) * BV, i_p // BLOCKS
-    length = i_nh * 0 + T
-    if VARLEN:
-        i_n = i_nh // HV
-        length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - tl.load(p_cu_seqlens + i_n).to(tl.int64)
+    _, _, length, _ = sequence_of(p_cu_seqlens, i_nh // HV, T, NT, C, VARLEN)
     chunks = tl.cdiv(length, C).to(tl.int32)
     used = tl.cdiv(chunks, tl.maximum(tl.cdiv(chunks, PARTS), 1))  # parts that are not empty
     o_k = tl.arange(0, KP)
-    p_b = p_parts + i_nh * PARTS * (VP + KP) * KP + (i_row + tl.arange(0, BV))[:, None] * KP + o_k[None, :]  # [BV, KP]
-    p_M = (p_parts + (i_nh * PARTS * (VP + KP) + VP) * KP).to(tl.pointer_type(tl.bfloat16)) + o_k[:, None] * KP + o_k[None, :]  # [KP, KP]
+    p_parts += i_nh * (PARTS - 1) * (VP + KP) * KP
+    p_b = p_parts + (i_row + tl.arange(0, BV))[:, None] * KP + o_k[None, :]  # [BV, KP]
+    p_M = (p_parts + VP * KP).to(tl.pointer_type(tl.bfloat16)) + o_k[:, None] * KP + o_k[None, :]  # [KP, KP]
     b_S = tl.load(p_b)
     for _ in tl.range(1, used - 1, num_stages=STAGES):
         p_b += (VP + KP) * KP

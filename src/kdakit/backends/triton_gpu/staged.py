@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.chain import wait_for_last
+from kdakit.backends.triton_gpu.chain import let_next_begin, wait_for_last
 from kdakit.backends.triton_gpu.parts import part_of
-from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.tile import INTERPRETED, narrow, product, product_add, row_tokens, sequence_of, state_offsets
 from kdakit.backends.triton_gpu.values import traded
 
 
@@ -21,28 +21,28 @@ def staged_scan_kernel(
     p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `state.scan_kernel`. Grid: (N * HV * PARTS * cdiv(V, BV),), blocks of V fastest, then parts of a sequence, then heads.
+    """As `state.scan_kernel`. Grid: (N * HV * n * cdiv(V, BV),), blocks of V fastest, then n parts of a sequence, then heads.
 
-    Part i begins with what `parts.combine_kernel` left in slot i - 1 of parts [N * HV, PARTS, VP + KP, KP].
+    PART: "whole", n = 1; "first", beside `parts.parts_kernel`; "later", all others, or the only one of PARTS = 1. The first
+    leaves its last state in slot 0 of parts [N * HV, PARTS - 1, VP + KP, KP], part i begins with what is in slot i - 1.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
-    wait_for_last(SPLIT and not INTERPRETED)
+    wait_for_last(PART == "later" and not INTERPRETED)
+    let_next_begin(PART != "whole" and not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = (i_p % NV).to(tl.int32), i_p // NV
-    i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
+    i_part = 0
+    if PART == "later":
+        others = tl.maximum(PARTS - 1, 1)
+        i_part, i_nh = (i_nh % others).to(tl.int32) + PARTS - others, i_nh // others
     i_n, i_h = i_nh // HV, i_nh % HV
-    i_b, bos, length, i_slot = i_n, i_n * 0, i_n * 0 + T, i_n * NT
-    if VARLEN:
-        bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos
-        i_slot = first_slot(p_cu_seqlens, i_n, C)
-        i_b = i_n * 0
+    i_b, bos, length, i_slot = sequence_of(p_cu_seqlens, i_n, T, NT, C, VARLEN)
     first, end, last = part_of(length, i_part, PARTS, C)
-    if SPLIT:  # noqa: SIM102 - the compiler decides the one, the device the other
+    if PART == "later":  # noqa: SIM102 - the compiler decides the one, the device the other
         if (first >= end) & (i_part > 0):
             return
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
@@ -53,9 +53,9 @@ def staged_scan_kernel(
     b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
-    if SPLIT:  # noqa: SIM102
+    if PART == "later":  # noqa: SIM102
         if i_part > 0:
-            b_S = tl.load(p_parts + ((i_nh * PARTS + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
+            b_S = tl.load(p_parts + ((i_nh * (PARTS - 1) + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
     p_v += (i_b * s_vb + (bos + first.to(tl.int64) * C) * s_vt + i_h * s_vh) * ALIGN
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + first.to(tl.int64) * C + o_out) * HV + i_h) * V + o_v[None, :]  # [C, BV]
@@ -99,3 +99,6 @@ def staged_scan_kernel(
     if HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
         tl.store(p_final + o_state, b_S, mask=m_state & last)
+    if PART == "first":
+        wait_for_last(not INTERPRETED)  # so that what follows need not wait for both
+        tl.store(p_parts + (i_nh * (PARTS - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)

@@ -5,52 +5,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.chain import wait_for_last
-from kdakit.backends.triton_gpu.parts import part_of
-from kdakit.backends.triton_gpu.tile import INTERPRETED, first_slot, narrow, product, product_add, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.tile import narrow, product, product_add, row_tokens, sequence_of, state_offsets
 from kdakit.backends.triton_gpu.values import traded, traded_back
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT"])
 def scan_kernel(
     p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
-    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
+    T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
         r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
 
     This is v_new = inverse beta r carried to both places where it is used, so that the chain from state to state is two products.
-    Grid: (N * HV * PARTS * cdiv(V, BV),), blocks of V fastest, then parts of a sequence (see `parts`; 1 unless SPLIT), then heads.
+    Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     S^T [BV, KP] stays in float32 registers; every product takes S^T or a value derived from it as its left factor, which needs no trip
     through shared memory. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
     WIDE: tl.constexpr = BV == 128 and DTYPE.is_bf16()  # the order of instructions that an H200 likes best for these
-    wait_for_last(SPLIT and not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = i_p % NV, i_p // NV
-    i_part, i_nh = (i_nh % PARTS).to(tl.int32), i_nh // PARTS
     i_n, i_h = i_nh // HV, i_nh % HV
-    if VARLEN:
-        bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
-        length = tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos
-        i_slot = first_slot(p_cu_seqlens, i_n, C)
-        i_b = i_n * 0
-    else:
-        bos = i_n * 0
-        length = bos + T
-        i_slot = i_n * NT
-        i_b = i_n
-    i_first, i_end, last = part_of(length, i_part, PARTS, C)
-    if SPLIT:  # noqa: SIM102 - the compiler decides the one, the device the other
-        if (i_first >= i_end) & (i_part > 0):
-            return
+    i_b, bos, length, i_slot = sequence_of(p_cu_seqlens, i_n, T, NT, C, VARLEN)
     o_c = tl.arange(0, C)
     o_t = row_tokens(C, S, GROUP)[:, None]  # [C, 1]
     if WIDE:
@@ -62,15 +44,9 @@ def scan_kernel(
     b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
-    if SPLIT:  # noqa: SIM102
-        if i_part > 0:
-            b_S = tl.load(p_parts + ((i_nh * PARTS + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt) * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + o_t) * HV + i_h) * V + o_v[None, :]  # [C, BV]
-    i_chunks = i_slot
-    p_v += i_first.to(tl.int64) * C * s_vt * ALIGN
-    p_o += i_first.to(tl.int64) * C * HV * V
-    i_slot = (i_slot + i_first) * HV + i_h
+    i_chunks, i_slot = i_slot, i_slot * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
@@ -78,11 +54,11 @@ def scan_kernel(
         p_decay = p_decay[None, :] + tl.zeros([2, 1], tl.int32)
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
-    b_v = tl.load(p_v, mask=(o_t < length - i_first * C) & m_v[None, :], other=0.0)  # [C, BV]
-    for i_c in tl.range(i_first, i_end, num_stages=STAGES):
+    b_v = tl.load(p_v, mask=(o_t < length) & m_v[None, :], other=0.0)  # [C, BV]
+    for i_c in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
-        b_v_next = tl.load(p_v, mask=(o_t < length - (i_c + 1) * C) & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
-        m_cv = (o_t < length - i_c * C) & m_v[None, :]
+        b_v_next = tl.load(p_v, mask=(o_t + (i_c + 1) * C < length) & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
+        m_cv = (o_t + i_c * C < length) & m_v[None, :]
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
@@ -121,4 +97,4 @@ def scan_kernel(
         p_decay += tl.cast(KP, tl.int64) * HV
     if HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
-        tl.store(p_final + o_state, b_S, mask=m_state & last)
+        tl.store(p_final + o_state, b_S, mask=m_state)

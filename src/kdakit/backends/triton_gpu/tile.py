@@ -103,3 +103,12 @@ def state_offsets(i_state, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: 
     if V_FIRST:
         return i_state * K * V + o_v[:, None] * K + o_k[None, :]
     return i_state * K * V + o_k[None, :] * V + o_v[:, None]
+
+
+@triton.jit
+def sequence_of(p_cu_seqlens, i_n, T, NT, C: tl.constexpr, VARLEN: tl.constexpr):
+    """Of sequence n: batch row, first token, number of tokens, and the slot of its first chunk."""
+    if VARLEN:
+        bos = tl.load(p_cu_seqlens + i_n).to(tl.int64)
+        return i_n * 0, bos, tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos, first_slot(p_cu_seqlens, i_n, C)
+    return i_n, i_n * 0, i_n * 0 + T, i_n * NT
