@@ -203,24 +203,19 @@ def half_factors(
 
 
 @triton.jit
-def unbounded_pairs(b_near, b_A, b_rows, b_cols, b_8, b_16, PTX: tl.constexpr, PRECISION: tl.constexpr):
-    """The products of all pairs of a half [64, 32], where decays are raised to FLOOR: b_A within blocks of 8 tokens, which share a
-    reference, then by levels, see `intra.prepare_kernel`."""
+def unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX: tl.constexpr, PRECISION: tl.constexpr):
+    """The products of all pairs of a half [64, 32], where decays are raised to FLOOR: within blocks of 8 tokens, which share a reference,
+    then by levels, see `intra.prepare_kernel`."""
     o_p = (tl.arange(0, b_8.shape[0]) % 8)[:, None]
     o_i, o_j = tl.arange(0, 64)[:, None] % 32, tl.arange(0, 32)[None, :]
     m_16 = o_p // 2 % 2 == 1
+    b_near = by_token(b_rows)
+    b_A = product(b_near, tl.trans(by_token(b_cols)), PRECISION)
     b_cols = scaled(b_cols, power_of_2(b_8 + SHIFT, PTX)[:, None, :], PTX)
     b_A = tl.where(o_i // 8 == o_j // 8, b_A, product(b_near, tl.trans(by_token(b_cols)), PRECISION) * UNSHIFT)
     b_rows = scaled(b_rows, power_of_2(tl.where(m_16, b_16, 0.0) - SHIFT, PTX)[:, None, :], PTX)
     b_cols = scaled(b_cols, power_of_2(tl.where(m_16, 0.0, b_16), PTX)[:, None, :], PTX)
     return tl.where(o_i // 16 == o_j // 16, b_A, product(by_token(b_rows), tl.trans(by_token(b_cols)), PRECISION))
-
-
-@triton.jit
-def half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr):
-    """The products of all pairs of a half [64, 32], b_near and b_far the factors by token; those of later columns mean nothing."""
-    b_A = product(b_near, b_far, PRECISION)
-    return b_A if BOUNDED else unbounded_pairs(b_near, b_A, b_rows, b_cols, b_8, b_16, PTX, PRECISION)
 
 
 @triton.jit
@@ -314,9 +309,11 @@ def prepare_normed_kernel(
         b_qk, b_g, b_bias, b_none, p_tiles, p_decay, a, scale, unit, length, KP, False, GATE, BOUNDED, SOLVE, PTX
     )  # fmt: skip
     b_first = tl.trans(by_token(b_first))
-    b_near, b_far = by_token(b_rows), tl.trans(by_token(b_cols))  # leaves registers before the loads need them
+    if BOUNDED:  # leaves registers before the loads need them
+        b_near, b_far = by_token(b_rows), tl.trans(by_token(b_cols))
     b_qk, b_g = load_rows(p_q, p_k, p_g, 32, length, s_qt, s_kt, s_gt, K, KP, J, ALIGN, True)  # on its way during the product
-    b_A0 = half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
+    # Products of all pairs of a half [64, 32]; those of later columns mean nothing.
+    b_A0 = product(b_near, b_far, PRECISION) if BOUNDED else unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX, PRECISION)
     b_rows, b_cols, _, b_tails1, b_decay, b_8, b_16, b_from = half_factors(
         b_qk, b_g, b_bias, b_total, p_tiles, p_decay, a, scale, unit, length - 32, KP, True, GATE, BOUNDED, SOLVE, PTX
     )  # fmt: skip
@@ -324,13 +321,13 @@ def prepare_normed_kernel(
     tl.debug_barrier()  # betas are read back, on their way during the products
     b_beta = tl.load(p_betas + o_t)
     b_k = both_tails(b_tails1, b_tails, b_decay, SOLVE, ALIGN, PTX)
-    b_near, b_far = by_token(b_rows), tl.trans(by_token(b_cols))
-    if BOUNDED:  # these rows, columns of the first half
-        b_A1 = half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
+    if BOUNDED:  # A10: these rows, columns of the first half
+        b_near = by_token(b_rows)
+        b_A1 = product(b_near, tl.trans(by_token(b_cols)), PRECISION)
         b_A10 = product(b_near, b_first, PRECISION) * UNSHIFT
     else:
         b_A10 = product(by_token(scaled(b_rows, b_from[:, None, :], PTX)), b_first, PRECISION)
-        b_A1 = half_pairs(b_near, b_far, b_rows, b_cols, b_8, b_16, BOUNDED, PTX, PRECISION)
+        b_A1 = unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX, PRECISION)
 
     m_0 = before_row(o_i, 32)[:, None]
     o_row, o_col = (o_i % 32)[:, None], tl.arange(0, 32)[None, :]
