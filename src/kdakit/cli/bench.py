@@ -16,7 +16,7 @@ from typing import Any
 def add_arguments(parser) -> None:
     parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends, or peers, to time (default: all backends)")
     parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: cpu, on a GPU h16)")
-    parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode, eager (default: fwd fwdbwd; fwd where gradients are not their own)")
+    parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode, eager (default: fwd and, if they have one, fwdbwd)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--gate", choices=("bounded", "softplus", "log_decay"), help="default: bounded; on a CPU log_decay with --against")
     parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128), help="default: 64")
