@@ -19,6 +19,7 @@ from kdakit.cli import (
     contestants,
     doctor,
     generated,
+    inputs,
     machine,
     peers,
     plots,
@@ -336,6 +337,16 @@ def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
     )
     assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 0
     assert "fla did not run fwd B1 T64 H1 K16: fla is not installed: pip install fla-core" in capsys.readouterr().out
+
+
+def test_bench_times_what_is_the_backends_own():
+    """Forward alone where gradients are another backend's; a shape that suits the machine."""
+    frameworks_of("torch")
+    for backends, modes in ((["cuda"], ["fwd"]), (["cuda", "cuda_prefill"], ["fwd"]), (["cuda", "torch_native"], ["fwd", "fwdbwd"])):
+        assert bench._chosen(bench_args("--backend", *backends, "--against", "fla"), ("fwd", "fwdbwd"))[1] == modes
+    assert bench._chosen(bench_args("--backend", "cuda", "--mode", "fwdbwd"), ("fwd",))[1] == ["fwdbwd"]
+    assert bench._shapes(bench_args()) == ["cpu" if inputs.gpu() is None else "h16"]
+    assert bench._shapes(bench_args("--shape", "tiny")) == ["tiny"]
 
 
 def test_bench_against_fla(capsys):

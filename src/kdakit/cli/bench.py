@@ -15,8 +15,8 @@ from typing import Any
 
 def add_arguments(parser) -> None:
     parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends, or peers, to time (default: all backends)")
-    parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: cpu = 1x2048x4x128)")
-    parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode, eager (default: fwd fwdbwd)")
+    parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: cpu, on a GPU h16)")
+    parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode, eager (default: fwd and, if they have one, fwdbwd)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
     parser.add_argument("--gate", choices=("bounded", "softplus", "log_decay"), help="default: bounded; on a CPU log_decay with --against")
     parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128), help="default: 64")
@@ -92,7 +92,29 @@ def _chosen(args, default_modes):
     peers = pick("against", args.against, PEERS) if args.against else []
     chosen = pick("backend", args.backend, names() if args.backend in (None, ["all"]) else [*names(), *OPERATORS, *PEERS])
     peers += [name for name in chosen if name in PEERS]
-    return list(dict.fromkeys(chosen + peers)), pick("mode", args.mode or default_modes, MODES), args.gate or _gate(peers)
+    modes = args.mode or (("fwd",) if _forward_only([name for name in chosen if name not in PEERS]) else default_modes)
+    return list(dict.fromkeys(chosen + peers)), pick("mode", modes, MODES), args.gate or _gate(peers)
+
+
+def _forward_only(backends) -> bool:
+    """Whether none of them has a backward of its own: their gradients are another backend's, and so is the time of those."""
+    from kdakit.cli.contestants import OPERATORS
+    from kdakit.dispatch import load
+
+    def has_none(name):
+        try:
+            return name in OPERATORS or load(name).backward is None
+        except ImportError:  # of its framework; it is listed with that reason
+            return False
+
+    return bool(backends) and all(map(has_none, backends))
+
+
+def _shapes(args) -> list[str]:
+    """Those asked for; else one that keeps this machine busy for a moment."""
+    from kdakit.cli import inputs
+
+    return args.shape or ["cpu" if inputs.gpu() is None else "h16"]
 
 
 def _gate(peers) -> str:
@@ -109,7 +131,7 @@ def compete(args) -> dict[str, Any]:
     names, modes, gate = _chosen(args, ("fwd", "fwdbwd"))
     measured, missing = [], []
     with console.progress() as bar:
-        for text in args.shape or ["cpu"]:
+        for text in _shapes(args):
             shape = contestants.parse_shape(text)
             for mode in modes:
                 job = contestants.Job(shape, mode, args.dtype, gate, args.chunk_size)
@@ -213,7 +235,7 @@ def scaling(args) -> dict[str, Any]:
     from kdakit.cli import console, contestants, worker
 
     names, modes, gate = _chosen(args, ("fwdbwd",))
-    base = contestants.parse_shape((args.shape or ["cpu"])[0])
+    base = contestants.parse_shape(_shapes(args)[0])
     lengths = args.lengths or [2048, 4096, 8192, 16384, 32768]
     measured, missing = [], []
     with console.progress() as bar:

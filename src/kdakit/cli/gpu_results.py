@@ -6,6 +6,7 @@ from typing import Any
 
 from kdakit.cli import suites
 
+SHOWN = {"cuda_prefill": "cuda_prefill (gives out w and u)"}
 COLUMNS = ("median ms", "host ms", "TB/s", "of peak", "TFLOP/s", "of floor", "extra MiB", "error of o", "of state")
 
 
@@ -14,7 +15,7 @@ def table(title: str, rows: list[dict[str, Any]]):
     names = [r["contestant"] for r in rows]
     header = ["contestant", *COLUMNS, *(f"x {name}" for name in _peers(names)), "o differs by"]
     ordered = sorted(rows, key=lambda r: r["median_ms"])
-    return title, header, [[r["contestant"], *_cells(r), *_ratios(r, rows, _peers(names)), f"{r['difference']:.0e}"] for r in ordered]
+    return title, header, [[_name(r), *_cells(r), *_ratios(r, rows, _peers(names)), f"{r['difference']:.0e}"] for r in ordered]
 
 
 def suite_tables(record: dict[str, Any]):
@@ -24,7 +25,7 @@ def suite_tables(record: dict[str, Any]):
     made, last = [], None
     for r in every:
         rows = [x for x in every if x["entry"] == r["entry"]]
-        made.append([r["entry"] if r["entry"] != last else "", r["contestant"], *_cells(r), *_ratios(r, rows, peers)])
+        made.append([r["entry"] if r["entry"] != last else "", _name(r), *_cells(r), *_ratios(r, rows, peers)])
         last = r["entry"]
     if made:
         yield f"suite {record['settings']['suite']}", ["", "contestant", *COLUMNS, *(f"x {name}" for name in peers)], made
@@ -64,6 +65,10 @@ def tune_tables(record: dict[str, Any]):
 
 
 KINDS = {"suite": suite_tables, "errors": error_tables, "tune": tune_tables}
+
+
+def _name(row: dict[str, Any]) -> str:
+    return SHOWN.get(row["contestant"], row["contestant"])
 
 
 def _peers(names: list[str]) -> list[str]:
