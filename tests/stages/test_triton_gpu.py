@@ -38,7 +38,7 @@ FEW = {name: case if name in SEVERAL else dataclasses.replace(case, H=1, HV=case
 
 # The backward, in ways that meet its corners: (case, dtype)
 TRAINED = (("lower_bound", "bfloat16"), ("softplus_huge", "bfloat16"), ("odd_sizes", "float32"), ("identical_two", "float32"),
-           ("gate_strong", "float16"), ("chunk16", "bfloat16"), ("varlen_no_state", "float32"))  # fmt: skip
+           ("gate_strong", "float16"), ("chunk16", "bfloat16"), ("varlen_no_state", "float32"), ("grouped", "float32"))  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +99,8 @@ def test_in_the_interpreter(part):
 # Both dtypes of the chunked call, whose products differ. The token recurrence computes in float32 whatever it loads: each case in one
 # of them, unless KDAKIT_FULL=1 (make test-full).
 DTYPES = ("float32", "bfloat16")
-# What is trained below runs forward there, held to the same; which head reads what does not depend on the dtype.
-ELSEWHERE = () if FULL else (*TRAINED, ("grouped", "float32"))
+# What is trained below runs forward there, held to the same.
+ELSEWHERE = () if FULL else TRAINED
 RUNS = [(name, dtype, "chunk") for name in HARD for dtype in DTYPES if (name, dtype) not in ELSEWHERE]
 RUNS += [(name, dtype, "recurrent") for i, name in enumerate(HARD) for dtype in (DTYPES if FULL else DTYPES[i % 2 :][:1])]
 
