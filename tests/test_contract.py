@@ -29,7 +29,7 @@ FLOAT16 = ["plain", "gate_huge", "lower_bound", "varlen_fused"]
 # Where a case is a program to compile: numbers of heads and tokens, which a dtype does not change, are left to float32.
 SIZES = ["softplus_huge", "grouped", "one_token"]
 # In an interpreter others have what they have: one_token and test_cli.py; odd_sizes; the drawn problems; disable_recompute's own test.
-DOUBLE = ["short", "tall", "scaled", "keep"]
+DOUBLE = ["short", "tall", "scaled", "chunk16", "keep"]
 
 
 @pytest.fixture(params=BACKENDS)
