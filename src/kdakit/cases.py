@@ -7,6 +7,7 @@ passed in, so that every backend, and the truth, sees the same numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,7 @@ class Case:
         return N, (self.B, self.T, self.HV, self.V), (N, self.HV, *state)
 
     def problem(self, dtype: str = "float32", op: str = "chunk", needs_grad: bool = False) -> Problem:
-        arrays = self.arrays("float64")
-        problem = make_problem(op, arrays, make_options(arrays, **self.call_options), needs_grad)
-        d = self.dtypes(dtype)
-        return problem.replace(dtype=dtype, gate_dtype=d.g, beta_dtype=d.beta, state_dtype=d.initial_state)
+        return _problem(self, dtype, op, needs_grad)
 
     @property
     def call_options(self) -> dict[str, Any]:
@@ -88,6 +86,14 @@ class Case:
         _, o, state = self.problem_sizes
         wide = self.dtypes(dtype).initial_state
         return round_to(rng.normal(size=o), dtype), round_to(rng.normal(size=state), wide)
+
+
+@lru_cache(maxsize=1024)  # of a problem's arrays only the sizes count, and drawing them takes longer than anything else here
+def _problem(case: Case, dtype: str, op: str, needs_grad: bool) -> Problem:
+    arrays = case.arrays("float64")
+    problem = make_problem(op, arrays, make_options(arrays, **case.call_options), needs_grad)
+    d = case.dtypes(dtype)
+    return problem.replace(dtype=dtype, gate_dtype=d.g, beta_dtype=d.beta, state_dtype=d.initial_state)
 
 
 def _sometimes(rng, base, rows, low):

@@ -226,7 +226,7 @@ def test_jax():
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
 def test_pallas_in_its_interpreter():
     pytest.importorskip("jax")
-    run(lambda: sequences.JaxPool(CAPACITY, "pallas_tpu"), examples=4, steps=20)
+    run(lambda: sequences.JaxPool(CAPACITY, "pallas_tpu"), examples=2, steps=25)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")

@@ -76,7 +76,7 @@ def race_settings(args):
     return replace(race, **QUICK) if args.quick else race
 
 
-QUICK = dict(values=16, pairs=3, warm_pairs=3, steps=425)
+QUICK = dict(values=16, pairs=3, warm_pairs=2, steps=275, learning_rate=2e-2)
 
 
 def what_runs(out) -> list[str]:
