@@ -44,7 +44,7 @@ def pair_products_backward(q, k_beta, k, decays: BlockDecays, d_A_qk, d_A_kk):
     """d_q, d_k_beta, d_k and the gradients of the decays' logarithms (from_start, to_end: None), from those of A_qk and A_kk [.., C, C].
 
     For A = R C^T, R = r F_r, C = c F_c:  d_r = F_r (d_A C),  d_c = F_c (d_A^T R),  d_log F_r = r d_r,  d_log F_c = c d_c.
-    d_A is transposed, not contracted along its rows: XLA has a kernel for small products of rows with columns on a CPU, for others it has not.
+    d_A is transposed instead of contracted along its rows: small products of the other kind take a CPU three times as long.
     Only the lower triangles (A_kk: strictly lower) are read.
     """
     *lead, C, K = k.shape
