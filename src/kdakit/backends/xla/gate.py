@@ -145,11 +145,11 @@ def block_decays_backward(d: BlockDecays):
     *lead, C, K = d.g.shape
     n = C // BLOCK
     d_from_start, d_to_end = (x.reshape(*lead, n, BLOCK, K) for x in (d.from_start, d.to_end))
-    both = jnp.concatenate([d.prefix + d_from_start, d.suffix + d_to_end], -2)  # [.., n, 32, K]
     d_total = jnp.where(_later(n), lax.cumsum(d.between, d.between.ndim - 3, reverse=True), 0).sum(-2)  # [.., n-1, K]
     d_total = jnp.pad(d_total, [(0, 0)] * len(lead) + [(0, 1), (0, 0)])
     d_total = d_total + _sums_after(d_from_start.sum(-2)) + _sums_before(d_to_end.sum(-2))
-    return d.g + (sum_members(np.concatenate([TO, AFTER], 1), both) + d_total[..., None, :]).reshape(d.g.shape)
+    inside = sum_members(TO, d.prefix + d_from_start) + sum_members(AFTER, d.suffix + d_to_end)
+    return d.g + (inside + d_total[..., None, :]).reshape(d.g.shape)
 
 
 class LevelDecays(NamedTuple):

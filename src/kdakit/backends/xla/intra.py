@@ -15,6 +15,7 @@ from jax import lax
 
 from kdakit.backends.xla.gate import block_decays, block_decays_backward
 from kdakit.backends.xla.pairs import pair_products, pair_products_backward
+from kdakit.backends.xla.plan import BLOCK
 from kdakit.backends.xla.products import product, row_dots
 
 
@@ -90,11 +91,29 @@ def solution_backward(x, y):
 
 
 def unit_lower_inverse(A):
-    """(I + A)^-1 for strictly lower A [.., C, C] by forward substitution, row by row:  X_i = e_i - sum_{j<i} A_ij X_j."""
+    """(I + A)^-1 for strictly lower A [.., C, C] by forward substitution: row by row in blocks of 16, then block by block.
+
+    X_i = e_i - sum_{j<i} A_ij X_j,  for the diagonal blocks' own inverses X_I and then  Y_I = X_I - sum_{J<I} (X_I A_IJ) Y_J.
+    """
+    *lead, C, _ = A.shape
+    n = C // BLOCK
+    own = jnp.eye(n, dtype=bool)[:, None, :, None]
+    A = A.reshape(*lead, n, BLOCK, n, BLOCK)
+    inside = _substitute(jnp.where(own, A, 0).sum(-2), 1)
+    if n == 1:
+        return inside.reshape(*lead, C, C)
+    across = product("...ij,...jc->...ic", inside, jnp.where(own, 0, A).reshape(*lead, n, BLOCK, C))
+    X = jnp.where(own, inside[..., None, :], 0).reshape(*lead, C, C)
+    return _substitute(across.reshape(*lead, C, C), BLOCK, X)
+
+
+def _substitute(A, size: int, X=None):
+    """X_i - sum_{j<i} A_ij X_j, `size` rows at a time; X is the identity, or what the diagonal blocks of A leave of it."""
     axis = A.ndim - 2
+    X = jnp.zeros_like(A) + jnp.eye(A.shape[-1], dtype=A.dtype) if X is None else X
 
-    def row(i, X):
-        known = product("...j,...jc->...c", lax.dynamic_index_in_dim(A, i, axis, keepdims=False), X)
-        return lax.dynamic_update_index_in_dim(X, lax.dynamic_index_in_dim(X, i, axis, keepdims=False) - known, i, axis)
+    def rows(i, X):
+        take = lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis)
+        return lax.dynamic_update_slice_in_dim(X, take(X) - product("...ij,...jc->...ic", take(A), X), i * size, axis)
 
-    return lax.fori_loop(1, A.shape[-1], row, jnp.zeros_like(A) + jnp.eye(A.shape[-1], dtype=A.dtype))
+    return lax.fori_loop(1, A.shape[-1] // size, rows, X)

@@ -44,6 +44,7 @@ def pair_products_backward(q, k_beta, k, decays: BlockDecays, d_A_qk, d_A_kk):
     """d_q, d_k_beta, d_k and the gradients of the decays' logarithms (from_start, to_end: None), from those of A_qk and A_kk [.., C, C].
 
     For A = R C^T, R = r F_r, C = c F_c:  d_r = F_r (d_A C),  d_c = F_c (d_A^T R),  d_log F_r = r d_r,  d_log F_c = c d_c.
+    d_A is transposed instead of contracted along its rows: small products of the other kind take a CPU three times as long.
     Only the lower triangles (A_kk: strictly lower) are read.
     """
     *lead, C, K = k.shape
@@ -54,7 +55,7 @@ def pair_products_backward(q, k_beta, k, decays: BlockDecays, d_A_qk, d_A_kk):
     d_pairs = jnp.moveaxis(d_A[..., 1:, :, :-1, :], -5, -4).reshape(*lead, n - 1, 2 * BLOCK, C - BLOCK)
     d_rows = product("...ij,...jk->...ik", d_pairs, columns).reshape(*lead, n - 1, 2, BLOCK, K) * f_rows[..., None, :, :]
     d_rows = jnp.pad(d_rows, [*free, (1, 0), (0, 0), (0, 0), (0, 0)])  # [.., n, 2, 16, K]
-    d_columns = product("...ij,...ik->...jk", d_pairs, rows).reshape(f_columns.shape)  # [.., n-1, n-1, 16, K]
+    d_columns = product("...ji,...ik->...jk", d_pairs.swapaxes(-1, -2), rows).reshape(f_columns.shape)  # [.., n-1, n-1, 16, K]
     d_columns = jnp.where(_earlier(n), d_columns * f_columns, 0)
     d_k = jnp.pad(d_columns.sum(-4), [*free, (0, 1), (0, 0), (0, 0)])  # [.., n, 16, K]
     d_q, d_k_beta = d_rows[..., 0, :, :], d_rows[..., 1, :, :]
@@ -116,7 +117,7 @@ def level_products_backward(q, k_beta, k, g, d_inside):
         rows, columns = _level_factors(q, k_beta, k, f_rows, f_columns)
         d_pairs = _pairs_of_level(d_inside, s)  # [.., P, 2s, s]
         d_rows = product("...ij,...jk->...ik", d_pairs, columns).reshape(*lead, C // (2 * s), 2, s, K) * f_rows[..., None, :, :]
-        d_columns = product("...ij,...ik->...jk", d_pairs, rows) * f_columns
+        d_columns = product("...ji,...ik->...jk", d_pairs.swapaxes(-1, -2), rows) * f_columns
         d_q_run, d_beta_run = d_rows[..., 0, :, :], d_rows[..., 1, :, :]
         all_rows.append(_run(q, s, 1) * d_q_run + _run(k_beta, s, 1) * d_beta_run)
         all_columns.append(_run(k, s, 0) * d_columns)
