@@ -224,8 +224,8 @@ class Scan(NamedTuple):
     """The scan of sequences, or of all their parts but the first, and what comes before that: see `parts`."""
 
     all: Launch
-    parts: Launch | None = None
     first: Launch | None = None
+    parts: Launch | None = None
     combine: Launch | None = None
 
 
@@ -255,8 +255,8 @@ def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpo
     part_numbers = problem.T, NT, HV, number, *layout.strides["v"]
     return Scan(
         Launch(staged_scan_kernel, blocks * max(number - 1, 1), numbers, constants | dict(PART="later"), **options),
-        Launch(parts_kernel, rows * max(number - 2, 1) * (VP + KP) // config.part_block, part_numbers, of_parts, **part_options),
         Launch(staged_scan_kernel, blocks, numbers, constants | dict(PART="first"), **options),
+        Launch(parts_kernel, rows * max(number - 2, 1) * (VP + KP) // config.part_block, part_numbers, of_parts, **part_options),
         Launch(combine_kernel, rows * VP // config.combine_block, part_numbers[:4], of_states, num_warps=config.combine_warps, **chained),
     )
 
@@ -280,8 +280,8 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
             KP, VP = padded(problem.K), padded(problem.V)
             made = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=device)
             tensors = *tensors[:-1], made
-            launches.parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, made)
             launches.first(*tensors)
+            launches.parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, made)
             launches.combine(made, arrays.cu_seqlens)
         launches.all(*tensors)
     return Result(out, final, states)

@@ -34,12 +34,12 @@ def parts_kernel(
     """b^T above M^T of every part but the first and the last: parts [N * HV, PARTS - 1, VP + KP, KP], M^T as the sum of two [KP, KP] in
     bfloat16.
 
-    The recurrence of `staged.staged_scan_kernel`, for b from zero, for M from the identity and without v.
+    The recurrence of `staged.staged_scan_kernel`, for b from zero, for M from the identity and without v. The launch before it is the scan
+    of the first part, which it does not need: it waits for that at its end, so that the next launch has to wait for one only.
     Grid: (N * HV * max(PARTS - 2, 1) * (VP + KP) / BV,), blocks of rows fastest, then parts, then heads.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     BLOCKS: tl.constexpr = (VP + KP) // BV
-    wait_for_last(not INTERPRETED)
     let_next_begin(not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_row, i_p = (i_p % BLOCKS).to(tl.int32) * BV, i_p // BLOCKS
@@ -49,6 +49,7 @@ def parts_kernel(
     i_b, bos, length, i_slot = sequence_of(p_cu_seqlens, i_n, T, NT, C, VARLEN)
     first, end, last = part_of(length, i_part, PARTS, C)
     if last:
+        wait_for_last(not INTERPRETED)
         return
     o_c, o_k, o_t = tl.arange(0, C), tl.arange(0, KP), row_tokens(C, S, GROUP)
     o_v = i_row + tl.arange(0, BV)  # beyond VP: rows of M
@@ -79,6 +80,7 @@ def parts_kernel(
         tl.store(p_M + KP * KP, narrow(b_S - b_high.to(tl.float32), tl.bfloat16))
     else:
         tl.store(p_parts + o_v[:, None] * KP + o_k[None, :], b_S)
+    wait_for_last(not INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "HV", "PARTS"])

@@ -31,7 +31,7 @@ def staged_scan_kernel(
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
-    wait_for_last(PART == "later" and not INTERPRETED)
+    wait_for_last(PART != "whole" and not INTERPRETED)
     let_next_begin(PART != "whole" and not INTERPRETED)
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_nh = (i_p % NV).to(tl.int32), i_p // NV
@@ -100,5 +100,4 @@ def staged_scan_kernel(
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
         tl.store(p_final + o_state, b_S, mask=m_state & last)
     if PART == "first":
-        wait_for_last(not INTERPRETED)  # so that what follows need not wait for both
         tl.store(p_parts + (i_nh * (PARTS - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)
