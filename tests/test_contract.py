@@ -28,8 +28,6 @@ FEW = ["plain", "gate_huge", "gate_resets", "keys_identical", "identical_two", "
 FLOAT16 = ["plain", "gate_huge", "lower_bound", "varlen_fused"]
 # Where a case is a program to compile: numbers of heads and tokens, which a dtype does not change, are left to float32.
 SIZES = ["softplus_huge", "grouped", "one_token"]
-# There, too, others have what they have: one_token and test_cli.py; odd_sizes; the drawn problems, twice; disable_recompute's own test.
-DOUBLE = ["short", "tall", "scaled", "chunk16", "keep"]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -66,7 +64,6 @@ def forward(backend, case, arrays, dtype="float32", op="chunk"):
 
 @pytest.mark.parametrize("name", ALL)
 def test_forward_and_gradients(backend, name):
-    skip_where_compiled(backend, unless=name not in DOUBLE)
     skip_unless_able(backend, ALL[name], grad=True)
     assert_within(checking.check(backend, ALL[name]))
 

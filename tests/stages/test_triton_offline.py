@@ -21,8 +21,8 @@ TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
             ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: every problem for every target
-# Few heads take other kernels on sm_90 alone. sm_100 takes every kernel; their other gate and dtype are compiled for the rest.
-TAKEN = dict.fromkeys(TARGETS, range(5)) | ({} if FULL else dict.fromkeys(("sm_80", "sm_89", "gfx942"), range(4)) | {"sm_100": (0, 2)})
+# Few heads take other kernels on sm_90 alone.
+TAKEN = dict.fromkeys(TARGETS, range(5)) | ({} if FULL else dict.fromkeys(("sm_80", "sm_89", "sm_100", "gfx942"), range(4)))
 ODD = ("bfloat16", 101, 128, True, 1)  # rows of an odd number of elements: loads of two bytes
 TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
 # {(target, dtype): chips with the same instructions}: what they launch alike is compiled for the target, and held to their shared memory.
