@@ -35,6 +35,7 @@ def first_call(gate: str, call: str) -> dict:
     )
     options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
     options |= dict(lower_bound=-5.0, safe_gate=True) if gate == "bounded" else {}
+    options |= dict(backend="triton_gpu")  # 'auto' gives forwards to the CUDA library where that is built
 
     def inputs(T, H=32, K=128):
         x = [torch.randn(1, T, H, K, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
