@@ -330,6 +330,23 @@ def test_bench_times_writes_and_renders(tmp_path, capsys):
     assert generated.read(page, "measurements") == results.markdown([data])
 
 
+def test_bench_keeps_what_it_has_timed_when_it_is_stopped(tmp_path, monkeypatch):
+    """A peer may tune itself for minutes at the next mode."""
+    frameworks_of("torch")
+    record, race = tmp_path / "b.json", bench.race
+
+    def stopped_at_decode(names, job, *rest):
+        if job.mode == "decode":
+            raise KeyboardInterrupt
+        return race(names, job, *rest)
+
+    monkeypatch.setattr(bench, "race", stopped_at_decode)
+    words = ["--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "decode", "--repeat", "1", "--json", str(record)]
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(bench_args(*words))
+    assert [row["mode"] for row in json.loads(record.read_text())["results"]] == ["fwd"]
+
+
 def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
     frameworks_of("torch")
     monkeypatch.setattr(

@@ -203,3 +203,20 @@ def test_looking_ahead_does_without_sympy(name, monkeypatch):
     problem = case.problem("bfloat16", needs_grad=True)
     arrays = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")
     assert len(ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))) >= 7
+
+
+def test_triton_is_hashed_while_others_run_python(monkeypatch):
+    """The thread asks for the interpreter's lock hundreds of times: with the usual 5 ms each it would take seconds."""
+    from triton.runtime import cache
+
+    usual, seen = sys.getswitchinterval(), []
+
+    def key():
+        seen.append(sys.getswitchinterval())
+        raise OSError("cannot read")
+
+    monkeypatch.setattr(cache, "triton_key", key)
+    monkeypatch.setattr("threading.excepthook", lambda args: seen.append(args.exc_type))
+    triton_gpu.hash_triton.__wrapped__().join()
+    assert seen[0] < usual / 10 and seen[1] is OSError
+    assert sys.getswitchinterval() == usual

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import threading
 from functools import lru_cache
 from types import ModuleType
@@ -100,7 +101,16 @@ def hash_triton() -> threading.Thread:
     """Reads all of Triton, whose hash is part of every key in its cache, while others do something else: see `ahead`."""
     from triton.runtime import cache
 
-    thread = threading.Thread(target=getattr(cache, "triton_key", lambda: None), daemon=True)
+    def read() -> None:
+        # Triton reads itself in 400 pieces, and after each would wait 5 ms for the interpreter's lock while another thread runs Python.
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        try:
+            getattr(cache, "triton_key", lambda: None)()
+        finally:
+            sys.setswitchinterval(usual)
+
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     return thread
 
