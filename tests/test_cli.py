@@ -403,6 +403,19 @@ def test_jobs_of_every_gate_give_the_same_numbers_on_every_backend(gate):
     assert not missing and all(row["difference"] < 1e-4 for row in rows)
 
 
+def test_bench_cuts_heads_over_devices():
+    """xla@2 computes what xla does, over two devices, or says what is missing for it."""
+    jax = pytest.importorskip("jax")
+    job = contestants.Job(Shape(1, 32, 2, 16), "fwd", "float32")
+    rows, missing = bench.race(["xla", "xla@2"], job, 1, 0.1)
+    if len(jax.devices()) < 2:
+        assert [row["reason"] for row in missing] == ["JAX has 1 devices here, too few for 2"]
+    else:
+        assert not missing and rows[1]["difference"] < 1e-6
+    with pytest.raises(contestants.UsageError, match="such as xla@2, got 'torch_native@2'"):
+        contestants.split("torch_native@2")
+
+
 def test_scaling_measures_each_point_in_its_own_process(tmp_path, capsys):
     frameworks_of("torch", "matplotlib")
     chart = tmp_path / "s.png"

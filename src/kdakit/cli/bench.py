@@ -14,7 +14,9 @@ from typing import Any
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--backend", nargs="+", metavar="NAME", help="backends, or peers, to time (default: all backends)")
+    parser.add_argument(
+        "--backend", nargs="+", metavar="NAME", help="backends or peers to time, xla@2: over 2 devices (default: all backends)"
+    )
     parser.add_argument("--shape", nargs="+", metavar="SHAPE", help="names of cases.SHAPES or BxTxHxK (default: cpu, on a GPU h16)")
     parser.add_argument("--mode", nargs="+", metavar="MODE", help="fwd, fwdbwd, decode, eager (default: fwd and, if they have one, fwdbwd)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
@@ -86,11 +88,14 @@ def _chosen_kind(args):
 
 def _chosen(args, default_modes):
     from kdakit.cli.choices import pick
-    from kdakit.cli.contestants import MODES, OPERATORS, PEERS
+    from kdakit.cli.contestants import MODES, OPERATORS, PEERS, reserve, split
     from kdakit.dispatch import names
 
     peers = pick("against", args.against, PEERS) if args.against else []
-    chosen = pick("backend", args.backend, names() if args.backend in (None, ["all"]) else [*names(), *OPERATORS, *PEERS])
+    known = names() if args.backend in (None, ["all"]) else [*names(), *OPERATORS, *PEERS]
+    pick("backend", [name.partition("@")[0] for name in args.backend or ()], known)
+    chosen = pick("backend", args.backend, known + [name for name in args.backend or () if split(name)[0] in known])
+    reserve(chosen)
     peers += [name for name in chosen if name in PEERS]
     modes = args.mode or (("fwd",) if _forward_only([name for name in chosen if name not in PEERS]) else default_modes)
     return list(dict.fromkeys(chosen + peers)), pick("mode", modes, MODES), args.gate or _gate(peers)
@@ -98,12 +103,12 @@ def _chosen(args, default_modes):
 
 def _forward_only(backends) -> bool:
     """Whether none of them has a backward of its own: their gradients are another backend's, and so is the time of those."""
-    from kdakit.cli.contestants import OPERATORS
+    from kdakit.cli.contestants import OPERATORS, split
     from kdakit.dispatch import load
 
     def has_none(name):
         try:
-            return name in OPERATORS or load(name).backward is None
+            return name in OPERATORS or load(split(name)[0]).backward is None
         except ImportError:  # of its framework; it is listed with that reason
             return False
 

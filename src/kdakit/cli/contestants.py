@@ -1,12 +1,15 @@
 """What `kdakit bench` can time: every backend through its public frontend, and peers where they are installed.
 
 All contestants get the same inputs. `prepare` returns a Run of one call. `cuda_prefill` is the `cuda` backend's operator for [B, H, T, K]
-tensors, which also gives out w and u.
+tensors, which also gives out w and u. `xla@2` is a JAX backend with its heads over two devices: to JAX all cores of a CPU are one
+device, of which XLA hardly uses more than one core, unless JAX is told to make several.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 from dataclasses import dataclass, replace
 
 from kdakit.cases import SHAPES, Case, Shape
@@ -64,9 +67,28 @@ def parse_shape(text: str) -> Shape:
     return Shape(*map(int, parts))
 
 
+def split(name: str) -> tuple[str, int]:
+    """'xla@2' -> ('xla', 2): a backend and its devices."""
+    backend, at, devices = name.partition("@")
+    if not at:
+        return name, 1
+    if not devices.isdigit() or int(devices) < 1 or checking.framework_of(backend) != "jax":
+        raise UsageError(f"--backend NAME@N must be a JAX backend and its number of devices, such as xla@2, got {name!r}")
+    return backend, int(devices)
+
+
+def reserve(names) -> None:
+    """As many CPU devices as these contestants want, before JAX counts those it has."""
+    devices = max((split(name)[1] for name in names), default=1)
+    if devices > 1 and importlib.util.find_spec("jax") is not None:
+        with contextlib.suppress(RuntimeError):  # JAX has counted: `prepare` finds too few, or enough
+            importlib.import_module("jax").config.update("jax_num_cpu_devices", devices)
+
+
 def prepare(name: str, job: Job) -> runners.Run:
     """One contestant's call, ready to be timed; raises Unavailable with the reason."""
     case, grad = job.case(), job.mode == "fwdbwd"
+    name, devices = split(name)
     if name in PEERS:
         function, framework = peers.find(name, case, job.dtype, job.op, grad), "torch"
     elif name in OPERATORS:
@@ -80,7 +102,8 @@ def prepare(name: str, job: Job) -> runners.Run:
         function = checking.call(framework, name, case, job.op)
     if framework == "jax":
         seeds = inputs.host_cotangents(case, job.dtype) if grad else None
-        return runners.jax_run(function, inputs.arrays(case, job.dtype), case.dtypes(job.dtype), seeds, job.dtype)
+        place = runners.over_heads(case, devices) if devices > 1 else None
+        return runners.jax_run(function, inputs.arrays(case, job.dtype), case.dtypes(job.dtype), seeds, job.dtype, place)
     device = checking.default_device("torch")
     seeds = inputs.cotangents(case, job.dtype, device) if grad else None
     return runners.torch_run(function, inputs.tensors(case, job.dtype, device), seeds, job.mode)

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from kdakit.cases import Case
 from kdakit.cli import checking
-from kdakit.problem import DIFFERENTIABLE
+from kdakit.cli.peers import Unavailable
+from kdakit.problem import DIFFERENTIABLE, Arrays
 
 GRAPH_CALLS = 20  # decoding steps in one CUDA graph
 EAGER_CALLS = 20  # forwards in a row
@@ -80,12 +84,35 @@ def in_graph(call) -> Run:
     return Run(replay, torch.cuda.synchronize, True, GRAPH_CALLS)
 
 
-def jax_run(function, arrays, dtypes, cotangents, dtype: str) -> Run:
-    """Jitted, and waited for: JAX has no clock of the device to ask."""
+def over_heads(case: Case, devices: int):
+    """Two functions that cut the heads of a call's arrays, and of its cotangents, over the first devices."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    found = jax.devices()
+    if len(found) < devices:
+        raise Unavailable(f"JAX has {len(found)} devices here, too few for {devices}")
+    if case.H % devices or case.HV % devices:
+        raise Unavailable(f"its {case.H} and {case.HV} heads cannot be cut over {devices} devices")
+    mesh = Mesh(np.array(found[:devices]), ("heads",))
+
+    def put(x, axis):
+        return x if x is None else jax.device_put(x, NamedSharding(mesh, PartitionSpec(*[None] * axis, "heads")))
+
+    def inputs(x: Arrays) -> Arrays:
+        tokens = {name: put(getattr(x, name), 2) for name in ("q", "k", "v", "g", "beta")}
+        return x._replace(**tokens, A_log=put(x.A_log, 0), dt_bias=put(x.dt_bias, 0), initial_state=put(x.initial_state, 1))
+
+    return inputs, lambda seeds: (put(seeds[0], 2), put(seeds[1], 1))
+
+
+def jax_run(function, arrays, dtypes, cotangents, dtype: str, place=None) -> Run:
+    """Jitted, and waited for: JAX has no clock of the device to ask. `place` comes from `over_heads`."""
     import jax
 
+    place_inputs, place_cotangents = place or (lambda x: x, lambda x: x)
     with checking.jax_precision(dtype):
-        given = checking.to_jax(arrays, dtypes)
+        given = place_inputs(checking.to_jax(arrays, dtypes))
     names = [n for n in DIFFERENTIABLE if getattr(given, n) is not None]
     values = tuple(getattr(given, n) for n in names)
 
@@ -98,7 +125,7 @@ def jax_run(function, arrays, dtypes, cotangents, dtype: str) -> Run:
 
     step = jax.jit(forward if cotangents is None else forward_backward)
     with checking.jax_precision(dtype):
-        leading = () if cotangents is None else (tuple(jax.numpy.asarray(d) for d in cotangents),)
+        leading = () if cotangents is None else (place_cotangents(tuple(jax.numpy.asarray(d) for d in cotangents)),)
 
     def run():
         with checking.jax_precision(dtype):

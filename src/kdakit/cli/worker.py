@@ -24,6 +24,7 @@ def measure(name: str, job: contestants.Job, repeat: int, seconds: float = 5.0) 
 
 def work(name: str, job: contestants.Job, repeat: int, seconds: float) -> dict[str, Any]:
     """The memory is that of one call after the warm-up: neither imports nor compilation count, inputs and results do."""
+    contestants.reserve([name])
     try:
         run = contestants.prepare(name, job)
     except contestants.Unavailable as problem:

@@ -62,8 +62,8 @@ def intra_backward(q, k, v, g, beta, x: Intra, d: Intra, solve=True):
     d_q, d_k_beta, d_k, d_logs = pair_products_backward(q, k_beta, k, decays, d.A_qk, d_A_kk)
     from_start, to_end = decays.from_start, decays.to_end
     d_from_start = from_start * (q * d.q_decayed + k_beta * y_w)
-    d_from_start = d_from_start.at[..., -1, :].add(d.decay * x.decay)
     d_g = block_decays_backward(d_logs._replace(from_start=d_from_start, to_end=d.k_decayed * x.k_decayed))
+    d_g = d_g + (d.decay * x.decay)[..., None, :]  # every gate is part of the chunk's decay
     d_k_beta = d_k_beta + y_w * from_start
     d_q = d_q + d.q_decayed * from_start
     d_k = d_k + d.k_decayed * to_end + beta[..., None] * d_k_beta

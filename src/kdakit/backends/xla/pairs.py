@@ -63,7 +63,7 @@ def pair_products_backward(q, k_beta, k, decays: BlockDecays, d_A_qk, d_A_kk):
     d_prefix, d_suffix = blocks(q) * d_q + blocks(k_beta) * d_k_beta, blocks(k) * d_k
     d_between = jnp.where(_earlier(n), blocks(k)[..., None, :-1, :, :] * d_columns, 0).sum(-2)
     inside = jnp.moveaxis(jnp.where(_own_block(n), d_A, 0).sum(-2), -4, -3)  # [.., n, 2, 16, 16]
-    d_diagonal = jnp.einsum("...ii->...i", inside[..., 0, :, :])[..., None]
+    d_diagonal = row_dots(inside[..., 0, :, :], jnp.eye(BLOCK, dtype=k.dtype))
     d_inside = level_products_backward(q, k_beta, k, decays.g, inside)
     d_q, d_k_beta, d_k = (a + b for a, b in zip((d_q, d_k_beta, d_k), d_inside[:3], strict=True))
     d_q, d_k = d_q + d_diagonal * blocks(k), d_k + d_diagonal * blocks(q)
@@ -107,23 +107,29 @@ def level_products(q, k_beta, k, g):
 
 
 def level_products_backward(q, k_beta, k, g, d_inside):
-    """d_q, d_k_beta, d_k, d_g [.., n, 16, K] of what lies below the diagonal."""
+    """d_q, d_k_beta, d_k, d_g [.., n, 16, K] of what lies below the diagonal.
+
+    At every level the second runs of a block, and the first ones, are 8 tokens: its pairs are one [8, 8], zero between runs that are not
+    neighbours. With a product for each pair of runs those of one token are no product to XLA, which then multiplies them again, slowly, in
+    every loop that uses them.
+    """
     *lead, C, K = k.shape
-    free = [(0, 0)] * len(lead)
-    blocks = lambda x: x.reshape(*lead, C // BLOCK, BLOCK, K)
+    n = C // BLOCK
+    blocks = lambda x: x.reshape(*lead, n, BLOCK, K)
+    halves = lambda x: x.reshape(*lead, n, BLOCK // 2, K)
     d_q = d_k_beta = d_k = 0
     all_rows, all_columns = [], []
     for s, f_rows, f_columns in zip(LEVELS, *level_decays(g), strict=True):
-        rows, columns = _level_factors(q, k_beta, k, f_rows, f_columns)
-        d_pairs = _pairs_of_level(d_inside, s)  # [.., P, 2s, s]
-        d_rows = product("...ij,...jk->...ik", d_pairs, columns).reshape(*lead, C // (2 * s), 2, s, K) * f_rows[..., None, :, :]
-        d_columns = product("...ji,...ik->...jk", d_pairs.swapaxes(-1, -2), rows) * f_columns
-        d_q_run, d_beta_run = d_rows[..., 0, :, :], d_rows[..., 1, :, :]
+        runs = lambda x, s=s: x.reshape(*lead, C // (2 * s), s, K)
+        rows = jnp.concatenate([halves(_run(q, s, 1) * f_rows), halves(_run(k_beta, s, 1) * f_rows)], -2)  # [.., n, 2 * 8, K]
+        d_pairs = _pairs_of_level(d_inside, s)  # [.., n, 2 * 8, 8]
+        d_rows = product("...ij,...jk->...ik", d_pairs, halves(_run(k, s, 0) * f_columns)).reshape(*lead, n, 2, BLOCK // 2, K)
+        d_columns = runs(product("...ji,...ik->...jk", d_pairs.swapaxes(-1, -2), rows)) * f_columns
+        d_q_run, d_beta_run = (runs(d_rows[..., i, :, :]) * f_rows for i in (0, 1))
         all_rows.append(_run(q, s, 1) * d_q_run + _run(k_beta, s, 1) * d_beta_run)
         all_columns.append(_run(k, s, 0) * d_columns)
-        second = lambda x, s=s: blocks(jnp.pad(x, [*free, (0, 0), (s, 0), (0, 0)]))
-        d_q, d_k_beta = d_q + second(d_q_run), d_k_beta + second(d_beta_run)
-        d_k = d_k + blocks(jnp.pad(d_columns, [*free, (0, 0), (0, s), (0, 0)]))
+        d_q, d_k_beta = d_q + blocks(_in_half(d_q_run, 1)), d_k_beta + blocks(_in_half(d_beta_run, 1))
+        d_k = d_k + blocks(_in_half(d_columns, 0))
     return d_q, d_k_beta, d_k, level_decays_backward(LevelDecays(tuple(all_rows), tuple(all_columns)))
 
 
@@ -133,13 +139,18 @@ def _run(x, s: int, half: int):
     return x.reshape(*lead, C // (2 * s), 2, s, K)[..., half, :, :]
 
 
+def _in_half(x, half: int):
+    """[.., P, s, K] -> [.., P, 2, s, K], zero in the other run."""
+    # Not jnp.pad: a loop over two padded arrays is several times as slow on a CPU.
+    return jnp.where((jnp.arange(2) == half)[:, None, None], x[..., None, :, :], 0)
+
+
 def _pairs_of_level(inside, s: int):
-    """[.., n, 2, 16, 16] -> [.., P, 2s, s]: for each pair of runs, its q and then its k_beta rows, from the second run to the first."""
+    """[.., n, 2, 16, 16] -> [.., n, 2 * 8, 8]: of each block the q and then the k_beta rows of second runs; columns are first runs."""
     *lead, n, _, _, _ = inside.shape
     m = BLOCK // (2 * s)
     pairs = inside.reshape(*lead, n, 2, m, 2, s, m, 2, s)[..., :, 1, :, :, 0, :]  # [.., n, 2, m, s, m, s]
-    pairs = jnp.where(_own_block(m), pairs, 0).sum(-2)  # [.., n, 2, m, s, s]
-    return jnp.moveaxis(pairs, -3, -4).reshape(*lead, n * m, 2 * s, s)
+    return jnp.where(_own_block(m), pairs, 0).reshape(*lead, n, BLOCK, BLOCK // 2)
 
 
 def _level_factors(q, k_beta, k, f_rows, f_columns):
