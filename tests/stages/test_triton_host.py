@@ -209,6 +209,7 @@ def test_triton_is_hashed_while_others_run_python(monkeypatch):
     """The thread asks for the interpreter's lock hundreds of times: with the usual 5 ms each it would take seconds."""
     from triton.runtime import cache
 
+    triton_gpu.hash_triton().join()  # another test may have started it
     usual, seen = sys.getswitchinterval(), []
 
     def key():
