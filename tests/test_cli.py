@@ -414,8 +414,9 @@ def test_bench_cuts_heads_over_devices(tmp_path):
     assert all(row["difference"] < 1e-6 for row in data["results"])
     rows, missing = bench.race(["xla@64"], contestants.Job(Shape(1, 32, 64, 16), "fwd", "float32"), 1, 0.1)
     assert not rows and "too few for 64" in missing[0]["reason"]
-    with pytest.raises(contestants.UsageError, match="such as xla@2, got 'torch_native@2'"):
-        contestants.split("torch_native@2")
+    for name in ("torch_native@2", "fla@2", "xla@0", "xla@"):
+        with pytest.raises(UsageError, match=f"such as xla@2, got '{name}'"):
+            contestants.split(name)
 
 
 def test_scaling_measures_each_point_in_its_own_process(tmp_path, capsys):

@@ -88,13 +88,13 @@ def _chosen_kind(args):
 
 def _chosen(args, default_modes):
     from kdakit.cli.choices import pick
-    from kdakit.cli.contestants import MODES, OPERATORS, PEERS, reserve, split
+    from kdakit.cli.contestants import MODES, OPERATORS, PEERS, reserve
     from kdakit.dispatch import names
 
     peers = pick("against", args.against, PEERS) if args.against else []
-    known = names() if args.backend in (None, ["all"]) else [*names(), *OPERATORS, *PEERS]
-    pick("backend", [name.partition("@")[0] for name in args.backend or ()], known)
-    chosen = pick("backend", args.backend, known + [name for name in args.backend or () if split(name)[0] in known])
+    named = [] if args.backend in (None, ["all"]) else args.backend
+    known = pick("backend", [name.partition("@")[0] for name in named], [*names(), *OPERATORS, *PEERS] if named else names())
+    chosen = list(dict.fromkeys(named)) or known
     reserve(chosen)
     peers += [name for name in chosen if name in PEERS]
     modes = args.mode or (("fwd",) if _forward_only([name for name in chosen if name not in PEERS]) else default_modes)

@@ -12,12 +12,13 @@ import importlib
 import importlib.util
 from dataclasses import dataclass, replace
 
+from kdakit import dispatch
 from kdakit.cases import SHAPES, Case, Shape
 from kdakit.cli import checking, inputs, peers, runners
 from kdakit.cli.choices import UsageError
 from kdakit.cli.peers import PEERS, Unavailable
 
-__all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare"]
+__all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare", "reserve", "split"]
 
 MODES = ("fwd", "fwdbwd", "decode", "eager")  # eager: fwd by the host's clock, call after call
 GATES = ("bounded", "softplus", "log_decay")
@@ -72,7 +73,7 @@ def split(name: str) -> tuple[str, int]:
     backend, at, devices = name.partition("@")
     if not at:
         return name, 1
-    if not devices.isdigit() or int(devices) < 1 or checking.framework_of(backend) != "jax":
+    if not devices.isdigit() or int(devices) < 1 or backend not in dispatch.names() or checking.framework_of(backend) != "jax":
         raise UsageError(f"--backend NAME@N must be a JAX backend and its number of devices, such as xla@2, got {name!r}")
     return backend, int(devices)
 
