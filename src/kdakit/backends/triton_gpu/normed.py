@@ -25,17 +25,16 @@ from kdakit.backends.triton_gpu.token_tiles import (
     FLOOR,
     SHIFT,
     UNSHIFT,
+    above,
     across,
     by_token,
     channels,
+    four,
     half_sums,
     lowered,
-    pick,
-    put,
     running_sums,
     scaled,
     squares,
-    token,
     tokens,
     widened,
 )  # fmt: skip
@@ -88,6 +87,21 @@ def load_rows(p_q, p_k, p_g, first: tl.constexpr, length, s_qt, s_kt, s_gt, K: t
 
 
 @triton.jit
+def load_bias(p_bias, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr):
+    """[8 J, c], the same for all p. Of 32 channels a thread needs 8 adjacent ones but loads 4 at once: rows and columns are named so that
+    it loads its own, which then go to their places without leaving it."""
+    c: tl.constexpr = KP // J
+    o_m, o_c = tl.arange(0, 8 * J)[:, None], tl.arange(0, c)[None, :]
+    o_k = o_m // 8 * c + o_c
+    if c == 32:
+        o_k = o_m // 4 % 4 * c + o_c // 4 % 4 * 8 + o_m // 16 * 4 + tl.max_contiguous(o_c % 4, [1, 4])
+    b_x = tl.load(p_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    if c == 32:
+        b_x = tl.reshape(tl.permute(tl.reshape(b_x, [2, 4, 4, 2, 4, 4]), (1, 2, 3, 4, 0, 5)), [8 * J, c])
+    return b_x
+
+
+@triton.jit
 def row_scale(b_squares, scale, left, FLIP: tl.constexpr):
     """b_squares [8 J, 8, c] -> scale / |q| and 1 / |k|, [8 J, 8]; 0 from token `left` on. The sum over j, which goes through shared memory,
     is one of [J, 64] with p fastest: 8 lanes then write and read 8 banks, not one."""
@@ -121,36 +135,48 @@ def unbounded_sums(b_g, unit):
 
 
 @triton.jit
-def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, EXACT: tl.constexpr, SOLVE: tl.constexpr,
+def store_decayed(p_x, b_x, b_xn, b_from, EXACT: tl.constexpr, PTX: tl.constexpr):
+    """Stores b_x, which rounded is b_xn, times b_from (EXACT: UNSHIFT)."""
+    tl.store(p_x, lowered(b_xn, PTX) if EXACT else narrow(b_x * b_from, tl.bfloat16))
+
+
+@triton.jit
+def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, BOUNDED: tl.constexpr, SOLVE: tl.constexpr,
             PTX: tl.constexpr):  # fmt: skip
-    """Of a half, token by token so that little waits in registers: q and k times 2^b_s [8 J, 8, c], k times 2^-b_s [8 J, 4, c], and that
-    times b_to, which is k decayed to the half's end, in both types. Stores the first times b_from, k_in and q_decayed (EXACT: UNSHIFT)."""
-    M: tl.constexpr = b_s.shape[0]
-    c: tl.constexpr = b_s.shape[2]
-    K0: tl.constexpr = 0 if FLIP else 4  # where k begins
-    b_rows, b_tails = tl.zeros([M, 8, c], tl.bfloat16), tl.zeros([M, 4, c], SOLVE)
-    b_cols, b_first = tl.zeros([M, 4, c], tl.bfloat16), tl.zeros([M, 4, c], tl.bfloat16)
-    o_m = tl.arange(0, M)[:, None]
-    p_tiles += (o_m % 8 * 4 + (32 if FLIP else 0)) * KP + o_m // 8 * c + tl.max_contiguous(tl.arange(0, c), 8 if c >= 32 else 4)[None, :]
-    for i in tl.static_range(4):
-        b_e = power_of_2(pick(b_s, i), PTX)
-        b_k = widened(token(b_qk, i + K0), PTX) * pick(b_scale[:, :, None], i + K0)
-        b_q = widened(token(b_qk, i + 4 - K0), PTX) * pick(b_scale[:, :, None], i + 4 - K0) * b_e
-        b_x = b_k * inverse_power_of_2(pick(b_s, i), PTX)
-        b_cols = put(b_cols, narrow(b_x, tl.bfloat16), i)
-        b_x = b_x * b_to
-        b_tails = put(b_tails, narrow(b_x, SOLVE), i)
-        b_first = put(b_first, narrow(b_x, tl.bfloat16), i)
+    """Of a half, q and k times 2^b_s [8 J, 8, c], k times 2^-b_s [8 J, 4, c], and that times b_to, which is k decayed to the half's end, in
+    both types. Stores the first times b_from, k_in and q_decayed.
+
+    The order is the one of many tried in which the fewest registers are needed, and differs between gates."""
+    J: tl.constexpr = b_s.shape[0] // 8
+    Q: tl.constexpr = 1 if FLIP else 0  # where q is, above or below k
+    EXACT: tl.constexpr = BOUNDED and not FLIP
+    p_k = p_tiles + (tl.arange(0, 8 * J)[:, None, None] % 8 * (4 * KP) + channels(J, KP // J))
+    p_k += (tl.arange(0, 4) * KP)[None, :, None]  # alone, so that it is part of the instruction
+    p_k += 32 * KP if FLIP else 0
+    b_scale, b_from = b_scale[:, :, None], b_from[:, None, :]
+    if not BOUNDED:
+        b_e = power_of_2(b_s, PTX)
+        b_q = widened(four(b_qk, Q), PTX) * four(b_scale, Q) * b_e
+        b_qn = narrow(b_q, tl.bfloat16)
+        store_decayed(p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
+    b_k = widened(four(b_qk, 1 - Q), PTX) * four(b_scale, 1 - Q)
+    b_x = b_k * inverse_power_of_2(b_s, PTX)
+    b_cols = narrow(b_x, tl.bfloat16)
+    if BOUNDED:
+        b_e = power_of_2(b_s, PTX)
         b_k = b_k * b_e
-        b_kn, b_qn = narrow(b_k, tl.bfloat16), narrow(b_q, tl.bfloat16)
-        b_rows = put(put(b_rows, b_kn, i + K0), b_qn, i + 4 - K0)
-        if EXACT:
-            b_kn, b_qn = lowered(b_kn, PTX), lowered(b_qn, PTX)
-        else:
-            b_kn, b_qn = narrow(b_k * b_from, tl.bfloat16), narrow(b_q * b_from, tl.bfloat16)
-        tl.store(p_tiles + i * KP, b_kn)
-        tl.store(p_tiles + (64 + i) * KP, b_qn)
-    return b_rows, b_cols, b_first, b_tails
+        b_kn = narrow(b_k, tl.bfloat16)
+        b_q = widened(four(b_qk, Q), PTX) * four(b_scale, Q) * b_e
+        b_qn = narrow(b_q, tl.bfloat16)
+    b_x = b_x * b_to[:, None, :]
+    b_tails, b_first = narrow(b_x, SOLVE), narrow(b_x, tl.bfloat16)
+    if BOUNDED:
+        store_decayed(p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
+    else:
+        b_k = b_k * b_e
+        b_kn = narrow(b_k, tl.bfloat16)
+    store_decayed(p_k, b_k, b_kn, b_from, EXACT, PTX)
+    return above(b_kn, b_qn) if FLIP else above(b_qn, b_kn), b_cols, b_first, b_tails
 
 
 @triton.jit
@@ -198,7 +224,7 @@ def half_factors(
     if FLIP:  # here, because more registers are alive in what follows than anywhere
         store_decay(p_decay, power_of_2(b_before + b_total, PTX))
         b_total = b_to * UNSHIFT if BOUNDED else power_of_2(b_total, PTX)
-    b_rows, b_cols, b_first, b_tails = factors(b_qk, b_scale, b_s, b_start, b_to, p_tiles, KP, FLIP, BOUNDED and not FLIP, SOLVE, PTX)
+    b_rows, b_cols, b_first, b_tails = factors(b_qk, b_scale, b_s, b_start, b_to, p_tiles, KP, FLIP, BOUNDED, SOLVE, PTX)
     return b_rows, b_cols, b_first, b_tails, b_total, b_8, b_16, b_from
 
 
@@ -243,10 +269,7 @@ def both_tails(b_x, b_tails, b_decay, SOLVE: tl.constexpr, ALIGN: tl.constexpr, 
     """k decayed to the chunk's end [64, KP], `swapped`, b_x of the second half first; the other's, b_tails, decays by b_decay more."""
     b_decay = b_decay[:, None, :]
     b_tails = narrow(b_tails.to(tl.float32) * b_decay, SOLVE) if INTERPRETED else b_tails * b_decay.to(SOLVE)
-    b_k = tl.zeros([b_x.shape[0], 8, b_x.shape[2]], SOLVE)
-    for i in tl.static_range(4):
-        b_k = put(put(b_k, token(b_x, i), i), token(b_tails, i), 4 + i)
-    b_k = swapped(by_token(b_k))
+    b_k = swapped(by_token(above(b_x, b_tails)))
     if ALIGN % 2 and PTX:  # loaded two bytes at a time, it would be reshaped in shared memory, which the compiler tries and cannot
         b_k = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_k], dtype=b_k.dtype, is_pure=True, pack=2)
     return b_k
@@ -292,10 +315,9 @@ def prepare_normed_kernel(
     p_beta += i_b * s_bb + start * s_bt + i_h * s_bh
     p_tiles += i_p * 3 * C * KP
     p_decay += i_p * KP
-    o_b = tl.arange(0, 8 * J)[:, None] // 8 * c + tl.arange(0, c)[None, :]  # [8 J, c]
     b_bias = tl.zeros([8 * J, c], tl.float32)
     if HAS_DT_BIAS:
-        b_bias = tl.load(p_dt_bias + i_h * K + o_b, mask=o_b < K, other=0.0).to(tl.float32)
+        b_bias = load_bias(p_dt_bias + i_h * K, K, KP, J)
     b_qk, b_g = load_rows(p_q, p_k, p_g, 0, length, s_qt, s_kt, s_gt, K, KP, J, ALIGN, False)
     a = gate_slope(p_A_log, i_h, False, HAS_A_LOG)
     unit = gate_unit(a, lower_bound, GATE)

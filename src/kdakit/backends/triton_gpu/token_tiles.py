@@ -57,16 +57,22 @@ def half_sums(b_total):
 
 
 @triton.jit
-def token(b_x, i: tl.constexpr):
-    """b_x [8 J, R, c] of 16 bits -> b_x[:, i]."""
-    o_i = tl.arange(0, b_x.shape[1])[None, :, None]
-    return tl.sum(tl.where(o_i == i, b_x.to(tl.int16, bitcast=True), 0), 1).to(tl.int16).to(b_x.dtype, bitcast=True)
+def _or(x, y):
+    return x | y
 
 
 @triton.jit
-def put(b_x, b_i, i: tl.constexpr):
-    """b_x [8 J, R, c] with b_i [8 J, c] at i."""
-    return tl.where(tl.arange(0, b_x.shape[1])[None, :, None] == i, b_i[:, None, :], b_x)
+def four(b_x, i: tl.constexpr):
+    """b_x [8 J, 8, c] -> its rows from 4 i on, [8 J, 4, c]. By a bitwise or with zeros, which the compiler drops, see `pick`."""
+    b_i = tl.reshape(b_x.to(tl.int32 if b_x.dtype.is_fp32() else tl.int16, bitcast=True), [b_x.shape[0], 2, 4, b_x.shape[2]])
+    return tl.reduce(tl.where(tl.arange(0, 2)[None, :, None, None] == i, b_i, 0), 1, _or).to(b_x.dtype, bitcast=True)
+
+
+@triton.jit
+def above(b_x, b_y):
+    """Two [8 J, 4, c] -> [8 J, 8, c]."""
+    b_xy = tl.where(tl.arange(0, 2)[None, :, None, None] == 0, b_x[:, None, :, :], b_y[:, None, :, :])
+    return tl.reshape(b_xy, [b_x.shape[0], 8, b_x.shape[2]])
 
 
 @triton.jit
