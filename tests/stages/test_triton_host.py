@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
+from concurrent.futures import Future
 
 import pytest
 
@@ -221,3 +223,67 @@ def test_triton_is_hashed_while_others_run_python(monkeypatch):
     triton_gpu.hash_triton.__wrapped__().join()
     assert seen[0] < usual / 10 and seen[1] is OSError
     assert sys.getswitchinterval() == usual
+
+
+class Source:
+    """In place of what Triton compiles: makes its IR in Python."""
+
+    def __init__(self, name, busy):
+        self.name, self.busy = name, busy
+
+    def make_ir(self):
+        self.busy.append(self.name)
+        assert not threading.Event().wait(0.02) and self.busy[-1] == self.name  # nobody else came in between
+
+
+def test_launchers_are_made_beside_kernels_which_run_python_in_turn(monkeypatch):
+    busy, launched, kernels = [], {name: threading.Event() for name in "abc"}, []
+
+    def launcher(src, metadata):
+        assert not metadata.tensordesc_meta and metadata.num_ctas == 0
+        launched[src.name].set()
+
+    def kernel(src):
+        def compile_kernel():
+            assert launched[src.name].wait(10)  # not after the kernel
+            src.make_ir()
+            return src.name
+
+        return compile_kernel
+
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=types.SimpleNamespace(launcher_cls=launcher)))
+    with ahead.Compilers(6) as pool:
+        kernels = [pool.submit(kernel(Source(name, busy))) for name in "abc"]
+    assert [x.result() for x in kernels] == list("abc") and sorted(busy) == list("abc")
+    with ahead.Compilers(1) as pool:  # a Triton that hands over something else, and a compilation that fails
+        assert pool.submit(lambda: 7).result() == 7
+        assert isinstance(pool.submit(lambda: 1 / 0).exception(), ZeroDivisionError)
+
+
+def test_triton_hands_over_the_source_of_a_kernel(monkeypatch):
+    """What `Compilers` looks for: the rest works without it, slower."""
+    from test_triton_offline import offline_driver
+    from triton.runtime import driver
+
+    from kdakit.backends.triton_gpu import config as configs
+
+    chip, seen = configs.CHIPS["sm_90"], []
+    on_paper = offline_driver(chip)
+    on_paper.get_current_device = lambda: 77  # what is kept per device is not found by other tests
+
+    class Pool:
+        def submit(self, compile_kernel):
+            seen.append(ahead.source(compile_kernel))
+            failed = Future()
+            failed.set_exception(RuntimeError("not compiled"))
+            return failed
+
+    problem = CASE.problem("bfloat16", needs_grad=True)
+    wanted = ahead.launches(problem, tensors(), configs.choose(problem, chip))
+    monkeypatch.setattr(driver, "_active", on_paper)
+    with triton.AsyncCompileMode(Pool(), ignore_errors=True):
+        ahead.compile_each(wanted)
+    names = [src.name for src in seen]
+    assert set(names) == {kernel.__name__ for kernel, *_ in wanted}
+    assert all(callable(src.make_ir) and src.signature for src in seen)
+    assert names[0].startswith("gradient") and names[1].startswith("prepare")

@@ -1,8 +1,8 @@
 """First calls: the kernels of a call, and of the backward that follows it, are compiled at the same time.
 
-Triton compiles a kernel when it is first launched, so a first training step would wait for nine compilations in turn, the slowest of which
-takes a third of the time, and then for nine runs of a C compiler, which makes the launcher of each. Triton's compiler leaves the
-interpreter's lock alone, so threads are enough.
+Triton compiles a kernel when it is first launched, so a first training step would wait for a dozen compilations in turn, the slowest of
+which takes a third of the time, and for as many runs of a C compiler, which makes the launcher of each. Most of Triton's compiler leaves
+the interpreter's lock alone, so threads are enough; its first stage is Python, and the slowest kernels go through that first.
 
 With everything in Triton's cache a first call imports the kernels, hashes their sources to look them up, and hashes Triton itself, 400 MB,
 which `hash_triton` does beside the rest.
@@ -10,10 +10,12 @@ which `hash_triton` does beside the rest.
 
 from __future__ import annotations
 
+import inspect
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ from kdakit.backends.triton_gpu import hash_triton, launch, training
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.problem import Arrays, Problem
 
-WORKERS = min(8, os.cpu_count() or 1)
+WORKERS = min(16, os.cpu_count() or 1)
+SLOWEST = "gradient", "prepare"  # kernels whose names begin so, the slowest first
 _ready: set[Any] = set()
 
 
@@ -41,22 +44,48 @@ def compile_all(problem: Problem, arrays: Arrays, config: Config) -> None:
     _ready.add(key)
     wanted = launches(problem, arrays, config)
     hash_triton().join()
-    with _Compilers(WORKERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        for kernel, args, constants, options in reversed(wanted):  # the slowest is the last
-            kernel.warmup(*args, grid=(1,), **constants, **options)
+    with Compilers(WORKERS) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        compile_each(wanted)
 
 
-class _Compilers(ThreadPoolExecutor):
-    """Threads that compile a kernel and then its launcher."""
+def compile_each(wanted: list[tuple[Any, tuple, dict, dict]]) -> None:
+    for kernel, args, constants, options in sorted(wanted, key=lambda x: [not x[0].__name__.startswith(name) for name in SLOWEST]):
+        kernel.warmup(*args, grid=(1,), **constants, **options)
+
+
+class Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels and, beside each, its launcher, which depends on its parameters alone and stays in Triton's cache."""
+
+    def __init__(self, workers: int):
+        super().__init__(workers)
+        self.python = threading.Lock()
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future:  # type: ignore[override]
-        return super().submit(_with_launcher, compile_kernel)
+        src = source(compile_kernel)
+        if src is not None:
+            src.make_ir = partial(in_turn, self.python, src.make_ir)
+        future = super().submit(compile_kernel)
+        if src is not None:
+            super().submit(lambda: triton.runtime.driver.active.launcher_cls(src, Unknown()))
+        return future
 
 
-def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
-    kernel = compile_kernel()
-    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # what it makes stays in Triton's cache
-    return kernel
+def in_turn(lock: threading.Lock, function: Callable, *args: Any, **named: Any) -> Any:
+    """Threads that run Python at the same time hold each other up."""
+    with lock:
+        return function(*args, **named)
+
+
+def source(compile_kernel: Callable[[], Any]) -> Any:
+    """What Triton is about to compile, which it hands over within a function."""
+    return inspect.getclosurevars(compile_kernel).nonlocals.get("src")
+
+
+class Unknown:
+    """In place of a compiled kernel's metadata, of which nothing goes into its launcher's source."""
+
+    def __getattr__(self, name: str) -> int:
+        return 0
 
 
 def launches(problem: Problem, arrays: Arrays, config: Config) -> list[tuple[Any, tuple, dict, dict]]:
