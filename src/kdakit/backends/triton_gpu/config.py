@@ -195,7 +195,8 @@ def choose(problem: Problem, chip: Chip) -> Config:
     """The configuration for a problem on a chip."""
     wide = problem.dtype == "float32"
     KP = padded(problem.K)
-    chunk = 32 if KP > 128 or (wide and KP > 64) else 64
+    # Levels down to pairs of tokens make long programs, which in chunks of 64 spill their registers and take half a minute to compile.
+    chunk = 64 if problem.dtype == "bfloat16" and KP <= 128 else 32
     if chip.shared_memory < 100_000:
         chunk = min(chunk, 32)
     if problem.options.return_intermediate_states:
@@ -204,7 +205,8 @@ def choose(problem: Problem, chip: Chip) -> Config:
     group, diagonal = (2, 2) if problem.dtype != "bfloat16" else (8, 16) if bounded(problem) else (4, 4)
     floor = -40.0 if diagonal == 4 else 0.0
     precision = "ieee" if chip.hip else "tf32" if problem.dtype == "bfloat16" else "tf32x3"
-    half = min(chunk, 32) if KP * (2 if wide else 1) <= 128 or chunk == 64 else max(16, chunk // 2)
+    fits = (128 if not wide or chip.shared_memory > 200_000 else 64) >= KP
+    half = min(chunk, 32 if fits else 16)
     o = problem.options
     # Normalised keys keep the inverse within a few units, so that float16, as accurate as tf32 and twice as fast, holds it.
     solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"

@@ -42,7 +42,9 @@ SEARCHES = {
               for v in (32, 64) for k, w in ((64, 4), (128, 8)) for s in (1, 2, 3)),
     ),
     "gradient": Search("fwdbwd", ("dtype", "form", "gate", "K_is"), _grid(gradient_registers=(0, 128, 168))),
-    "slices": Search("fwdbwd", ("dtype", "K_is"), tuple(dict(slice_k=k, slice_warps=w) for k, w in ((32, 2), (64, 4), (128, 4), (128, 8)))),
+    "slices": Search(
+        "fwdbwd", ("dtype", "K_is"), tuple(dict(slice_k=k, slice_warps=w) for k, w in ((16, 4), (32, 2), (64, 4), (128, 4), (128, 8)))
+    ),
 }  # fmt: skip
 
 
