@@ -240,7 +240,7 @@ def test_launchers_are_made_beside_kernels_which_run_python_in_turn(monkeypatch)
     busy, launched, kernels = [], {name: threading.Event() for name in "abc"}, []
 
     def launcher(src, metadata):
-        assert not metadata.tensordesc_meta and metadata.num_ctas == 0
+        assert not metadata.tensordesc_meta and metadata.num_ctas == 0 and metadata.warp_size == 64
         launched[src.name].set()
 
     def kernel(src):
@@ -251,7 +251,8 @@ def test_launchers_are_made_beside_kernels_which_run_python_in_turn(monkeypatch)
 
         return compile_kernel
 
-    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=types.SimpleNamespace(launcher_cls=launcher)))
+    driver = types.SimpleNamespace(launcher_cls=launcher, get_current_target=lambda: types.SimpleNamespace(warp_size=64))
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=driver))
     with ahead.Compilers(6) as pool:
         kernels = [pool.submit(kernel(Source(name, busy))) for name in "abc"]
     assert [x.result() for x in kernels] == list("abc") and sorted(busy) == list("abc")

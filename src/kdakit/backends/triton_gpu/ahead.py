@@ -66,7 +66,8 @@ class Compilers(ThreadPoolExecutor):
             src.make_ir = partial(in_turn, self.python, src.make_ir)
         future = super().submit(compile_kernel)
         if src is not None:
-            super().submit(lambda: triton.runtime.driver.active.launcher_cls(src, Unknown()))
+            driver = triton.runtime.driver.active
+            super().submit(driver.launcher_cls, src, Unknown(driver.get_current_target().warp_size))
         return future
 
 
@@ -82,7 +83,10 @@ def source(compile_kernel: Callable[[], Any]) -> Any:
 
 
 class Unknown:
-    """In place of a compiled kernel's metadata, of which nothing goes into its launcher's source."""
+    """In place of a compiled kernel's metadata, of which a launcher's source has the size of a warp, on AMD's chips, and nothing else."""
+
+    def __init__(self, warp_size: int):
+        self.warp_size = warp_size
 
     def __getattr__(self, name: str) -> int:
         return 0

@@ -146,7 +146,7 @@ def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: t
     """Of a half, q and k times 2^b_s [8 J, 8, c], k times 2^-b_s [8 J, 4, c], and that times b_to, which is k decayed to the half's end, in
     both types. Stores the first times b_from, k_in and q_decayed.
 
-    The order is the one of many tried in which the fewest registers are needed, and differs between gates."""
+    The order is the fastest of many tried and differs between gates: it decides what waits in registers."""
     J: tl.constexpr = b_s.shape[0] // 8
     Q: tl.constexpr = 1 if FLIP else 0  # where q is, above or below k
     EXACT: tl.constexpr = BOUNDED and not FLIP
