@@ -237,7 +237,7 @@ class Source:
 
 
 def test_launchers_are_made_beside_kernels_which_run_python_in_turn(monkeypatch):
-    busy, launched, kernels = [], {name: threading.Event() for name in "abc"}, []
+    busy, launched = [], {name: threading.Event() for name in "abc"}
 
     def launcher(src, metadata):
         assert not metadata.tensordesc_meta and metadata.num_ctas == 0 and metadata.warp_size == 64

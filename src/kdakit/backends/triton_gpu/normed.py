@@ -135,6 +135,12 @@ def unbounded_sums(b_g, unit):
 
 
 @triton.jit
+def normalised(b_qk, b_scale, i: tl.constexpr, PTX: tl.constexpr):
+    """q or k, whichever is above (0) or below (1), [8 J, 4, c]."""
+    return widened(four(b_qk, i), PTX) * four(b_scale, i)
+
+
+@triton.jit
 def store_decayed(p_x, b_x, b_xn, b_from, EXACT: tl.constexpr, PTX: tl.constexpr):
     """Stores b_x, which rounded is b_xn, times b_from (EXACT: UNSHIFT)."""
     tl.store(p_x, lowered(b_xn, PTX) if EXACT else narrow(b_x * b_from, tl.bfloat16))
@@ -156,17 +162,17 @@ def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: t
     b_scale, b_from = b_scale[:, :, None], b_from[:, None, :]
     if not BOUNDED:
         b_e = power_of_2(b_s, PTX)
-        b_q = widened(four(b_qk, Q), PTX) * four(b_scale, Q) * b_e
+        b_q = normalised(b_qk, b_scale, Q, PTX) * b_e
         b_qn = narrow(b_q, tl.bfloat16)
         store_decayed(p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
-    b_k = widened(four(b_qk, 1 - Q), PTX) * four(b_scale, 1 - Q)
+    b_k = normalised(b_qk, b_scale, 1 - Q, PTX)
     b_x = b_k * inverse_power_of_2(b_s, PTX)
     b_cols = narrow(b_x, tl.bfloat16)
     if BOUNDED:
         b_e = power_of_2(b_s, PTX)
         b_k = b_k * b_e
         b_kn = narrow(b_k, tl.bfloat16)
-        b_q = widened(four(b_qk, Q), PTX) * four(b_scale, Q) * b_e
+        b_q = normalised(b_qk, b_scale, Q, PTX) * b_e
         b_qn = narrow(b_q, tl.bfloat16)
     b_x = b_x * b_to[:, None, :]
     b_tails, b_first = narrow(b_x, SOLVE), narrow(b_x, tl.bfloat16)
