@@ -50,6 +50,13 @@ def default_config(problem: Problem, device: Any) -> Config:
     return chosen(problem, chip_of(device))
 
 
+def forms(problem: Problem, device: Any) -> tuple[str, ...]:
+    """What a problem launches there, as the table of what a chip has shown names it."""
+    from kdakit.backends.triton_gpu import shown
+
+    return shown.forms(problem, default_config(problem, device))
+
+
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
     from kdakit.backends.triton_gpu import training
