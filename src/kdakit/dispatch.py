@@ -11,13 +11,14 @@ A backend is a module with
     saved_specs(problem, device) -> [(shape, dtype name)]       torch backends: the tensors that `forward` saves when problem.needs_grad
 
 and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
-saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `preferred(problem) -> bool`
-(whether 'auto' should ask it for a chunked call before those ahead of it), `operand_dtype(problem)` (the dtype in which products take
-their factors, for accuracy.py; float32 where absent) and, of a torch backend, `planned(problem, arrays, config, final_state) -> (Result,
-function | None)`: a call that is not differentiated, and a function of the tensors that repeats it for others of the same shapes, strides,
-dtypes, device and addresses modulo 16. One that also has `planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays,
-function | None)`, whose function takes (*arrays, *saved, d_o, d_final_state), plans chunked calls that are differentiated too: `planned`
-then gives and repeats (Result, saved).
+saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `unshown(problem, device)`
+(why no such device has shown the problem to be right, which 'auto' waits for), `forms(problem, device)` (what it runs, by the names under
+which that is recorded), `preferred(problem) -> bool` (whether 'auto' should ask it for a chunked call before those ahead of it),
+`operand_dtype(problem)` (the dtype in which products take their factors, for accuracy.py; float32 where absent) and, of a torch backend,
+`planned(problem, arrays, config, final_state) -> (Result, function | None)`: a call that is not differentiated, and a function of the
+tensors that repeats it for others of the same shapes, strides, dtypes, device and addresses modulo 16. One that also has
+`planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays, function | None)`, whose function takes (*arrays, *saved,
+d_o, d_final_state), plans chunked calls that are differentiated too: `planned` then gives and repeats (Result, saved).
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
     if problem.op == "chunk":
         candidates = sorted(candidates, key=lambda name: not preferred(name, problem))
     for name in candidates:
-        reason = supports(name, problem, device) or interpreted(name, device)
+        reason = supports(name, problem, device) or interpreted(name, device) or unshown(name, problem, device)
         if reason is None:
             log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
@@ -120,3 +121,8 @@ def preferred(name: str, problem: Problem) -> bool:
 def interpreted(name: str, device: Any) -> str | None:
     module = load(name)
     return module.interpreted(device) if hasattr(module, "interpreted") else None
+
+
+def unshown(name: str, problem: Problem, device: Any) -> str | None:
+    module = load(name)
+    return module.unshown(problem, device) if hasattr(module, "unshown") else None

@@ -5,7 +5,7 @@
 Even numbers are drawn freely. Odd ones share programs: a compiler for GPUs takes seconds for a new *form* (head sizes, dtypes, options) and
 nothing for a new length, so PER_FORM numbers in a row are one form: SIZES of V, and for each the CALLS, on other lengths, heads, packings,
 gates and values. Forms of one *family* also share the programs that no gate enters. A round of all FORMS has every padded K and V, every
-gate and every call in each dtype, and three rounds in a row have them with few, some and many heads.
+gate and every call in each dtype, gradients with few, some and many heads; three rounds in a row also have forwards with all of them.
 
 `numbers(seed, count)` are those of a campaign; two seeds have none in common.
 """
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from kdakit.cases import Case
-from kdakit.problem import Arrays, Problem
+from kdakit.problem import Arrays, Problem, make_options, make_problem
 
 SIZES = (16, 32, 64, 128, 256)  # padded head sizes
-CALLS = ("gradient", "gradient", "gradient", "forward", "step")  # of each V; now and then the first is "step_gradient"
+CALLS = ("gradient", "gradient", "gradient", "forward", "step")  # of each V: gradients of few, some and many heads
 PER_FORM = len(SIZES) * len(CALLS)
 SEED = 10**6  # numbers of a seed, of either kind
 GATES = ("given", "given_bounded", "softplus", "bounded")
@@ -93,7 +93,16 @@ class Drawn(Case):
         return Arrays(*(self.dtype,) * 3, self.gate_dtype, self.beta_dtype, wide, wide, self.state_dtype, ints, ints, "int32")
 
     def problem(self, dtype: str = "", op: str = "", needs_grad: bool | None = None) -> Problem:
-        return super().problem(self.dtype, self.op, self.grad)
+        """From shapes alone: nothing is drawn."""
+        B, T, HV, d = self.B, self.T, self.HV, self.dtypes()
+        N, _, state = self.problem_sizes
+        shapes = [(B, T, self.H, self.K)] * 2 + [(B, T, HV, self.V), (B, T, HV, self.K), (B, T, HV)]
+        shapes += [(HV,) if self.A_log else None, (HV * self.K,) if self.dt_bias else None, state if self.initial_state else None]
+        arrays = Arrays(*(None if s is None else np.broadcast_to(0.0, s) for s in shapes))
+        if self.lengths:
+            arrays = arrays._replace(cu_seqlens=np.broadcast_to(0, N + 1))
+        made = make_problem(self.op, arrays, make_options(arrays, **self.call_options), self.grad)
+        return made.replace(dtype=self.dtype, gate_dtype=d.g, beta_dtype=d.beta, state_dtype=d.initial_state)
 
     def cotangents(self, dtype: str = "", seed: int = 1):
         return super().cotangents(self.dtype, seed)
@@ -128,7 +137,7 @@ def draw(number: int) -> Drawn:
         family = families.index(form.family)
         rngs = [np.random.default_rng(x) for x in ([1, seed, turn, family], [2, seed, turn, i], [3, number])]
         V, call = SIZES[variant // len(CALLS)], CALLS[variant % len(CALLS)]
-        crowd = CROWDS[(variant // len(CALLS) + family + turn + seed) % 3]
+        crowd = CROWDS[(variant if call == "gradient" else variant // len(CALLS) + family + turn + seed) % len(CALLS) % 3]
     else:
         rng = np.random.default_rng([0, number])
         form, V = FORMS[rng.integers(len(FORMS))], int(rng.choice(SIZES))

@@ -17,7 +17,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
+from kdakit.backends.triton_gpu.config import Config, chip_of, choose
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -32,7 +32,15 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    return untested(problem, chip_of(device))
+    return unshown(problem, device) if problem.needs_grad else None
+
+
+def unshown(problem: Problem, device: Any) -> str | None:
+    """Why 'auto' leaves the problem to others: no GPU of this kind has shown that it is right. Gradients are refused for that reason even
+    where the backend is named."""
+    from kdakit.backends.triton_gpu import shown
+
+    return shown.waits(problem, chip_of(device))
 
 
 def interpreted(device: Any) -> str | None:
@@ -48,34 +56,46 @@ def operand_dtype(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, device: Any) -> Config:
-    return chosen(problem, chip_of(device))
+    from kdakit.backends.triton_gpu import widened
+
+    return widened.config_for(problem, chip_of(device))
 
 
 def forms(problem: Problem, device: Any) -> tuple[str, ...]:
     """What a problem launches there, as the table of what a chip has shown names it."""
     from kdakit.backends.triton_gpu import shown
 
-    return shown.forms(problem, default_config(problem, device))
+    config = default_config(problem, device)
+    return shown.forms(problem.replace(K=config.wide_K or problem.K, V=config.wide_V or problem.V), config)
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
-    from kdakit.backends.triton_gpu import training
+    from kdakit.backends.triton_gpu import training, widened
 
+    K, V = widened.wide_sizes(problem, chip_of(device))
+    if K:
+        problem = problem.replace(K=K, V=V)
     return training.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
+    if config.wide_K:
+        return _widened().forward(problem, arrays, config)
     return _launch().forward(problem, arrays, config)
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
     from kdakit.backends.triton_gpu import training
 
+    if config.wide_K:
+        return _widened().backward(problem, arrays, saved, d_o, d_final_state, config)
     return training.backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> Result:
+    if config.wide_K:
+        return _widened().step(problem, arrays, config, final_state)
     return _launch().step(problem, arrays, config, final_state)
 
 
@@ -84,6 +104,11 @@ def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any =
     _launch()
     from kdakit.backends.triton_gpu import plan
 
+    if config.wide_K:  # every call pads its tensors anew
+        if problem.op == "recurrent":
+            return step(problem, arrays, config, final_state), None
+        result, saved = forward(problem, arrays, config)
+        return (result, saved) if problem.needs_grad else result, None
     return plan.planned(problem, arrays, config, final_state)
 
 
@@ -92,7 +117,16 @@ def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state
     _launch()
     from kdakit.backends.triton_gpu import plan
 
+    if config.wide_K:
+        return backward(problem, arrays, saved, d_o, d_final_state, config), None
     return plan.planned_backward(problem, arrays, saved, d_o, d_final_state, config)
+
+
+def _widened() -> ModuleType:
+    _launch()
+    from kdakit.backends.triton_gpu import widened
+
+    return widened
 
 
 @lru_cache

@@ -10,7 +10,7 @@ from typing import Any
 from kdakit.backends.triton_gpu import tiles
 from kdakit.problem import Problem
 
-# Gradients that no GPU has shown to be right yet run only where this is asked for, see `untested`.
+# What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
@@ -62,6 +62,8 @@ class Config:
     reverse_stages: int = 2
     step_block_v: int = 32
     step_warps: int = 2
+    wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
+    wide_V: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,18 +179,6 @@ def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, 
     wide = min(KP, VP) >= 128 and sequences >= 3
     part = dict(part_block=128, part_warps=8) if wide else dict(part_block=64, part_warps=4)
     return dict(split=True, staged=True, block_v=64, scan_warps=4, scan_stages=3, **part)
-
-
-def untested(problem: Problem, chip: Chip) -> str | None:
-    """Why a problem's gradients wait for a GPU to show them right: being right in the interpreter and compiling has not been enough.
-
-    On sm_90 an H200 has, for every case, dtype and operation of benchmarks/gpu_check.py.
-    """
-    if not problem.needs_grad or UNCHECKED or INTERPRETED:
-        return None
-    if chip.name != "sm_90":
-        return f"gradients on {chip.name} have not been compared with float64 on such a GPU; KDAKIT_UNCHECKED=1 allows them"
-    return None
 
 
 def choose(problem: Problem, chip: Chip) -> Config:
