@@ -242,7 +242,7 @@ def _family_options(form: Form, rng) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, dict(
         packed=packed, initial_state=bool(rng.random() < 0.7), index_dtype=str(rng.choice(["int32", "int64"])),
         host_lengths=packed and bool(rng.random() < 0.3), layouts=layouts, beta_dtype=beta_dtype,
-        beta=str(rng.choice(["logits", "logits_high"] if sigmoid else ["uniform", "one", "up_to_two"])),
+        beta=str(rng.choice(["logits", "logits_high"] if sigmoid else ["uniform", "one", "up_to_two", "some_zero"])),
     )  # fmt: skip
 
 

@@ -92,7 +92,8 @@ def write_strength(b_beta, BETA: tl.constexpr):
     """given: beta        sigmoid: 1 / (1 + e^-beta)        double_sigmoid: twice that."""
     if BETA == "given":
         return b_beta
-    b_s = 1.0 / (1.0 + tl.exp2(-b_beta * LOG2E))
+    # To a rounding or two, as a caller's own sigmoid is: both then round to the same bfloat16 numbers nearly everywhere.
+    b_s = tl.div_rn(1.0, 1.0 + exponential(tl.minimum(-b_beta, 79.0), True, False))
     return 2.0 * b_s if BETA == "double_sigmoid" else b_s
 
 
@@ -129,10 +130,17 @@ def gate_backward(b_x, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
 
 
 @triton.jit
-def write_strength_backward(b_beta, b_d, BETA: tl.constexpr):
-    """From d, the gradient of the strength. given: d. Else from d times the strength, which is s = 1 / (1 + e^-beta) or 2 s: (1 - s) d."""
+def tiny_strength(b_beta, DTYPE: tl.constexpr):
+    """Where a given beta is too small to divide by what was multiplied by it and rounded to DTYPE."""
+    return tl.abs(b_beta) < (0.0625 if DTYPE.is_fp16() else 5.421010862427522e-20)
+
+
+@triton.jit
+def write_strength_backward(b_beta, b_d, BETA: tl.constexpr, DTYPE: tl.constexpr):
+    """From d, the gradient of the strength times it. given: d / beta, or d where that is `tiny_strength`, which d is then not times. Else,
+    with s = 1 / (1 + e^-beta) or 2 s the strength: (1 - s) d."""
     if BETA == "given":
-        return b_d
+        return b_d / tl.where(tiny_strength(b_beta, DTYPE), 1.0, b_beta)
     b_e = tl.exp2(-tl.abs(b_beta) * LOG2E)
     return tl.where(b_beta >= 0, b_e, 1.0) * b_d / (1.0 + b_e)
 

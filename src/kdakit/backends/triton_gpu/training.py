@@ -150,20 +150,20 @@ def replay(problem: Problem, arrays: Arrays, x: launch.Views, out: Replayed, che
 
 
 def reverse(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, solved, d_o, d_final, config: Config):
-    """Third launch: dS' of every chunk, the gradients of v (without beta where that is given) and of the initial state."""
+    """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
-    d_initial, lost = None, None
-    if problem.options.beta == "given" and config.small != "float32":
-        lost = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=getattr(torch, config.small), device=device)
+    d_initial, alone = None, None
+    if problem.options.beta == "given":
+        alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
     if problem.N * problem.HV * problem.V:
         launches(problem, config, x.layout, d_final is not None).reverse(
-            d_o, y.tiles, k_solved(y, config), solved, y.decay, y.factors, arrays.cu_seqlens, d_final, d_states, d_v, lost, d_initial
+            d_o, y.tiles, k_solved(y, config), solved, y.decay, y.factors, arrays.cu_seqlens, d_final, d_states, d_v, alone, d_initial
         )
-    return d_states, d_v, lost, d_initial
+    return d_states, d_v, alone, d_initial
 
 
 def restore(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, d_o, d_v, d_initial, config: Config) -> None:
@@ -182,8 +182,8 @@ class Products(NamedTuple):
     d_beta: torch.Tensor
 
 
-def products(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, lower, d_states, d_o, d_v, lost, d_final, config) -> Products:
-    """Fourth launch: all products over V; d_v gets the beta that it lacks. Tiles that the replay made are used up."""
+def products(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, lower, d_states, d_o, d_v, alone, d_final, config) -> Products:
+    """Fourth launch: all products over V. Tiles that the replay made are used up."""
     C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.small)
     slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
     part = torch.float32 if small == torch.float32 else torch.float16
@@ -198,7 +198,7 @@ def products(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, low
     if slots * HV:
         launches(problem, config, x.layout, d_final is not None).products(
             arrays.beta, arrays.cu_seqlens, lower, y.factors, y.states, d_states, y.r, d_o, arrays.initial_state, d_final, d_v, out.d_beta,
-            out.pairs, out.parts, out.scales, lost, out.d_decay,
+            out.pairs, out.parts, out.scales, alone, out.d_decay,
         )  # fmt: skip
     return out
 
@@ -253,14 +253,14 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
         lower, solved, *rest = kept
         if problem.options.disable_recompute:
             y = Replayed(*rest)
-            d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+            d_states, d_v, alone, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
         else:
             y = rebuild(problem, arrays, x, lower, config)
             with beside(d_o) as aside:  # neither of the two fills the chip
-                d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+                d_states, d_v, alone, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
                 with aside():
                     replay(problem, arrays, x, y, rest[0], config)
-        z = products(problem, arrays, x, y, lower, d_states, d_o, d_v, lost, d_final, config)
+        z = products(problem, arrays, x, y, lower, d_states, d_o, d_v, alone, d_final, config)
         d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_o.dtype, config)
         restore(problem, arrays, x, y, d_o, d_v, d_initial, config)
     return Arrays(d_q, d_k, d_v, d_g, z.d_beta, d_A_log, d_dt_bias, d_initial)
