@@ -21,7 +21,7 @@ def log2_one_plus(e, EXACT: tl.constexpr, PTX: tl.constexpr):
     y = tl.log2(u)
     if EXACT:
         series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * (0.2 - e * 0.16666667)))))
-        y = tl.where(e < 0.03, series * LOG2E, y * (e / tl.maximum(u - 1.0, 1e-9)))  # 1 + e, rounded, is u: the quotient knows by how much
+        y = tl.where(e < 0.03, series * LOG2E, y * tl.div_rn(e, tl.maximum(u - 1.0, 1e-9)))  # 1 + e, rounded, is u: the quotient knows by how much
     return y
 
 
@@ -34,8 +34,10 @@ def power_of_2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, PTX: tl.constexpr):
-    """1 / x. PTX: one instruction, to 2^-23."""
+def reciprocal(x, PTX: tl.constexpr, EXACT: tl.constexpr = False):
+    """1 / x. EXACT: rounded once, so that errors do not all have one sign. Else PTX: one instruction, to 2^-23."""
+    if EXACT:
+        return tl.div_rn(1.0, x)
     if PTX:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return 1.0 / x
@@ -80,7 +82,7 @@ def decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.
         if GATE == "softplus":
             b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
         elif GATE == "bounded":
-            b_x = lower_bound / (1.0 + exponential(tl.minimum(-a * b_x, 79.0), True, False))
+            b_x = tl.div_rn(lower_bound, 1.0 + exponential(tl.minimum(-a * b_x, 79.0), True, False))
         b_e = exponential(b_x, True, False)
     else:
         b_e = power_of_2(log2_decay(b_x, 0.0, a, lower_bound, GATE, False, PTX), PTX)
@@ -119,12 +121,12 @@ def gate_backward(b_x, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
         return b_d, b_d
     if GATE == "softplus":
         b_e = exponential(-tl.abs(b_x), EXACT, PTX)
-        b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX)
+        b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX, EXACT)
         b_softplus = tl.maximum(b_x, 0.0) + log2_one_plus(b_e, EXACT, PTX) * LN2
         return -a * b_s * b_d, -a * b_softplus * b_d
     b_ax = a * b_x
     b_e = exponential(-tl.abs(b_ax), EXACT, PTX)
-    b_r = reciprocal(1.0 + b_e, PTX)
+    b_r = reciprocal(1.0 + b_e, PTX, EXACT)
     b_z = lower_bound * (b_e * b_r) * (b_r * b_d)
     return a * b_z, b_ax * b_z
 
