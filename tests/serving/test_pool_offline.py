@@ -50,6 +50,7 @@ def compile_all(target: str) -> None:
     from kdakit.serving.torch import Draft, StatePool
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "stages"))
+    import triton_code
     from test_triton_offline import offline_driver, resources
 
     chip = configs.CHIPS[target]
@@ -58,6 +59,7 @@ def compile_all(target: str) -> None:
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         row = dict(kernel=self.__name__, K=size, shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
+        row["code"] = triton_code.of_compiled(kernel)
         print(json.dumps(row), flush=True)
 
     driver.set_active(offline_driver(chip))

@@ -158,6 +158,7 @@ def problem_of(dtype: str, K: int, V: int, bounded: bool, H: int, T: int):
 
 
 def compile_all(target: str, every: bool = False) -> None:
+    import triton_code
     from triton.runtime import driver
 
     from kdakit.backends.triton_gpu import ahead, launch
@@ -187,7 +188,7 @@ def compile_all(target: str, every: bool = False) -> None:
                 seen.add(id(made))
                 alike = (target, *launched_by(what, problem, arrays, others))
                 limit = min(configs.CHIPS[c].shared_memory for c in alike)
-                facts |= dict(shared=made.metadata.shared, limit=limit, **resources(made))
+                facts |= dict(shared=made.metadata.shared, limit=limit, code=triton_code.of_compiled(made), **resources(made))
             print(json.dumps(facts), flush=True)
 
     for index, sizes in enumerate(covering(target) if every else PROBLEMS):
