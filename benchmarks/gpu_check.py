@@ -29,7 +29,9 @@ from gpu_timing import median
 
 from kdakit import accuracy
 from kdakit.backends import triton_gpu
-from kdakit.backends.triton_gpu import ahead, launch, streams, training
+from kdakit.backends.triton_gpu import call as triton_calls
+from kdakit.backends.triton_gpu.host import backward, forward
+from kdakit.backends.triton_gpu.runtime import launch, layout, streams
 from kdakit.cases import CASES, FUSED, SHAPES, Case
 from kdakit.cli import checking
 from kdakit.problem import Arrays
@@ -117,9 +119,9 @@ def launches(job):
     problem = case.problem(dtype, op=op, needs_grad=op == "chunk")
     shapes = zip(case.arrays(dtype), case.dtypes(dtype), strict=True)
     arrays = Arrays(*(None if x is None else torch.empty(x.shape, dtype=getattr(torch, d), device="meta") for x, d in shapes))
-    made = ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cuda"))
+    made = triton_calls.launches(problem, arrays, triton_gpu.default_config(problem, "cuda"))
     keys = [
-        str((k.__name__, *map(launch._specialised, args), *constants.values(), *options.items())) for k, args, constants, options in made
+        str((k.__name__, *map(launch.specialised, args), *constants.values(), *options.items())) for k, args, constants, options in made
     ]
     return made, keys
 
@@ -213,7 +215,7 @@ def warm(job):
     problem, arrays = problem_of(name, bounded)
     config = dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
     try:
-        launch.forward(problem, arrays, config)
+        triton_calls.forward(problem, arrays, config)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{changes}: {error!r}"[:200]
@@ -222,10 +224,10 @@ def warm(job):
 
 def stages(problem, arrays, config):
     """Milliseconds of (prepare, scan, both)."""
-    x = launch.views(arrays)
-    space = launch.prepare(problem, arrays, x, config)
-    return dict(prepare=median(lambda: launch.prepare(problem, arrays, x, config)),
-                scan=median(lambda: launch.scan(problem, arrays, x, space, config)),
+    x = layout.views(arrays)
+    space = forward.prepare(problem, arrays, x, config)
+    return dict(prepare=median(lambda: forward.prepare(problem, arrays, x, config)),
+                scan=median(lambda: forward.scan(problem, arrays, x, space, config)),
                 forward=median(lambda: triton_gpu.forward(problem, arrays, config)))  # fmt: skip
 
 
@@ -237,13 +239,13 @@ def sweep(names):
     for name in names:
         for part, bounded in (("prepare", True), ("prepare", False), ("scan", True)):
             problem, arrays = problem_of(name, bounded)
-            x = launch.views(arrays)
+            x = layout.views(arrays)
             for changes in SWEEP[part]:
                 config = dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
                 try:
-                    space = launch.prepare(problem, arrays, x, config)
-                    call = {"prepare": lambda p=problem, a=arrays, c=config, x=x: launch.prepare(p, a, x, c),
-                            "scan": lambda p=problem, a=arrays, c=config, x=x, s=space: launch.scan(p, a, x, s, c)}[part]  # fmt: skip
+                    space = forward.prepare(problem, arrays, x, config)
+                    call = {"prepare": lambda p=problem, a=arrays, c=config, x=x: forward.prepare(p, a, x, c),
+                            "scan": lambda p=problem, a=arrays, c=config, x=x, s=space: forward.scan(p, a, x, s, c)}[part]  # fmt: skip
                     rows.append(dict(shape=name, part=part, bounded=bounded, ms=median(call, 20, 3), **changes))
                 except Exception as error:
                     rows.append(dict(shape=name, part=part, bounded=bounded, failed=repr(error)[:120], **changes))
@@ -279,7 +281,7 @@ def train(chosen):
         for bounded in gates:
             problem, arrays = problem_of(name, bounded)
             problem = problem.replace(needs_grad=True)
-            config, x = triton_gpu.default_config(problem, "cuda"), launch.views(arrays)
+            config, x = triton_gpu.default_config(problem, "cuda"), layout.views(arrays)
             d_o, d_final = torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
             row = dict(shape=name, bounded=bounded, **train_stages(problem, arrays, x, config, d_o, d_final))
             row |= whole(chunk_kda, problem, arrays, d_o, d_final)
@@ -308,7 +310,7 @@ def sweep_backward(chosen):
         for bounded in gates:
             problem, arrays = problem_of(name, bounded)
             problem = problem.replace(needs_grad=True)
-            x, d_o, d_final = launch.views(arrays), torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
+            x, d_o, d_final = layout.views(arrays), torch.randn_like(arrays.v), torch.randn_like(arrays.initial_state)
             for part, all_changes in SWEEP_BACKWARD.items():
                 for changes in all_changes:
                     config = dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
@@ -327,20 +329,20 @@ def warm_training(job):
     shape = dataclasses.replace(SHAPES[name], T=64, lengths=())
     problem = problem_of(name, bounded)[0].replace(T=64, needs_grad=True)
     arrays, config = shape_tensors(shape), dataclasses.replace(triton_gpu.default_config(problem, "cuda"), **changes)
-    x, d_o, d_final = launch.views(arrays), torch.zeros_like(arrays.v), torch.zeros_like(arrays.initial_state)
+    x, d_o, d_final = layout.views(arrays), torch.zeros_like(arrays.v), torch.zeros_like(arrays.initial_state)
     kept = [torch.zeros(s, dtype=getattr(torch, d), device="cuda") for s, d in triton_gpu.saved_specs(problem, "cuda")]
-    y = training.Replayed(*(torch.zeros(s, dtype=getattr(torch, d), device="cuda") for s, d in training.replayed_specs(problem, config)))
+    y = backward.Replayed(*(torch.zeros(s, dtype=getattr(torch, d), device="cuda") for s, d in backward.replayed_specs(problem, config)))
     try:
         if part == "forward":
-            launch.forward(problem, arrays, config)
+            triton_calls.forward(problem, arrays, config)
         elif part in ("rebuild", "replay"):
-            training.replay(problem, arrays, x, training.rebuild(problem, arrays, x, kept[0], config), kept[2], config)
+            backward.replay(problem, arrays, x, backward.rebuild(problem, arrays, x, kept[0], config), kept[2], config)
         elif part == "reverse":
-            training.reverse(problem, arrays, x, y, kept[1], d_o, d_final, config)
+            backward.reverse(problem, arrays, x, y, kept[1], d_o, d_final, config)
         else:
-            d_states, d_v, lost, _ = training.reverse(problem, arrays, x, y, kept[1], d_o, d_final, config)
-            z = training.products(problem, arrays, x, y, kept[0], d_states, d_o, d_v, lost, d_final, config)
-            training.gradients(problem, arrays, x, y, z, d_o.dtype, config)
+            d_states, d_v, lost, _ = backward.reverse(problem, arrays, x, y, kept[1], d_o, d_final, config)
+            z = backward.products(problem, arrays, x, y, kept[0], d_states, d_o, d_v, lost, d_final, config)
+            backward.gradients(problem, arrays, x, y, z, d_o.dtype, config)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {error!r}"[:400]
@@ -349,18 +351,18 @@ def warm_training(job):
 
 def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
     """Milliseconds of every launch, or of one."""
-    space = launch.prepare(problem, arrays, x, config)
-    ahead = lambda: launch.scan(problem, arrays, x, space, config)
+    space = forward.prepare(problem, arrays, x, config)
+    ahead = lambda: forward.scan(problem, arrays, x, space, config)
     ahead()
-    tiles = lambda: training.rebuild(problem, arrays, x, space.lower, config)
+    tiles = lambda: backward.rebuild(problem, arrays, x, space.lower, config)
     replayed = tiles()
-    again = lambda: training.replay(problem, arrays, x, replayed, space.checkpoints, config)
+    again = lambda: backward.replay(problem, arrays, x, replayed, space.checkpoints, config)
     again()
-    back = lambda: training.reverse(problem, arrays, x, replayed, space.solved, d_o, d_final, config)
+    back = lambda: backward.reverse(problem, arrays, x, replayed, space.solved, d_o, d_final, config)
     d_states, d_v, lost, _ = back()
-    over_v = lambda: training.products(problem, arrays, x, replayed, space.lower, d_states, d_o, d_v, lost, d_final, config)
+    over_v = lambda: backward.products(problem, arrays, x, replayed, space.lower, d_states, d_o, d_v, lost, d_final, config)
     z = over_v()
-    last = lambda: training.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
+    last = lambda: backward.gradients(problem, arrays, x, replayed, z, d_o.dtype, config)
 
     def both():
         with streams.beside(d_o) as aside:
@@ -368,7 +370,7 @@ def train_stages(problem, arrays, x, config, d_o, d_final, only=None):
             with aside():
                 again()
 
-    calls = dict(prepare=lambda: launch.prepare(problem, arrays, x, config), scan=ahead, rebuild=tiles, replay=again, reverse=back,
+    calls = dict(prepare=lambda: forward.prepare(problem, arrays, x, config), scan=ahead, rebuild=tiles, replay=again, reverse=back,
                  replay_and_reverse=both, products=over_v, gradient=last)  # fmt: skip
     return {name: median(call, 15, 3) for name, call in calls.items() if only in (name, None)}
 
