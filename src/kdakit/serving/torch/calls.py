@@ -45,7 +45,7 @@ def decode(
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
     problem, given, module = _prepare("decode", pool, slots, arrays, backend, options)
-    if hasattr(module, "pooled"):
+    if module.pooled is not None:
         o = module.pooled().decode(problem, arrays, pool, given, module.default_config(problem, q.device))
         if window_inputs:
             pool.shift(pool.rows(given), window_inputs)
@@ -84,7 +84,7 @@ def advance(
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
     if draft.inputs or window_inputs:
         raise ValueError("window_inputs must go through commit and verify, one after the other: a window moves before it is read")
-    if not hasattr(draft.backend, "commit"):
+    if draft.backend.commit is None:
         commit(pool, draft, accepted)
         return _verify("advance", pool, draft.slots, arrays, None, backend, options)
     return _verify("advance", pool, draft.slots, arrays, None, backend, options, (draft, _count(pool, draft, accepted)))
@@ -94,9 +94,9 @@ def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inp
     problem, given, module = _prepare(call, pool, slots, arrays, backend, options)
     check_drafts(problem.T)
     inputs = dict(window_inputs or {})
-    if past is not None and not hasattr(module, "pooled"):
+    if past is not None and module.pooled is None:
         raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
-    if hasattr(module, "pooled"):
+    if module.pooled is not None:
         kernels = module.pooled()
         o, (own, generation), log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
         return o, Draft(pool, pool.rows(given) if inputs else None, own, generation, log, inputs, kernels, problem.T)
@@ -113,13 +113,13 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
     not for a slot that has been freed or restored since `verify`. Between the two, no other call may move its rows.
     """
     accepted = _count(pool, draft, accepted)
-    if hasattr(draft.backend, "commit"):
+    if draft.backend.commit is not None:
         draft.backend.commit(pool, draft, accepted)
     rows = draft.rows
     if rows is None:
         return
     rows = _still(pool, rows)
-    if not hasattr(draft.backend, "commit"):
+    if draft.backend.commit is None:
         states = draft.backend.replay(pool.storage.read(rows.place), draft.log, accepted)
         decay = draft.backend.total_decay(draft.log, accepted)
         moved = rows._replace(place=torch.where(accepted > 0, rows.place, pool.capacity))
