@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -131,11 +130,18 @@ def names(framework: str | None = None) -> list[str]:
     return [b.name for b in BACKENDS if framework in (None, b.framework)]
 
 
+_loaded: dict[str, ModuleType] = {}
+
+
 def load(name: str) -> ModuleType:
     """The backend's module, imported on first use."""
+    if name in _loaded:
+        return _loaded[name]
     for backend in BACKENDS:
         if backend.name == name:
-            return complete(sys.modules.get(backend.module) or importlib.import_module(backend.module))
+            # Not what sys.modules has: another thread may be in the middle of importing it, for which import_module waits.
+            _loaded[name] = complete(importlib.import_module(backend.module))
+            return _loaded[name]
     raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
 
 

@@ -96,9 +96,17 @@ def _launch() -> ModuleType:
     return launch
 
 
-@lru_cache
+_hashing = threading.Lock()
+
+
 def hash_triton() -> threading.Thread:
     """Reads all of Triton, whose hash is part of every key in its cache, while others do something else: see `ahead`."""
+    with _hashing:  # two threads that read would each restore the other's switch interval
+        return _hash_triton()
+
+
+@lru_cache
+def _hash_triton() -> threading.Thread:
     from triton.runtime import cache
 
     def read() -> None:
