@@ -11,11 +11,12 @@ A backend is a module with
     saved_specs(problem, device) -> [(shape, dtype name)]       torch backends: the tensors that `forward` saves when problem.needs_grad
 
 and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
-saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `preferred(problem) -> bool`
-(whether 'auto' should ask it for a chunked call before those ahead of it), `operand_dtype(problem)` (the dtype in which products take
-their factors, for accuracy.py; float32 where absent) and, of a torch backend, `planned(problem, arrays, config, final_state) -> (Result,
-function | None)`: a call that is not differentiated, and a function of the tensors that repeats it for others of the same shapes, strides,
-dtypes, device and addresses modulo 16. One that also has `planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays,
+saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `expected_us(problem, device) ->
+float | None` (the microseconds of a chunked call by a closed form with the chip's constants, where it knows: of those that do 'auto' takes
+the fastest; `timed` below), `operand_dtype(problem)` (the dtype in which products take their factors, for accuracy.py; float32 where
+absent) and, of a torch backend, `planned(problem, arrays, config, final_state) -> (Result, function | None)`: a call that is not
+differentiated, and a function of the tensors that repeats it for others of the same shapes, strides, dtypes, device and addresses modulo
+16. One that also has `planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays,
 function | None)`, whose function takes (*arrays, *saved, d_o, d_final_state), plans chunked calls that are differentiated too: `planned`
 then gives and repeats (Result, saved).
 """
@@ -40,12 +41,15 @@ class Backend:
     framework: str  # "torch" or "jax"
     module: str
     summary: str
+    timed: bool = False  # has `expected_us`
 
 
-# In the order in which 'auto' asks them, those that prefer the problem first.
+# In the order in which 'auto' asks them: the first that can, or a faster one behind it.
 BACKENDS = (
-    Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward, backward and decode"),
-    Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
+    Backend(
+        "triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward, backward and decode", timed=True
+    ),
+    Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper", timed=True),
     Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
     Backend("pallas_tpu", "jax", "kdakit.backends.pallas_tpu", "Mosaic kernels, TPUs"),
     Backend("cuda_ffi", "jax", "kdakit.backends.cuda.ffi", "the CUDA C++ kernels as an XLA custom call; float32; bfloat16 on Hopper"),
@@ -101,20 +105,40 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
     refusals: list[str] = []
-    if problem.op == "chunk":
-        candidates = sorted(candidates, key=lambda name: not preferred(name, problem))
     for name in candidates:
         reason = supports(name, problem, device) or interpreted(name, device)
         if reason is None:
-            log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
+            name, why = fastest(name, framework, problem, device)
+            log.debug("%s on %s: %s%s%s", problem, device, name, why, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
 
 
-def preferred(name: str, problem: Problem) -> bool:
-    module = load(name)
-    return hasattr(module, "preferred") and module.preferred(problem)
+# A call that must not depend on its company is judged as this many sequences of so many tokens, whatever it holds.
+USUAL_COMPANY, USUAL_TOKENS = 32, 1024
+
+
+def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:
+    """(`first` or a backend behind it that is expected to be faster, why): by `expected_us`, where both know it."""
+    if problem.op != "chunk" or not isinstance(problem.B * problem.T * problem.N, int):  # sizes of torch.compile need not be known yet
+        return first, ""
+    judged = problem
+    if problem.options.deterministic:
+        judged = problem.replace(B=1, N=USUAL_COMPANY, T=USUAL_COMPANY * USUAL_TOKENS, varlen="cu_seqlens")
+    known = [b.name for b in BACKENDS if b.framework == framework]
+    later = [b.name for b in BACKENDS if b.timed and b.name in known[known.index(first) :]]
+    if first not in later or len(later) == 1:
+        return first, ""
+    times = {}
+    for name in later:
+        if name == first or (supports(name, problem, device) or interpreted(name, device)) is None:
+            times[name] = load(name).expected_us(judged, device)
+    times = {name: us for name, us in times.items() if us is not None}
+    if first not in times:
+        return first, ""
+    best = min(times, key=times.__getitem__)
+    return best, f" (expected us: {', '.join(f'{name} {us:.0f}' for name, us in times.items())})"
 
 
 def interpreted(name: str, device: Any) -> str | None:
