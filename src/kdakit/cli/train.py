@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 
 # Options that describe a run: given once, kept in its checkpoint.
 DEFAULTS: dict[str, Any] = {
@@ -151,7 +151,7 @@ def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int) -
 
 
 def _finish(out, learner, run_, folder: Path, index: str) -> None:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     if machine.version("matplotlib") is not None and len(run_.curve) > 1:
         plot(run_.curve, str(folder / "loss.png"))
