@@ -87,10 +87,11 @@ CONTRACT = {
         "Why it would run in an interpreter there, which `auto` never picks. Default: it would not.",
         _always(None),
     ),
-    "preferred": Name(
-        "(problem) -> bool",
-        "Whether `auto` asks it for a chunked call before those ahead of it. Default: no.",
-        _always(False),
+    "expected_us": Name(
+        "(problem, device) -> float | None",
+        "Microseconds of a chunked call by a closed form with the chip's constants; of the backends that know theirs `auto` takes the "
+        "fastest. Default: not known.",
+        _always(None),
     ),
     "planned": Name(
         "(problem, arrays, config, final_state) -> (Result, function | None)",
@@ -112,7 +113,7 @@ CONTRACT = {
 }
 
 
-# In the order in which 'auto' asks them, those that prefer the problem first.
+# In the order in which 'auto' asks them: the first that can, or a faster one behind it.
 BACKENDS = (
     Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward, backward and decode"),
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
@@ -187,12 +188,34 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
     refusals: list[str] = []
-    if problem.op == "chunk":
-        candidates = sorted(candidates, key=lambda name: not load(name).preferred(problem))
     for name in candidates:
         reason = supports(name, problem, device) or load(name).interpreted(device)
         if reason is None:
-            log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
+            name, why = fastest(name, framework, problem, device)
+            log.debug("%s on %s: %s%s%s", problem, device, name, why, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
+
+
+# A call that must not depend on its company is judged as this many sequences of so many tokens, whatever it holds.
+USUAL_COMPANY, USUAL_TOKENS = 32, 1024
+
+
+def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:
+    """(`first` or a backend behind it that is expected to be faster, why): by `expected_us`, where both know it."""
+    if problem.op != "chunk" or not isinstance(problem.B * problem.T * problem.N, int):  # sizes of torch.compile need not be known yet
+        return first, ""
+    judged = problem
+    if problem.options.deterministic:
+        judged = problem.replace(B=1, N=USUAL_COMPANY, T=USUAL_COMPANY * USUAL_TOKENS, varlen="cu_seqlens")
+    candidates = names(framework)
+    times = {}
+    for name in candidates[candidates.index(first) :]:
+        if name == first or (supports(name, problem, device) or load(name).interpreted(device)) is None:
+            times[name] = load(name).expected_us(judged, device)
+    times = {name: us for name, us in times.items() if us is not None}
+    if first not in times:
+        return first, ""
+    best = min(times, key=times.__getitem__)
+    return best, f" (expected us: {', '.join(f'{name} {us:.0f}' for name, us in times.items())})"
