@@ -23,7 +23,8 @@ ALLOWED = {
     "cases": {"problem", "gates", "rounding"},
     "accuracy": {"problem", "reference", "rounding"},
     "dispatch": {"problem"},
-    "torch": {"problem", "torch_operators"},
+    "torch": {"problem", "torch_gates", "torch_operators"},
+    "torch_gates": set(),
     "torch_operators": {"problem", "dispatch"},
     "jax": {"problem", "dispatch", "gates"},
     "backends": DEFINITION,
@@ -33,6 +34,8 @@ ALLOWED = {
     "parallel": {"problem", "torch", "jax", "layers", "parallel"},
     "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
     "measure": None,  # anything but the command line
+    "stacks": {"problem", "dispatch", "torch", "serving", "stacks"},
+    "fla": {"__version__"},
     "cli": None,  # anything
 }
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from kdakit.backends.triton_gpu import tiles
-from kdakit.problem import Problem
+from kdakit.problem import SAFE_BOUND, Problem
 
 # Gradients that no GPU has shown to be right yet run only where this is asked for, see `untested`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
@@ -119,7 +119,7 @@ def padded(size: int) -> int:
 def bounded(problem: Problem) -> bool:
     """The log-decay is known to be at least -5 per token."""
     o = problem.options
-    return o.lower_bound is not None and (o.gate == "bounded" or o.safe_gate)
+    return o.lower_bound is not None and o.lower_bound >= SAFE_BOUND and (o.gate == "bounded" or o.safe_gate)
 
 
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def _check_edges(problem: Problem, arrays: Arrays) -> None:
         cu = getattr(arrays, name)
         if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
             seen.append(cu.cpu())
-            check_cu_seqlens(seen[-1].numpy(), problem.T, name)
+            check_cu_seqlens(seen[-1].numpy(), problem.T, name, padding=False)
     if len(seen) == 2 and seen[0].tolist() != seen[1].tolist():
         raise ValueError(f"cu_seqlens_cpu must be cu_seqlens on the host, {seen[0].tolist()}, got {seen[1].tolist()}")
 
