@@ -70,7 +70,7 @@ def main(spec: dict[str, Any]) -> None:
 
     race = Race(**spec["race"])
     learner = learn(race, spec["framework"], spec["delta_rule"], lambda row: print(json.dumps(row), flush=True))
-    weights.save(spec["weights"], race.config(spec["delta_rule"]), learner.model.weights())
+    weights.save(spec["weights"], race.config(spec["delta_rule"]), learner.weights())
 
 
 if __name__ == "__main__":

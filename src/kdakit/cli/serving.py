@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 
 from kdakit.models.config import ModelConfig
+from kdakit.models.place import Place
 
 LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 
-def build(framework: str, config: ModelConfig, weights: dict[str, np.ndarray] | None = None) -> Any:
-    model = importlib.import_module(f"kdakit.models.{framework}").KimiLinear(config)
-    if weights is not None:
-        model.load_weights(weights)
-    return model
+def build(framework: str, config: ModelConfig, weights: dict[str, np.ndarray] | None = None, place: Place | None = None) -> Any:
+    """The model on its device in its dtype; float32 on the CPU (PyTorch) or on the first device (JAX) without a place."""
+    models = importlib.import_module(f"kdakit.models.{framework}")
+    if framework == "jax":
+        return models.KimiLinear(config, weights=weights, dtype="float32" if place is None else place.dtype)
+    model = models.KimiLinear(config, weights=weights)
+    if place is None:
+        return model
+    import torch
+
+    return models.cast(model.to(place.device), getattr(torch, place.dtype))
 
 
 def use_one_thread(framework: str) -> None:
