@@ -31,6 +31,7 @@ ALLOWED = {
     "training": {"models", "parallel", "training"},
     "parallel": {"problem", "torch", "jax", "layers", "parallel"},
     "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
+    "measure": None,  # anything but the command line
     "cli": None,  # anything
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 from kdakit import accuracy, dispatch, reference
 from kdakit.cases import CASES, SEGMENT_CASES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.problem import DIFFERENTIABLE
 
 FULL = os.environ.get("KDAKIT_FULL") == "1"

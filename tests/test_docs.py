@@ -15,8 +15,9 @@ import pytest
 
 from kdakit import dispatch, reference
 from kdakit.cases import CASES
-from kdakit.cli import checking, doctor, generated, results, tpu_table
+from kdakit.cli import doctor
 from kdakit.dispatch import Backend
+from kdakit.measure import checking, generated, results, tpu_table
 
 ROOT = Path(__file__).parents[1]
 

@@ -221,8 +221,8 @@ def test_custom_call_under_transformations(monkeypatch):
     from jax.sharding import PartitionSpec as P
 
     from kdakit.backends.cuda import ffi
-    from kdakit.cli import checking
     from kdakit.jax import chunk_kda
+    from kdakit.measure import checking
 
     monkeypatch.setattr(ffi, "supports", lambda problem, device: None)
     case = dataclasses.replace(CASES["lower_bound"], K=128, V=128, B=2)
@@ -316,7 +316,7 @@ def test_calls_alike_share_all_but_their_addresses(monkeypatch):
     torch = pytest.importorskip("torch")
     from kdakit.backends import cuda
     from kdakit.backends.cuda import op
-    from kdakit.cli import checking
+    from kdakit.measure import checking
 
     given = []
     monkeypatch.setattr(op, "_enqueue", lambda args, like, dtype: given.append(args))

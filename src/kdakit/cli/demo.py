@@ -60,7 +60,7 @@ def default_framework() -> str:
 def check_installed(framework: str) -> None:
     import importlib.util
 
-    from kdakit.cli.choices import UsageError
+    from kdakit.measure.choices import UsageError
 
     for package in ("safetensors", *(("torch",) if framework == "torch" else ("jax", "flax", "optax"))):
         if importlib.util.find_spec(package) is None:
@@ -81,7 +81,8 @@ QUICK = dict(values=16, pairs=3, warm_pairs=2, steps=275, learning_rate=2e-2)
 
 def what_runs(out) -> list[str]:
     """Print what is here; return the backends that can run a plain problem with gradients."""
-    from kdakit.cli import checking, doctor, machine
+    from kdakit.cli import doctor
+    from kdakit.measure import checking, machine
 
     out.rule("1. What runs here", align="left")
     out.print(f"{machine.cpu_model()}, {machine.cores()} cores; " + ", ".join(f"{n} {v}" for n, v in machine.versions().items()))
@@ -116,7 +117,8 @@ def is_it_right(out, backends, names) -> bool:
 
 def learn(out, framework: str, race, folder: Path) -> dict:
     """Train both models and show how they did; the record of the demo so far."""
-    from kdakit.cli import console, machine, recall_race
+    from kdakit.cli import console, recall_race
+    from kdakit.measure import machine
 
     out.rule("3. A memory that corrects itself", align="left")
     task, config = race.task(), race.config(True)
@@ -196,7 +198,8 @@ def compare_memory(out, framework: str, record: dict, quick: bool) -> None:
 
 
 def keep(out, record: dict, folder: Path) -> None:
-    from kdakit.cli import machine, recall_race
+    from kdakit.cli import recall_race
+    from kdakit.measure import machine
 
     (folder / "demo.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if machine.version("matplotlib") is None:

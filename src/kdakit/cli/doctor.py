@@ -10,8 +10,9 @@ import json
 import platform
 from typing import Any
 
+from kdakit.measure.machine import FAILED, attempt, failure
+
 OK = "yes"
-FAILED = "failed: "
 
 
 def add_arguments(parser) -> None:
@@ -22,7 +23,7 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     if args.markdown or args.table:
-        from kdakit.cli import generated
+        from kdakit.measure import generated
 
         text = support_markdown()
         for path in args.table:
@@ -39,19 +40,6 @@ def run(args) -> int:
     return 0
 
 
-def attempt(probe, *args) -> Any:
-    """probe(*args), or the reason it failed, in one line."""
-    try:
-        return probe(*args)
-    except (Exception, SystemExit) as problem:
-        return failure(problem)
-
-
-def failure(problem: BaseException) -> str:
-    first = (str(problem).strip() or "no message").splitlines()[0]
-    return f"{FAILED}{type(problem).__name__}: {first}"
-
-
 def examine() -> dict[str, Any]:
     """The whole report as plain data."""
     return {
@@ -63,20 +51,20 @@ def examine() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     return f"{machine.cpu_model()}, {machine.cores()} cores, {machine.memory_gib()} GiB"
 
 
 def _packages() -> list[dict[str, str]]:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     return [{"name": name, "for": purpose, "state": attempt(_package_state, name)} for name, purpose in machine.PACKAGES.items()]
 
 
 def _package_state(name: str) -> str:
     """The version; an installed package that does not import says why."""
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     version = machine.version(name)
     if version is None:
@@ -143,7 +131,7 @@ def support(device: str | None = None) -> dict[str, dict[str, str]]:
 
 
 def _device(framework: str, device: str | None) -> Any:
-    from kdakit.cli import checking
+    from kdakit.measure import checking
 
     if device is None:
         return checking.default_device(framework)
@@ -162,7 +150,7 @@ def _answer(backend, problem, where) -> str:
 
 def support_markdown() -> str:
     """Problems down, backends across, on a CPU: the table in README.md and docs/backends.md."""
-    from kdakit.cli.generated import markdown_table
+    from kdakit.measure.generated import markdown_table
 
     table = support("cpu")
     rows, reasons = numbered(table)

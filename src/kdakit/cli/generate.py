@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 
 
 def add_arguments(parser) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 
 WORDS = "KDAKIT_WORDS"  # the command line, for the processes that run it
 HELD_OUT = 8  # sequences of the held-out batch

@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kdakit.cli import console, machine
+from kdakit.cli import console
 from kdakit.cli.recall_worker import Race, command
+from kdakit.measure import machine
 
 MODELS = {"KDA": True, "no delta rule": False}  # name: delta_rule
 

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 from kdakit.training.sizes import SIZES, Run
 
 # Options that describe a run: given once, kept in its checkpoint.
@@ -153,7 +153,7 @@ class Speed(NamedTuple):
 
     @staticmethod
     def of(run_, where, devices: int) -> Speed:
-        from kdakit.cli import roofline
+        from kdakit.measure import roofline
 
         tokens = run_.data["batch"] * run_.data["length"]
         chip = roofline.chip(_chip_name(where.device))
@@ -223,7 +223,7 @@ def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int, s
 
 
 def _finish(out, learner, run_, folder: Path, index: str) -> None:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     if machine.version("matplotlib") is not None and len(run_.curve) > 1:
         plot(run_.curve, str(folder / "loss.png"))

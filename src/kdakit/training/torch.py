@@ -142,7 +142,7 @@ class Learner:
 
 
 def masters(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """{name: float32 parameter} to be learned: the model's own, or, where it is to compute in another dtype, copies made before it is cast."""
+    """{name: float32 parameter} to be learned: the model's own, or copies of them where it is to compute in another dtype."""
     if dtype == torch.float32:
         return dict(model.named_parameters())
     if dtype != torch.bfloat16:

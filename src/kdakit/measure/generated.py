@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 
 
 def _pattern(name: str) -> re.Pattern[str]:
