@@ -5,9 +5,12 @@ Ratios only mean something within one run on one machine; the JSON records which
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
+
+WHOLE = {"model": "kdakit.measure.whole_models"}  # suites that are not made of single calls
 
 
 def add_arguments(parser) -> None:
@@ -21,6 +24,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128), help="default: 64")
     parser.add_argument("--against", nargs="+", metavar="PEER", help="fla (on a CPU its references, on a GPU its kernels), flash_kda")
     parser.add_argument("--suite", metavar="NAME", help="a named set of jobs for one run, with what it aims at: gpu, cuda")
+    parser.add_argument("--model-steps", type=int, metavar="N", help="with --suite model: timed steps (default: 12)")
+    parser.add_argument("--curve", type=int, metavar="N", help="with --suite model: steps of the loss curves, 0: none (default: 200)")
     parser.add_argument("--entry", nargs="+", metavar="NAME", help="only these entries of the suite")
     parser.add_argument("--accuracy", action="store_true", help="also hold o and the final state of three heads against float64")
     parser.add_argument("--errors", action="store_true", help="time nothing: errors against float64, with gradients, on hard inputs")
@@ -89,6 +94,8 @@ def _chosen_kind(args):
 
     if args.tune is not None:
         return tuning.run
+    if args.suite in WHOLE:
+        return importlib.import_module(WHOLE[args.suite]).run
     kinds = {"ranks": over_ranks, "scaling": scaling, "suite": run_suite, "errors": find_errors}
     return next((run for name, run in kinds.items() if getattr(args, name)), compete)
 

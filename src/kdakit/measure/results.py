@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kdakit.measure import generated, gpu_results
+from kdakit.measure import generated, gpu_results, whole_models
 
 # The packages that every measurement names.
 NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
@@ -34,7 +34,7 @@ def provenance(record: dict[str, Any]) -> str:
 
 def tables(record: dict[str, Any]):
     """(title, header, rows of strings) of what was measured, in one table or several."""
-    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables} | gpu_results.KINDS
+    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables, "model": whole_models.tables} | gpu_results.KINDS
     return kinds.get(record["kind"], _bench_tables)(record)
 
 
