@@ -33,7 +33,7 @@ from kdakit.backends.triton_gpu import call as triton_calls
 from kdakit.backends.triton_gpu.host import backward, forward
 from kdakit.backends.triton_gpu.runtime import launch, layout, streams
 from kdakit.cases import CASES, FUSED, SHAPES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.problem import Arrays
 
 # Head sizes as models have them, too large for an interpreter: past a checkpoint, grouped, and with heads enough to fill the chip.

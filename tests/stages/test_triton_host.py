@@ -19,7 +19,7 @@ from kdakit.backends.triton_gpu.kernels.step import step_kernel  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, precompile  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import repeat as repeats  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
-from kdakit.cli import checking  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 
 CASE = CASES["lower_bound"]
 PROBLEM = CASE.problem("bfloat16").replace(op="recurrent")
@@ -223,7 +223,7 @@ def test_triton_is_hashed_while_others_run_python(monkeypatch):
 
     monkeypatch.setattr(cache, "triton_key", key)
     monkeypatch.setattr("threading.excepthook", lambda args: seen.append(args.exc_type))
-    precompile.hash_triton.__wrapped__().join()
+    precompile._hash_triton.__wrapped__().join()
     assert seen[0] < usual / 10 and seen[1] is OSError
     assert sys.getswitchinterval() == usual
 

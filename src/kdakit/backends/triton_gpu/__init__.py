@@ -52,6 +52,14 @@ def default_config(problem: Problem, device: Any) -> Config:
     return chosen(problem, chip_of(device))
 
 
+def expected_us(problem: Problem, device: Any) -> float | None:
+    """Microseconds of a forward call, where they are known."""
+    from kdakit.backends.triton_gpu import times
+
+    chip = chip_of(device)
+    return None if problem.needs_grad else times.expected_us(problem, chip.name, chosen(problem, chip))
+
+
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
     from kdakit.backends.triton_gpu.host import backward

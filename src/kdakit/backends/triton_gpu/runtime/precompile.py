@@ -83,10 +83,17 @@ class Unknown:
         return 0
 
 
-@lru_cache
+_hashing = threading.Lock()
+
+
 def hash_triton() -> threading.Thread:
     """Reads all of Triton, whose hash is part of every key in its cache, while others do something else."""
+    with _hashing:  # two threads that read would each restore the other's switch interval
+        return _hash_triton()
 
+
+@lru_cache
+def _hash_triton() -> threading.Thread:
     def read() -> None:
         # Triton reads itself in 400 pieces, and after each would wait 5 ms for the interpreter's lock while another thread runs Python.
         usual = sys.getswitchinterval()
