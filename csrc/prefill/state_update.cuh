@@ -1,15 +1,17 @@
-// The warps of `state` that walk along the chunks, 16 tokens each: v_new = u - w S, then S <- Diag(decay) S + k_decayed^T v_new.
+// The warps of `state` that keep it while they walk along the chunks, 16 tokens each:
+//
+//     v_new = u - w S,  then  S <- Diag(decay) S + k_decayed^T v_new
 //
 // A chunk is two phases with a barrier before each. Tiles are read from the ring in the phase before the one that needs them, after that
 // phase's own loads and before its products: so nothing that matters waits behind them.
 #pragma once
 
-#include "place.cuh"
+#include "state_block.cuh"
 
 namespace kda {
 
 template <typename S>
-struct Walker {
+struct StateWarp {
   static constexpr int N = S::N, ROWS = S::ROWS, STEPS = S::STEPS, OWN = S::OWN, KEYS = 2 * STEPS, U = KEYS + 2 * OWN * ROWS;
   static constexpr bool ROOM = Lane<S>::ROOM;             // tiles are read a phase ahead
   static constexpr int GROUP = ROOM ? STEPS : 1;          // steps whose right factors are loaded at once
@@ -69,7 +71,8 @@ struct Walker {
 #pragma unroll
     for (int m = 0; m < OWN; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4 * N; ++i) x.kept[m][i / 4][i % 4] = p.initial_state != nullptr ? p.initial_state[state_at(m, i / 4, i % 4)] : 0.f;
+      for (int i = 0; i < 4 * N; ++i)
+        x.kept[m][i / 4][i % 4] = p.initial_state != nullptr ? p.initial_state[state_at(m, i / 4, i % 4)] : 0.f;
       put_state(m);
     }
   }
@@ -138,7 +141,7 @@ struct Walker {
   }
 
   __device__ __forceinline__ void start() {
-    x.ring.mine = &sh.ring[0][x.row * S::WALK][x.lane];
+    x.ring.mine = &sh.ring[0][x.row * S::STATE_PIECES][x.lane];
     x.rows_from = &here.record->w[x.row * STEPS][0][x.lane], x.tiles_from = &here.record->k[x.row * OWN * ROWS][0][x.lane];
     x.more_from = reinterpret_cast<const uint4 *>(&here.record->u[x.row * (S::V / 8) + here.v0 / 8][x.lane]);
     load_state();

@@ -16,9 +16,9 @@ struct State {
   static constexpr int OWN = STEPS / ROWS;  // tiles of the state per warp
   static_assert(STEPS % ROWS == 0, "every warp has as many tiles of the state");
   // What a lane has of a record, in pieces of 16 bytes.
-  static constexpr int WALK = 2 * STEPS + 2 * OWN * ROWS + N;  // of w, k_decayed and u
-  static constexpr int TELL = 2 * STEPS + 2 * ROWS;            // of q_decayed and A_qk
-  static constexpr int PIECES = ROWS * (WALK + TELL);
+  static constexpr int STATE_PIECES = 2 * STEPS + 2 * OWN * ROWS + N;  // of w, k_decayed and u
+  static constexpr int OUTPUT_PIECES = 2 * STEPS + 2 * ROWS;           // of q_decayed and A_qk
+  static constexpr int PIECES = ROWS * (STATE_PIECES + OUTPUT_PIECES);
   static constexpr int SMALLS = DEPTH + 2;
   static constexpr int LD = BV == 8 ? 4 : BV / 2 + 4;  // words of two numbers; the eight rows of a block fall into 32 banks
 
@@ -78,7 +78,7 @@ struct Ring {
   __device__ __forceinline__ static int after(int slot) { return slot + 1 < S::DEPTH ? slot + 1 : 0; }
 };
 
-// What a lane keeps in registers. Warps that walk and warps that tell keep different things in the same places.
+// What a lane keeps in registers. The two kinds of warps keep different things in the same places.
 template <typename S>
 struct Lane {
   static constexpr bool ROOM = S::N <= 2;  // for all tiles of the keys

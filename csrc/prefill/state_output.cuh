@@ -1,13 +1,13 @@
-// The warps of `state` that tell, 16 tokens each, beside those that walk: o = q_decayed S + A_qk v_new, the first product while v_new is
-// made, the second while the state is updated.
+// The warps of `state` that form the outputs, 16 tokens each, beside those that keep the state: o = q_decayed S + A_qk v_new, the first
+// product while v_new is made, the second while the state is updated.
 #pragma once
 
-#include "place.cuh"
+#include "state_block.cuh"
 
 namespace kda {
 
 template <typename S>
-struct Teller {
+struct OutputWarp {
   static constexpr int N = S::N, ROWS = S::ROWS, STEPS = S::STEPS, INSIDE = 2 * STEPS;
   using Small = typename S::R::Small;
 
@@ -83,7 +83,8 @@ struct Teller {
       if (chunk * S::C + x.row * 16 + x.g + half * 8 < here.length) {
         float *to = o + half * 8 * p.o.token_stride;
 #pragma unroll
-        for (int n = 0; n < N; ++n) *reinterpret_cast<float2 *>(to + n * 8) = make_float2(x.kept[0][n][2 * half], x.kept[0][n][2 * half + 1]);
+        for (int n = 0; n < N; ++n)
+          *reinterpret_cast<float2 *>(to + n * 8) = make_float2(x.kept[0][n][2 * half], x.kept[0][n][2 * half + 1]);
       }
     }
     o += S::C * p.o.token_stride;
@@ -93,7 +94,7 @@ struct Teller {
   }
 
   __device__ __forceinline__ void start() {
-    x.ring.mine = &sh.ring[0][ROWS * S::WALK + x.row * S::TELL][x.lane];
+    x.ring.mine = &sh.ring[0][ROWS * S::STATE_PIECES + x.row * S::OUTPUT_PIECES][x.lane];
     x.rows_from = &here.record->q[x.row * STEPS][0][x.lane], x.tiles_from = &here.record->A[x.row * (x.row + 1) / 2][0][x.lane];
     x.more_from = reinterpret_cast<const uint4 *>(&here.record->small) + x.row * 32 + x.lane;
     o = const_cast<float *>(row_of(p.o, here.batch, here.head, here.first + x.row * 16 + x.g)) + here.v0 + 2 * x.t;
