@@ -355,7 +355,7 @@ def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(
         peers.importlib.util, "find_spec", lambda name: None if name == "fla" else importlib.machinery.ModuleSpec(name, None)
     )
-    assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 0
+    assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 1
     assert "fla did not run fwd B1 T64 H1 K16: fla is not installed: pip install fla-core" in capsys.readouterr().out
 
 
@@ -363,10 +363,39 @@ def test_bench_times_what_is_the_backends_own():
     """Forward alone where gradients are another backend's; a shape that suits the machine."""
     frameworks_of("torch")
     for backends, modes in ((["cuda"], ["fwd"]), (["cuda", "cuda_prefill"], ["fwd"]), (["cuda", "torch_native"], ["fwd", "fwdbwd"])):
-        assert bench._chosen(bench_args("--backend", *backends, "--against", "fla"), ("fwd", "fwdbwd"))[1] == modes
-    assert bench._chosen(bench_args("--backend", "cuda", "--mode", "fwdbwd"), ("fwd",))[1] == ["fwdbwd"]
-    assert bench._shapes(bench_args()) == ["cpu" if inputs.gpu() is None else "h16"]
-    assert bench._shapes(bench_args("--shape", "tiny")) == ["tiny"]
+        assert list(bench.plan_of(bench_args("--backend", *backends, "--against", "fla")).modes) == modes
+    assert bench.plan_of(bench_args("--backend", "cuda", "--mode", "fwdbwd")).modes == ("fwdbwd",)
+    assert list(bench.plan_of(bench_args()).shapes) == ["cpu" if inputs.gpu() is None else "h16"]
+    assert list(bench.plan_of(bench_args("--shape", "tiny")).shapes) == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--shape 1x64x1x16 1x64", "--shape must be one of"),
+        ("--mode fwd sideways", "--mode must be"),
+        ("--entry x", "--entry goes with --suite"),
+        ("--case x", "--case goes with --errors"),
+        ("--lengths 64", "--lengths goes with --scaling or --ranks"),
+        ("--scaling --lengths 0", "--lengths takes numbers from 1"),
+        ("--scaling --errors", "two kinds of runs"),
+        ("--suite gpu --shape h16", "--shape is the suite's own"),
+        ("--suite nothing", "--suite must be"),
+        ("--repeat 0", "--repeat must be positive"),
+        ("--json .", "is a folder"),
+        ("--table nowhere.md", "--table goes with --render"),
+    ],
+)
+def test_bench_checks_its_options_before_it_times(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(race, "run", lambda *_, **__: pytest.fail("something was timed"))
+    assert main(["bench", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_suite_that_cannot_run_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(inputs, "gpu", lambda: None)
+    assert main(["bench", "--suite", "gpu"]) == 2
+    assert capsys.readouterr().err == "kdakit bench: --suite gpu cannot run here: torch sees no GPU\n"
 
 
 def test_bench_against_fla(capsys):
