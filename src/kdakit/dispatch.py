@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -88,10 +87,11 @@ CONTRACT = {
         "Why it would run in an interpreter there, which `auto` never picks. Default: it would not.",
         _always(None),
     ),
-    "preferred": Name(
-        "(problem) -> bool",
-        "Whether `auto` asks it for a chunked call before those ahead of it. Default: no.",
-        _always(False),
+    "expected_us": Name(
+        "(problem, device) -> float | None",
+        "Microseconds of a chunked call by a closed form with the chip's constants; of the backends that know theirs `auto` takes the "
+        "fastest. Default: not known.",
+        _always(None),
     ),
     "planned": Name(
         "(problem, arrays, config, final_state) -> (Result, function | None)",
@@ -113,7 +113,7 @@ CONTRACT = {
 }
 
 
-# In the order in which 'auto' asks them, those that prefer the problem first.
+# In the order in which 'auto' asks them: the first that can, or a faster one behind it.
 BACKENDS = (
     Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward, backward and decode"),
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
@@ -131,11 +131,18 @@ def names(framework: str | None = None) -> list[str]:
     return [b.name for b in BACKENDS if framework in (None, b.framework)]
 
 
+_loaded: dict[str, ModuleType] = {}
+
+
 def load(name: str) -> ModuleType:
     """The backend's module, imported on first use."""
+    if name in _loaded:
+        return _loaded[name]
     for backend in BACKENDS:
         if backend.name == name:
-            return complete(sys.modules.get(backend.module) or importlib.import_module(backend.module))
+            # Not what sys.modules has: another thread may be in the middle of importing it, for which import_module waits.
+            _loaded[name] = complete(importlib.import_module(backend.module))
+            return _loaded[name]
     raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
 
 
@@ -181,12 +188,34 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
     refusals: list[str] = []
-    if problem.op == "chunk":
-        candidates = sorted(candidates, key=lambda name: not load(name).preferred(problem))
     for name in candidates:
         reason = supports(name, problem, device) or load(name).interpreted(device)
         if reason is None:
-            log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
+            name, why = fastest(name, framework, problem, device)
+            log.debug("%s on %s: %s%s%s", problem, device, name, why, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
+
+
+# A call that must not depend on its company is judged as this many sequences of so many tokens, whatever it holds.
+USUAL_COMPANY, USUAL_TOKENS = 32, 1024
+
+
+def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:
+    """(`first` or a backend behind it that is expected to be faster, why): by `expected_us`, where both know it."""
+    if problem.op != "chunk" or not isinstance(problem.B * problem.T * problem.N, int):  # sizes of torch.compile need not be known yet
+        return first, ""
+    judged = problem
+    if problem.options.deterministic:
+        judged = problem.replace(B=1, N=USUAL_COMPANY, T=USUAL_COMPANY * USUAL_TOKENS, varlen="cu_seqlens")
+    candidates = names(framework)
+    times = {}
+    for name in candidates[candidates.index(first) :]:
+        if name == first or (supports(name, problem, device) or load(name).interpreted(device)) is None:
+            times[name] = load(name).expected_us(judged, device)
+    times = {name: us for name, us in times.items() if us is not None}
+    if first not in times:
+        return first, ""
+    best = min(times, key=times.__getitem__)
+    return best, f" (expected us: {', '.join(f'{name} {us:.0f}' for name, us in times.items())})"

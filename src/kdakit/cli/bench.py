@@ -21,6 +21,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128), help="default: 64")
     parser.add_argument("--against", nargs="+", metavar="PEER", help="fla (on a CPU its references, on a GPU its kernels), flash_kda")
     parser.add_argument("--suite", metavar="NAME", help="a named set of jobs for one run, with what it aims at: see docs/cli.md")
+    parser.add_argument("--model-steps", type=int, metavar="N", help="with --suite model: timed steps (default: 12)")
+    parser.add_argument("--curve", type=int, metavar="N", help="with --suite model: steps of the loss curves, 0: none (default: 200)")
     parser.add_argument("--entry", nargs="+", metavar="NAME", help="only these entries of the suite")
     parser.add_argument("--accuracy", action="store_true", help="also hold o and the final state of three heads against float64")
     parser.add_argument("--errors", action="store_true", help="time nothing: errors against float64, with gradients, on hard inputs")
@@ -81,10 +83,13 @@ def check(args) -> None:
     if len(kinds) > 1:
         raise UsageError(f"--{kinds[0]} and --{kinds[1]} are two kinds of runs: choose one")
     kind = kinds[0] if kinds else ""
-    for option, wanted in (("table", ["render"]), ("entry", ["suite"]), ("case", ["errors"]), ("tiles", ["tune"]),
-                           ("lengths", ["scaling", "ranks"])):  # fmt: skip
+    goes_with = {
+        "table": ["render"], "entry": ["suite"], "model_steps": ["suite"], "curve": ["suite"], "case": ["errors"], "tiles": ["tune"],
+        "lengths": ["scaling", "ranks"],
+    }  # fmt: skip
+    for option, wanted in goes_with.items():
         if getattr(args, option) and kind not in wanted:
-            raise UsageError(f"--{option} goes with --{' or --'.join(wanted)}")
+            raise UsageError(f"--{option.replace('_', '-')} goes with --{' or --'.join(wanted)}")
     if kind == "suite":
         for option in ("shape", "mode", "against", "gate", "memory"):
             if getattr(args, option):

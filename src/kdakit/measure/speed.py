@@ -38,7 +38,8 @@ def markdown(records: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton"))
     note = (
         f"One {record['machine']['device']}, bfloat16, K = V = 128; gate, norms and sigmoid in the kernel, initial and final state. "
-        "Medians of one run in which all take turns; 2x: kdakit is twice as fast. Errors are relative to the float64 recurrence, on three heads. "
+        "Medians of one run in which all take turns; 2x: kdakit is twice as fast. Errors are relative to the float64 "
+        "recurrence, on three heads. "
         f"{record['date']}, {versions}, commit {record['commit'][:12]}."
     )
     return markdown_table(header, rows, right=tuple(range(1, len(header)))) + "\n\n" + note

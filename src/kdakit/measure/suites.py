@@ -66,7 +66,7 @@ SUITES: dict[str, dict[str, Entry]] = {
 
 
 # Suites that are not made of single calls: modules with `run(args)`, which makes the record, and `tables(record)`.
-WHOLE: dict[str, str] = {}
+WHOLE = {"model": "kdakit.measure.whole_models"}
 
 
 def cannot_run() -> str | None:
