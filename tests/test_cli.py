@@ -16,7 +16,6 @@ from kdakit.cases import CASES, SEGMENT_CASES, Shape
 from kdakit.cli import (
     bench,
     doctor,
-    verify,
 )
 from kdakit.cli.main import main
 from kdakit.dispatch import Backend
@@ -34,6 +33,7 @@ from kdakit.measure import (
     tpu_branches,
     tpu_kernels,
     tpu_schedule,
+    verification,
     worker,
 )
 from kdakit.measure.choices import UsageError, pick
@@ -276,7 +276,7 @@ def test_verify_lists_what_is_not_supported(capsys):
 
 def test_verify_runs_segments_on_jax():
     frameworks_of("jax")
-    outcomes, refusals = verify.verify(["xla"], [SEGMENT_CASES["segments_fused"]], ["float32"])
+    outcomes, refusals = verification.verify(["xla"], [SEGMENT_CASES["segments_fused"]], ["float32"])
     assert not refusals and outcomes[0].ok, outcomes
 
 
@@ -331,6 +331,14 @@ def test_bench_times_writes_and_renders(tmp_path, capsys):
     page.write_text("<!-- generated: measurements -->\n<!-- end generated: measurements -->\n")
     assert main(["bench", "--render", str(record), "--table", str(page)]) == 0
     assert generated.read(page, "measurements") == results.markdown([data])
+
+
+def test_verify_in_processes_is_verify():
+    frameworks_of("torch")
+    cases = [CASES["short"], CASES["one_token"]]
+    here = verification.verify(["torch_native"], cases, ["float32"])[0]
+    there = verification.in_processes(2, ["torch_native"], cases, ["float32"])[0]
+    assert [(o.case, o.dtype, o.rows, o.ok) for o in here] == [(o.case, o.dtype, o.rows, o.ok) for o in there]
 
 
 def test_bench_keeps_what_it_has_timed_when_it_is_stopped(tmp_path, monkeypatch):

@@ -66,7 +66,12 @@ SUITES: dict[str, dict[str, Entry]] = {
 
 
 # Suites that are not made of single calls: modules with `run(args)`, which makes the record, and `tables(record)`.
-WHOLE = {"model": "kdakit.measure.whole_models"}
+WHOLE = {
+    "model": "kdakit.measure.whole_models",
+    "pool": "kdakit.measure.pool_times",
+    "state_bits": "kdakit.measure.state_bits",
+    "first_calls": "kdakit.measure.first_calls",
+}
 
 
 def cannot_run() -> str | None:
