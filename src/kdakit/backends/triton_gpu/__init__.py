@@ -60,6 +60,13 @@ def expected_us(problem: Problem, device: Any) -> float | None:
     return None if problem.needs_grad else times.expected_us(problem, chip.name, chosen(problem, chip))
 
 
+def forms(problem: Problem, device: Any) -> tuple[str, ...]:
+    """What a problem launches there, as the table of what a chip has shown names it."""
+    from kdakit.backends.triton_gpu import shown
+
+    return shown.forms(problem, default_config(problem, device))
+
+
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
     from kdakit.backends.triton_gpu.host import backward
