@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kdakit import dispatch
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.measure.random_problems import Drawn, draw
 from kdakit.problem import DIFFERENTIABLE, Arrays
 
