@@ -205,6 +205,8 @@ def search(device: str, first: int, count: int) -> int:
             for line in wrong(kind(seed, large=device != "cpu" and seed % 3 == 0), device):
                 bad += 1
                 print(line, flush=True)
+        if (seed - first) % 10 == 9:
+            print(f"up to seed {seed}: {bad} wrong", flush=True)
     print(f"{count} seeds from {first}, {len(KINDS)} kinds: {bad} wrong", flush=True)
     return bad
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,29 +73,9 @@ def compile_all(target: str) -> None:
     for kernel, args, constants, options in launches():
         made = kernel.warmup(*args, grid=(1,), **constants, **options)
         text = made.asm.get("ptx") or made.asm["amdgcn"]
-        wide = any(
-            word in text
-            for word in (
-                "ld.global.v4.b32",
-                "ld.global.v2.b32",
-                "global_load_dwordx4",
-                "global_load_dwordx2",
-                "buffer_load_dwordx4",
-                "buffer_load_dwordx2",
-            )
-        )
-        print(
-            json.dumps(
-                dict(
-                    kernel=kernel.__name__,
-                    wide=wide,
-                    shared=made.metadata.shared,
-                    constants={k: str(v) for k, v in constants.items()},
-                    **resources(made),
-                )
-            ),
-            flush=True,
-        )
+        wide = re.search(r"ld\.global\.v[24]\.b32|load_dwordx[24]|load_b(64|128)", text) is not None
+        facts = dict(kernel=kernel.__name__, wide=wide, constants={name: str(value) for name, value in constants.items()})
+        print(json.dumps(facts | resources(made)), flush=True)
 
 
 if __name__ == "__main__":

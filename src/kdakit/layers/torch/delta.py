@@ -110,10 +110,7 @@ class KimiDeltaAttention(nn.Module):
         g, beta, gate, windows = made.g.unflatten(-1, (-1, s.head_dim)), made.beta, made.gate, made.windows
         del made  # what only the operator needs lives no longer than it
         o, state = self._attend(q, k, v, g, beta, rows, None if cache is None else cache.state)
-        if gate is None:
-            o = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, s.head_v_dim)))
-        else:
-            o = fused_output(self, o, gate)
+        o = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, s.head_v_dim))) if gate is None else fused_output(self, o, gate)
         return self.o_proj(o.flatten(-2)), None if cache is None else DeltaCache(*windows, state)
 
     def _inputs(self, x: Tensor, rows: Rows, cache: DeltaCache | None) -> Inputs:

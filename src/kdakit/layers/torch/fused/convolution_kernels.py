@@ -81,8 +81,8 @@ def input_at(
 def convolution_kernel(
     p_x, p_weight, p_bias, p_window, p_places, p_y0, p_y1, p_y2,
     T, N, D0, D1, D2, s_xb, s_xt,
-    W: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """GROUP tokens of BD channels. Sizes of sections are in units of UNIT channels. Grid: (blocks of channels, groups of tokens, B)."""
     D = (D0 + D1 + D2) * UNIT
@@ -155,8 +155,8 @@ def last_inputs_kernel(
 def convolution_backward_kernel(
     p_x, p_weight, p_bias, p_window, p_places, p_d0, p_d1, p_d2, p_dx, p_shares, p_d_window,
     T, N, D0, D1, D2, s_xb, s_xt, STRIP,
-    W: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_D_WINDOW: tl.constexpr,
+    W: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_D_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """STRIP tokens of BD channels, a multiple of GROUP, from the last to the first. dx [B, T, D]; each strip's share of dw_i and dbias in
     shares [B * strips, W + 1, D]; the window's gradient where a sequence begins. Grid: (blocks of channels, strips, B).
@@ -177,9 +177,9 @@ def convolution_backward_kernel(
         b_bias = tl.load(p_bias + o_c, mask=m_d, other=0.0).to(tl.float32)
     b_zero = tl.zeros([BD], tl.float32)
     ahead, shares = (), ()
-    for i in tl.static_range(1, W):
+    for _ in tl.static_range(1, W):
         ahead += (b_zero,)
-    for i in tl.static_range(W + 1):
+    for _ in tl.static_range(W + 1):
         shares += (b_zero,)
     end = t0 + STRIP
     for back in tl.static_range(1, W):  # dz of the tokens after the strip, which its last ones meet
@@ -224,7 +224,8 @@ def convolution_backward_kernel(
             more = ()
             for i in tl.static_range(W):
                 more += (shares[i] + b_dz * inputs[i],)
-            shares = more + (shares[W] + b_dz,)
+            more += (shares[W] + b_dz,)
+            shares = more
             moved = ()
             if W > 1:
                 moved = (b_dz,)
