@@ -22,6 +22,7 @@ from kdakit.backends.triton_gpu.recurrent import step_kernel
 from kdakit.backends.triton_gpu.staged import staged_scan_kernel
 from kdakit.backends.triton_gpu.state import scan_kernel
 from kdakit.backends.triton_gpu.streams import aside_here, seen_here
+from kdakit.backends.triton_gpu.tail import tail_kernel
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -29,6 +30,7 @@ DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 FAR_INT = 2**31
 SECOND = 2**15  # the most programs along a grid's second axis
 CHECKPOINT = 8  # chunks between the states that a backward starts from
+TAIL_PROGRAMS, TAIL_BLOCK = 128, 2048  # the latter in elements
 Grid = int | tuple[int, int, int]
 _compiled: dict[Any, Any] = {}
 _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
@@ -284,6 +286,7 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
             launches.parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, made)
             launches.combine(made, arrays.cu_seqlens)
         launches.all(*tensors)
+        clear_output(problem, arrays, out)
     return Result(out, final, states)
 
 
@@ -358,7 +361,26 @@ def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Te
             _step(problem, config, x.layout, final is not None)(
                 x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, out, arrays.initial_state, final
             )
+            clear_output(problem, arrays, out)
     return Result(out, final)
+
+
+def clear_output(problem: Problem, arrays: Arrays, o: torch.Tensor) -> None:
+    """Zeros in the rows of o [1, T, HV, V] past the last packed sequence, which no other launch visits."""
+    if problem.varlen and problem.T:
+        _tail(problem, False)(arrays.cu_seqlens, o, None, None, None, None)
+
+
+def clear_gradients(problem: Problem, arrays: Arrays, d_q, d_k, d_v, d_g, d_beta) -> None:
+    """The same for gradients; d_q and d_k have HV heads."""
+    if problem.varlen and problem.T:
+        _tail(problem, True)(arrays.cu_seqlens, d_v, d_q, d_k, d_g, d_beta)
+
+
+@lru_cache(maxsize=1024)
+def _tail(problem: Problem, gradients: bool) -> Launch:
+    numbers = problem.T, problem.N, problem.HV * problem.K, problem.HV * problem.V, problem.HV
+    return Launch(tail_kernel, TAIL_PROGRAMS, numbers, dict(BLOCK=TAIL_BLOCK, GRADIENTS=gradients), num_warps=4)
 
 
 def on_device(x: torch.Tensor):

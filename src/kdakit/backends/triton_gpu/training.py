@@ -203,10 +203,11 @@ def products(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, low
     return out
 
 
-def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z: Products, dtype, config: Config):
+def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z: Products, d_v, config: Config):
     """Fifth launch and a short one for sums over chunks: gradients of q, k, g, A_log, dt_bias."""
     device, K, shape = z.parts.device, problem.K, (problem.B, problem.T, problem.HV, problem.K)
-    slots, wide = z.parts.shape[0], torch.float32 if problem.group > 1 else dtype
+    slots, dtype = z.parts.shape[0], d_v.dtype
+    wide = torch.float32 if problem.group > 1 else dtype
     d_q, d_k = (torch.empty(shape, dtype=wide, device=device) for _ in "qk")
     d_g = torch.empty(arrays.g.shape, dtype=arrays.g.dtype, device=device)
 
@@ -226,6 +227,7 @@ def gradients(problem: Problem, arrays: Arrays, x: launch.Views, y: Replayed, z:
         )  # fmt: skip
     if d_A_log is not None or d_dt_bias is not None:
         made.sums(d_g, A_shares, bias_shares, d_A_log, d_dt_bias)
+    launch.clear_gradients(problem, arrays, d_q, d_k, d_v, d_g, z.d_beta)
     if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
         d_q, d_k = (w.view(problem.B, problem.T, problem.H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     return d_q, d_k, d_g, d_A_log, d_dt_bias
@@ -255,6 +257,6 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
                 with aside():
                     replay(problem, arrays, x, y, rest[0], config)
         z = products(problem, arrays, x, y, lower, d_states, d_o, d_v, lost, d_final, config)
-        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_o.dtype, config)
+        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_v, config)
         restore(problem, arrays, x, y, d_o, d_v, d_initial, config)
     return Arrays(d_q, d_k, d_v, d_g, z.d_beta, d_A_log, d_dt_bias, d_initial)
