@@ -263,10 +263,8 @@ class Step:
         carried = steps.Carried(*(w.contiguous() for w in of(windows).split(sizes, -1)), of(state, torch.float32).contiguous())
         inputs = [of(a) for a in (self.row, self.g, self.beta, self.gate)]
         with torch.no_grad():
-            if self.pooled or self.draft:
-                after = carried
-            else:
-                after = steps.Carried(*(torch.full_like(a, float("nan")) for a in carried))
+            moved = steps.Carried(*(torch.full_like(a, float("nan")) for a in carried))
+            after = carried if self.pooled or self.draft else moved
             y, log = steps.step(layer, *inputs, carried, after, slots, self.draft)
         took = torch.as_tensor(~self.skipped)
         out = {"y": y, "window": torch.cat(after[:3], -1)[places], "state": after.state[places]}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kdakit.serving.arguments import check_accepted
 from kdakit.serving.torch.calls import Draft, commit, decode, verify
+from kdakit.serving.torch.layer import Whole, in_one
 
 WARM = 2  # runs before a capture: they compile, plan and allocate what may not happen inside one
 
@@ -44,9 +45,11 @@ class CapturedDraft:
 
 
 class CapturedCalls:
-    """decode, verify and commit of a ServedModel. forward(tokens [R, T], slots [R], call) runs the model around a pool call."""
+    """decode, verify and commit of a ServedModel. forward(tokens [R, T], slots [R], call, whole) runs the model around pool calls."""
 
-    def __init__(self, forward: Callable[[Tensor, Tensor, Callable[..., Tensor]], Tensor], pools: Sequence[Any], device: torch.device):
+    def __init__(
+        self, forward: Callable[[Tensor, Tensor, Callable[..., Tensor], Whole], Tensor], pools: Sequence[Any], device: torch.device
+    ):
         self.forward, self.pools, self.device = forward, pools, device
         self.memory = torch.cuda.graph_pool_handle()
         self.made: dict[tuple[str, int, int], Captured] = {}
@@ -95,7 +98,7 @@ class CapturedCalls:
 
         def step() -> Tensor:
             drafts.clear()
-            return self.forward(tokens, slots, one)
+            return self.forward(tokens, slots, one, in_one(kind, drafts))
 
         graph, logits = self._graph(step)
         made = Captured(slots, tokens, logits, graph, list(drafts))

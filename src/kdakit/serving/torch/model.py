@@ -18,6 +18,7 @@ from kdakit.serving.requests import check_tokens
 from kdakit.serving.torch import owners
 from kdakit.serving.torch.calls import Draft, check_commit, commit, decode, verify
 from kdakit.serving.torch.captured import CapturedCalls, CapturedDraft
+from kdakit.serving.torch.layer import Whole, in_one
 from kdakit.serving.torch.pool import Snapshot, StatePool
 from kdakit.serving.torch.prefill import prefill
 
@@ -51,7 +52,7 @@ class ServedModel:
         self.captured: CapturedCalls | None = None
         if graphs and self.device.type == "cuda" and not checks_enabled():  # whose checks wait for the device
             self.captured = CapturedCalls(
-                lambda tokens, slots, call: self._forward(tokens, slots, Packing(), call), self.pools, self.device
+                lambda tokens, slots, *calls: self._forward(tokens, slots, Packing(), *calls), self.pools, self.device
             )
 
     @property
@@ -113,7 +114,7 @@ class ServedModel:
         if self.captured is not None:
             return self.captured.decode(slots, rows)[:, 0]
         given = torch.tensor(rows, device=self.device)
-        return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x))[:, 0]
+        return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x), in_one("decode", []))[:, 0]
 
     @torch.no_grad()
     def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft] | CapturedDraft]:
@@ -131,7 +132,8 @@ class ServedModel:
             drafts.append(draft)
             return o
 
-        return self._forward(torch.tensor(tokens, device=self.device), slots, Packing(), call), drafts
+        given = torch.tensor(tokens, device=self.device)
+        return self._forward(given, slots, Packing(), call, in_one("verify", drafts)), drafts
 
     @torch.no_grad()
     def commit(self, drafts: list[Draft] | CapturedDraft, accepted: list[int]) -> None:
@@ -164,10 +166,15 @@ class ServedModel:
                 raise ValueError("tokens must be at least one for each sequence, got none")
             check_tokens(own, self.vocabulary, "tokens")
 
-    def _forward(self, tokens: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor]) -> Tensor:
-        x = self.model.model.embeddings(tokens)
+    def _forward(
+        self, tokens: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor], whole: Whole | None = None
+    ) -> Tensor:
+        """call: the operator over a pool. whole: a layer in one, where it can, see `in_one`."""
+        x, given = self.model.model.embeddings(tokens), self.pools[0].device_slots(slots)
         for block, pool in zip(self.model.blocks(), self.pools, strict=True):
-            x = x + self._mix(block.attn, pool, block.attn_norm(x), slots, packing, call)
+            normed = block.attn_norm(x)
+            o = None if whole is None else whole(block.attn, pool, given, normed)
+            x = x + (self._mix(block.attn, pool, normed, slots, packing, call) if o is None else o)
             x = x + block.mlp(block.mlp_norm(x))
         x = self.model.model.norm(x)
         head = self.model.model.embeddings.weight if self.model.config.tie_embeddings else self.model.lm_head.weight

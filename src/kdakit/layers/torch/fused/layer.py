@@ -57,7 +57,7 @@ def fused_inputs(layer: Any, x: Tensor, rows: Any, cache: Any) -> Inputs:
     elif cache is not None:
         window = torch.cat(cache[:3], -1)
     (q, k, v), after = short_convolution(row, weight, sizes, bias, window, cu_seqlens, rows.lengths)
-    windows = (None, None, None) if cache is None or after is None else after.split(sizes, -1)
+    windows = (None, None, None) if cache is None or after is None else tuple(w.contiguous() for w in after.split(sizes, -1))
     return Inputs(q, k, v, layer.f_proj[1](low_f), beta, gate, windows)
 
 
