@@ -28,7 +28,7 @@ ALLOWED = {
     "torch_operators": {"problem", "dispatch"},
     "jax": {"problem", "dispatch", "gates"},
     "backends": DEFINITION,
-    "layers": {"torch", "jax", "layers", "gates"},
+    "layers": {"torch", "torch_operators", "jax", "layers", "gates", "backends"},
     "models": {"layers", "models"},
     "training": {"models", "parallel", "training"},
     "parallel": {"problem", "torch", "jax", "layers", "parallel"},
