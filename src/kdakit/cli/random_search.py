@@ -22,9 +22,9 @@ SAVE_EVERY = 5.0  # seconds
 
 def run(args) -> int:
     from kdakit.cli import console
+    from kdakit.dispatch import names
     from kdakit.measure import checking
     from kdakit.measure.choices import pick
-    from kdakit.dispatch import names
 
     backends = pick("backend", args.backend or checking.native_backends(), names())
     if args.problem:

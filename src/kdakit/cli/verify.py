@@ -25,7 +25,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="every output, not just the worst of each case")
     parser.add_argument("--json", metavar="FILE", help="write every number to FILE")
     parser.add_argument("--large", action="store_true", help="also cases with heads as models have them: minutes on a CPU")
-    parser.add_argument("--workers", type=int, metavar="W", help="processes that share the work (default: this one; with --random one per core)")
+    parser.add_argument("--workers", type=int, metavar="W", help="processes (default: this one; with --random one per core)")
     parser.add_argument(
         "--random", type=int, metavar="N", help="N random problems instead of cases, in worker processes; --seed draws others"
     )
