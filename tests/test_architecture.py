@@ -46,6 +46,7 @@ TRITON_ROOMS = {
     "config": {"runtime", "tiles"},
     "tiles.candidates": {"config"},
     "times": {"config"},
+    "shown": {"config"},
     "device": set(),
     "kernels": {"device", "config", "runtime"},
     "host": {"kernels", "config", "runtime"},
