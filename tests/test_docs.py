@@ -153,7 +153,7 @@ def test_schedule_tables_are_the_records():
 
 def test_the_demo_is_described_as_recorded():
     (path,) = (ROOT / "benchmarks/results/demo").glob("*_cpu_*.json")
-    curves = json.loads(path.read_text())["curves"]
+    curves = {row["contestant"]: row["curve"] for row in json.loads(path.read_text())["results"]}
     kda, plain = (curves[name][-1]["accuracy"] for name in ("KDA", "no delta rule"))
     assert f"| {100 * kda:.1f} % | {100 * plain:.1f} % |" in (ROOT / "docs/model.md").read_text(encoding="utf-8")
     assert f"gets {100 * kda:.0f} % right, one that only adds {100 * plain:.0f} %" in (ROOT / "README.md").read_text(encoding="utf-8")
