@@ -112,11 +112,13 @@ def test_documented_backend_refuses_with_its_reason(my_backend):
     assert "loop over tokens" in doctor.support()[my_backend]["bench shape h96: B1 T8192 H96 K128, bfloat16, gradients"]
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/backends.md"])
-def test_support_table_is_current(path):
-    pytest.importorskip("torch")
+def test_support_table_is_current():
+    torch = pytest.importorskip("torch")
     pytest.importorskip("jax")
-    assert generated.read(ROOT / path, "support") == doctor.support_markdown(), f"run: kdakit doctor --table {path}"
+    pytest.importorskip("triton")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the table is that of an H200, and this GPU answers for itself")
+    assert generated.read(ROOT / "docs/backends.md", "support") == doctor.support_markdown(), "run: kdakit doctor --table docs/backends.md"
 
 
 def test_contract_table_is_current():
