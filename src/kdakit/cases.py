@@ -104,6 +104,16 @@ def _mild(rng, shape):
     return -np.logaddexp(0, -rng.normal(1, 1.5, size=shape))
 
 
+def _by_channel(*kinds):
+    """Each channel of each head has gates of another kind."""
+
+    def draw(rng, shape):
+        which = rng.integers(len(kinds), size=shape[2:])
+        return np.choose(which, [GATES[kind](rng, shape) for kind in kinds])
+
+    return draw
+
+
 GATES = {
     "mild": _mild,
     "zero": lambda rng, shape: np.zeros(shape),
@@ -116,6 +126,9 @@ GATES = {
     "raw": lambda rng, shape: rng.normal(size=shape),
     "raw_slow": lambda rng, shape: rng.normal(-9, 1, size=shape),
     "raw_huge": lambda rng, shape: rng.normal(0, 60, size=shape),
+    "channels": _by_channel("mild", "zero", "slow", "strong", "spikes", "bounded"),
+    "bounded_channels": _by_channel("bounded", "slow", "zero"),
+    "raw_channels": _by_channel("raw", "raw_slow", "raw_huge"),
 }
 
 KEYS = {

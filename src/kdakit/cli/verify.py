@@ -25,11 +25,22 @@ def add_arguments(parser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="every output, not just the worst of each case")
     parser.add_argument("--json", metavar="FILE", help="write every number to FILE")
     parser.add_argument("--large", action="store_true", help="also cases with heads as models have them: minutes on a CPU")
-    parser.add_argument("--workers", type=int, metavar="W", help="processes that share the cases (default: this one)")
+    parser.add_argument("--workers", type=int, metavar="W", help="processes (default: this one; with --random one per core)")
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="N random problems instead of cases, in worker processes; --seed draws others"
+    )
+    parser.add_argument("--problem", nargs="+", metavar="NUMBER", help="repeat these random problems, here and now")
+    parser.add_argument("--minutes", type=float, metavar="M", help="with --random: stop after so many")
+    parser.add_argument("--device", metavar="DEVICE", help="with --random: cpu, cuda, cuda:1 .. (default: the first accelerator)")
+    parser.add_argument("--record", metavar="FOLDER", help="with --random: add what was right to the chip's table of shown forms in FOLDER")
     parser.add_argument("--table", metavar="FILE", help="rewrite the generated error table of a Markdown file")
 
 
 def run(args) -> int:
+    if args.random is not None or args.problem:
+        from kdakit.cli import random_search
+
+        return random_search.run(args)
     from kdakit.cases import CASES, DTYPES, MODEL_CASES, SEGMENT_CASES
     from kdakit.cli import console
     from kdakit.dispatch import names
