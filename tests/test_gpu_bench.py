@@ -288,7 +288,7 @@ def test_a_suite_where_nothing_runs_says_why(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(suites, "cannot_run", lambda: None)
     path = tmp_path / "suite.json"
     assert main(["bench", "--suite", "gpu", "--entry", "eager h2", "--repeat", "1", "--json", str(path)]) == 1
-    assert "flash_kda did not run eager B1 T512 H2 K128: its kernels need a GPU" in capsys.readouterr().out
+    assert "flash_kda did not run forward, call after call, 512 tokens, 2 heads of 128: its kernels need a GPU" in capsys.readouterr().out
     assert len(json.loads(path.read_text())["missing"]) == 4
 
 

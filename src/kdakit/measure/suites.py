@@ -90,7 +90,7 @@ def _below(entry: str, ours: str, limit: float) -> Aim:
 
 def _memory(entry: str, limit: float) -> Aim:
     value = lambda ms: ms(entry, "triton_gpu", "extra_mib") / ms(entry, "fla", "extra_mib")
-    return Aim(f"{entry}: triton_gpu, extra memory as a share of fla's", value, False, limit)
+    return Aim(f"{entry}: triton_gpu, peak memory as a share of fla's", value, False, limit)
 
 
 AIMS: dict[str, tuple[Aim, ...]] = {
