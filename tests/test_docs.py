@@ -119,6 +119,11 @@ def test_support_table_is_current(path):
     assert generated.read(ROOT / path, "support") == doctor.support_markdown(), f"run: kdakit doctor --table {path}"
 
 
+def test_contract_table_is_current():
+    path = "docs/adding-a-backend.md"
+    assert generated.read(ROOT / path, "contract") == doctor.contract_markdown(), f"run: kdakit doctor --table {path}"
+
+
 def test_error_table_has_every_case_and_backend():
     table = generated.read(ROOT / "docs/numerics.md", "errors")
     missing = [name for name in CASES if f"`{name}`" not in table]

@@ -18,19 +18,15 @@ OK = "yes"
 def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the support table as Markdown")
-    parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the generated support table of Markdown files")
+    parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the support and contract tables of Markdown files")
 
 
 def run(args) -> int:
     if args.markdown or args.table:
-        from kdakit.measure import generated
-
-        text = support_markdown()
         for path in args.table:
-            generated.write(path, "support", text)
-            print(f"wrote the support table of {path}")
+            write_tables(path)
         if args.markdown:
-            print(text)
+            print(support_markdown())
         return 0
     report = examine()
     if args.json:
@@ -38,6 +34,27 @@ def run(args) -> int:
     else:
         show(report)
     return 0
+
+
+def write_tables(path: str) -> None:
+    """Rewrite those generated sections of a Markdown file that this command knows."""
+    from kdakit.measure import generated
+
+    known = {"support": support_markdown, "contract": contract_markdown}
+    for name in generated.sections(path):
+        if name in known:
+            generated.write(path, name, known[name]())
+            print(f"wrote the {name} table of {path}")
+
+
+def contract_markdown() -> str:
+    """The names that a backend has, from dispatch.CONTRACT."""
+    from kdakit.dispatch import CONTRACT, REQUIRED
+    from kdakit.measure.generated import markdown_table
+
+    rows = [[f"`{name}`", f"`{entry.form}`".replace("|", "\\|"), "yes" if entry.default is REQUIRED else "", entry.meaning]
+            for name, entry in CONTRACT.items()]  # fmt: skip
+    return markdown_table(["name", "form", "required", "meaning"], rows)
 
 
 def examine() -> dict[str, Any]:

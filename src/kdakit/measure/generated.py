@@ -25,6 +25,11 @@ def read(path: str | Path, name: str) -> str:
     return found.group(2).strip("\n")
 
 
+def sections(path: str | Path) -> list[str]:
+    """The names of the generated sections of a file, in order."""
+    return re.findall(r"<!-- generated: (.+?) -->", Path(path).read_text(encoding="utf-8"))
+
+
 def write(path: str | Path, name: str, body: str) -> None:
     """Replace the section's text."""
     read(path, name)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from kdakit.backends.cuda import library
-from kdakit.problem import Arrays, Problem
+from kdakit.problem import SAFE_BOUND, Arrays, Problem
 from kdakit.reference import Result
 
 backward = None
@@ -70,6 +70,8 @@ def unsupported(problem: Problem) -> str | None:
         return "takes cu_seqlens, not segment_ids"
     if o.return_intermediate_states:
         return "does not return intermediate states"
+    if o.lower_bound is not None and o.lower_bound < SAFE_BOUND:
+        return f"takes a lower_bound of at least {SAFE_BOUND:g}, got {o.lower_bound:g}"
     if o.scale == 0:
         return "takes a scale other than 0"
     return None
