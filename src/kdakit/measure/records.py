@@ -70,6 +70,7 @@ KINDS = (
     "tpu_schedule",
     "demo",
     "model",
+    "serving",
     "pool",
     "state_bits",
     "first_calls",

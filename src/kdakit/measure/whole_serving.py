@@ -87,8 +87,8 @@ def _decode(served: Any, count: int, settings: Settings) -> dict[str, Any]:
         served.free(slot)
     median, ordered = statistics.median(samples), sorted(samples)
     return {
-        "median_ms": median, "p99_ms": ordered[int(0.99 * (len(ordered) - 1))], "kernels_ms": kernels, "tokens_per_s": 1000 * count / median,
-        "samples_ms": samples,
+        "median_ms": median, "p99_ms": ordered[int(0.99 * (len(ordered) - 1))], "kernels_ms": kernels,
+        "tokens_per_s": 1000 * count / median, "samples_ms": samples,
     }  # fmt: skip
 
 
