@@ -88,6 +88,7 @@ SUITES: dict[str, dict[str, Entry]] = {
 # Suites that are not made of single calls: modules with `run(args)`, which makes the record, and `tables(record)`.
 WHOLE = {
     "model": "kdakit.measure.whole_models",
+    "serving": "kdakit.measure.whole_serving",
     "pool": "kdakit.measure.pool_times",
     "state_bits": "kdakit.measure.state_bits",
     "first_calls": "kdakit.measure.first_calls",
