@@ -19,7 +19,7 @@ import torch
 import kdakit.backends.cuda.op
 import kdakit.torch
 from kdakit.cases import CASES
-from kdakit.cli import checking, machine
+from kdakit.measure import checking, machine
 
 SIZES = [(128, 64), (128, 32), (64, 64), (64, 32)]  # K = V, C
 B, H, T = 1, 16, 4096

@@ -31,7 +31,7 @@ from kdakit import accuracy
 from kdakit.backends import triton_gpu
 from kdakit.backends.triton_gpu import ahead, launch, streams, training
 from kdakit.cases import CASES, FUSED, SHAPES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.problem import Arrays
 
 # Head sizes as models have them, too large for an interpreter: past a checkpoint, grouped, and with heads enough to fill the chip.

@@ -24,7 +24,7 @@ import torch
 
 from kdakit import accuracy
 from kdakit.cases import SHAPES
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.torch import chunk_kda
 
 OURS = ("cuda", "triton_gpu")

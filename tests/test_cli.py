@@ -15,25 +15,28 @@ from kdakit import accuracy, dispatch
 from kdakit.cases import CASES, SEGMENT_CASES, Shape
 from kdakit.cli import (
     bench,
+    doctor,
+    verify,
+)
+from kdakit.cli.main import main
+from kdakit.dispatch import Backend
+from kdakit.measure import (
     checking,
     contestants,
-    doctor,
     generated,
     inputs,
     machine,
     peers,
     plots,
+    race,
     results,
     timing,
     tpu_branches,
     tpu_kernels,
     tpu_schedule,
-    verify,
     worker,
 )
-from kdakit.cli.choices import UsageError, pick
-from kdakit.cli.main import main
-from kdakit.dispatch import Backend
+from kdakit.measure.choices import UsageError, pick
 from kdakit.problem import Arrays
 
 SMALL = replace(CASES["short"], name="small")
@@ -333,14 +336,14 @@ def test_bench_times_writes_and_renders(tmp_path, capsys):
 def test_bench_keeps_what_it_has_timed_when_it_is_stopped(tmp_path, monkeypatch):
     """A peer may tune itself for minutes at the next mode."""
     frameworks_of("torch")
-    record, race = tmp_path / "b.json", bench.race
+    record, run = tmp_path / "b.json", race.run
 
     def stopped_at_decode(names, job, *rest):
         if job.mode == "decode":
             raise KeyboardInterrupt
-        return race(names, job, *rest)
+        return run(names, job, *rest)
 
-    monkeypatch.setattr(bench, "race", stopped_at_decode)
+    monkeypatch.setattr(race, "run", stopped_at_decode)
     words = ["--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "decode", "--repeat", "1", "--json", str(record)]
     with pytest.raises(KeyboardInterrupt):
         bench.run(bench_args(*words))
@@ -399,7 +402,7 @@ def test_peer_refuses_what_it_cannot_do(job, reason, monkeypatch):
 
 @pytest.mark.parametrize("gate", contestants.GATES)
 def test_jobs_of_every_gate_give_the_same_numbers_on_every_backend(gate):
-    rows, missing = bench.race(backends(), contestants.Job(Shape(1, 32, 1, 16), "fwd", "float32", gate), 1, 0.1)
+    rows, missing = race.run(backends(), contestants.Job(Shape(1, 32, 1, 16), "fwd", "float32", gate), 1, 0.1)
     assert not missing and all(row["difference"] < 1e-4 for row in rows)
 
 
@@ -412,7 +415,7 @@ def test_bench_cuts_heads_over_devices(tmp_path):
     data = json.loads(record.read_text())
     assert [row["contestant"] for row in data["results"]] == ["xla", "xla@2"] * 2 and not data["missing"]
     assert all(row["difference"] < 1e-6 for row in data["results"])
-    rows, missing = bench.race(["xla@64"], contestants.Job(Shape(1, 32, 64, 16), "fwd", "float32"), 1, 0.1)
+    rows, missing = race.run(["xla@64"], contestants.Job(Shape(1, 32, 64, 16), "fwd", "float32"), 1, 0.1)
     assert not rows and "too few for 64" in missing[0]["reason"]
     for name in ("torch_native@2", "fla@2", "xla@0", "xla@"):
         with pytest.raises(UsageError, match=f"such as xla@2, got '{name}'"):

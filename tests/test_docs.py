@@ -15,8 +15,9 @@ import pytest
 
 from kdakit import dispatch, reference
 from kdakit.cases import CASES
-from kdakit.cli import checking, doctor, generated, results, tpu_table
+from kdakit.cli import doctor
 from kdakit.dispatch import Backend
+from kdakit.measure import checking, generated, results, tpu_table
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,6 +117,11 @@ def test_support_table_is_current(path):
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     assert generated.read(ROOT / path, "support") == doctor.support_markdown(), f"run: kdakit doctor --table {path}"
+
+
+def test_contract_table_is_current():
+    path = "docs/adding-a-backend.md"
+    assert generated.read(ROOT / path, "contract") == doctor.contract_markdown(), f"run: kdakit doctor --table {path}"
 
 
 def test_error_table_has_every_case_and_backend():

@@ -21,6 +21,9 @@ from kdakit.backends.triton_gpu.tiles.candidates import SEARCHES, candidates  # 
 from kdakit.cases import CASES, FUSED, SHAPES, Case, Shape  # noqa: E402
 from kdakit.cli import (  # noqa: E402
     bench,
+)
+from kdakit.cli.main import main  # noqa: E402
+from kdakit.measure import (  # noqa: E402
     checking,
     contestants,
     errors,
@@ -28,6 +31,8 @@ from kdakit.cli import (  # noqa: E402
     inputs,
     peers,
     plots,
+    race,
+    records,
     results,
     roofline,
     runners,
@@ -35,10 +40,9 @@ from kdakit.cli import (  # noqa: E402
     timing,
     tuning,
 )
-from kdakit.cli.choices import UsageError  # noqa: E402
-from kdakit.cli.contestants import Job  # noqa: E402
-from kdakit.cli.main import main  # noqa: E402
-from kdakit.cli.runners import Run  # noqa: E402
+from kdakit.measure.choices import UsageError  # noqa: E402
+from kdakit.measure.contestants import Job  # noqa: E402
+from kdakit.measure.runners import Run  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -147,7 +151,7 @@ def test_bench_holds_results_against_float64(capsys):
     args = ["bench", "--backend", "torch_native", "--shape", "1x64x2x16", "--mode", "fwd", "decode", "--repeat", "1", "--accuracy"]
     assert main(args) == 0
     assert "error of o" in capsys.readouterr().out
-    rows, _ = bench.race(["torch_native"], Job(Shape(1, 64, 2, 16)), 1, 1.0, accuracy=True)
+    rows, _ = race.run(["torch_native"], Job(Shape(1, 64, 2, 16)), 1, 1.0, with_errors=True)
     assert 0 < rows[0]["error_o"] < 1e-6 and 0 < rows[0]["error_state"] < 1e-6
 
 
@@ -463,7 +467,7 @@ def test_candidates_fit_and_begin_with_what_is_in_use(kernel):
 
 def test_tuning_is_shown(capsys):
     _, tried = tuned(narrow_is_fast)
-    record = bench.record("tune", {"chip": "sm_90"}, tried, [])
-    results.show(record)
+    record = records.record("tune", {"chip": "sm_90"}, tried, [])
+    bench.show(record)
     out = capsys.readouterr().out
     assert "tile sizes of sm_90" in out and "taken" in out and "in use" in out

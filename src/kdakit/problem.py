@@ -284,8 +284,9 @@ def fold_compatibility(call: str, valid: list[str], state_v_first: bool, extra: 
         warnings.warn("transpose_state_layout is deprecated, use state_v_first", DeprecationWarning, stacklevel=3)
         state_v_first = old
     for name in extra:
-        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; did you mean {near[0]!r}?")
+        near = difflib.get_close_matches(name, valid, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(valid)}"
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; {hint}")
     return state_v_first
 
 

@@ -280,4 +280,6 @@ def _call(op: str, arrays: Arrays, options: Options, backend: str):
         o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
         final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None
     final = final_state if options.output_final_state else None
+    if states is not None:
+        states = states.detach()  # nobody differentiates them, and they do not say that anybody could
     return (o, final, states) if options.return_intermediate_states else (o, final)

@@ -417,8 +417,8 @@ def test_configurations_hold_together():
 @interpreter
 def test_tuning_refuses_what_is_wrong(monkeypatch):
     """`kdakit bench --tune` holds every candidate against float64: here a decoding step, right and then with a dropped update."""
-    from kdakit.cli import tuned_calls
-    from kdakit.cli.contestants import Job
+    from kdakit.measure import tuned_calls
+    from kdakit.measure.contestants import Job
 
     calls = tuned_calls.Calls(torch.device("cpu"))
     job = Job(Shape(1, 1, 32), "decode", "bfloat16")

@@ -16,7 +16,7 @@ from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import ahead, launch, plan, training  # noqa: E402
 from kdakit.backends.triton_gpu.recurrent import step_kernel  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
-from kdakit.cli import checking  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 
 CASE = CASES["lower_bound"]
 PROBLEM = CASE.problem("bfloat16").replace(op="recurrent")

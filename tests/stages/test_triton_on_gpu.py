@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from kdakit import torch as kt  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case  # noqa: E402
-from kdakit.cli import checking  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 from kdakit.problem import DIFFERENTIABLE  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

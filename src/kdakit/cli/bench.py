@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+WHOLE = {"model": "kdakit.measure.whole_models"}  # suites that are not made of single calls
 
 
 def add_arguments(parser) -> None:
@@ -24,6 +24,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128), help="default: 64")
     parser.add_argument("--against", nargs="+", metavar="PEER", help="fla (on a CPU its references, on a GPU its kernels), flash_kda")
     parser.add_argument("--suite", metavar="NAME", help="a named set of jobs for one run, with what it aims at: gpu, cuda")
+    parser.add_argument("--model-steps", type=int, metavar="N", help="with --suite model: timed steps (default: 12)")
+    parser.add_argument("--curve", type=int, metavar="N", help="with --suite model: steps of the loss curves, 0: none (default: 200)")
     parser.add_argument("--entry", nargs="+", metavar="NAME", help="only these entries of the suite")
     parser.add_argument("--accuracy", action="store_true", help="also hold o and the final state of three heads against float64")
     parser.add_argument("--errors", action="store_true", help="time nothing: errors against float64, with gradients, on hard inputs")
@@ -45,51 +47,63 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    from kdakit.cli import results
-    from kdakit.cli.choices import UsageError
+    from kdakit.measure import records, results
+    from kdakit.measure.choices import UsageError
 
     if args.table and not args.render:
         raise UsageError("--table writes recorded results: name them with --render JSON ...")
     if args.repeat < 1 or args.seconds <= 0 or args.draws < 1:
         raise UsageError(f"--repeat, --seconds and --draws must be positive, got {args.repeat}, {args.seconds} and {args.draws}")
     recorded = [json.loads(Path(path).read_text()) for path in args.render or ()]
-    records = recorded or [_chosen_kind(args)(args)]
-    for record in records:
-        results.show(record)
+    found = recorded or [_chosen_kind(args)(args)]
+    for record in found:
+        show(record)
     if args.json and not args.render:
-        save(records[0], args.json)
+        records.save(found[0], args.json)
         print(f"wrote {args.json}")
     if args.plot:
-        from kdakit.cli import plots
+        from kdakit.measure import plots
 
-        plots.save(records[0], args.plot)
+        plots.save(found[0], args.plot)
         print(f"wrote {args.plot}")
     if args.table:
-        from kdakit.cli import generated
+        from kdakit.measure import generated
 
-        generated.write(args.table, args.section, results.markdown(records))
+        generated.write(args.table, args.section, results.markdown(found))
         print(f"wrote the {args.section} of {args.table}")
-    return 0 if all(record["results"] for record in records) else 1
+    return 0 if all(record["results"] for record in found) else 1
 
 
-def save(record: dict[str, Any], path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+def show(record: dict[str, Any]) -> None:
+    from kdakit.cli import console
+    from kdakit.measure import results
+
+    out = console.output()
+    for title, header, rows in results.tables(record):
+        shown = console.table(title, *header, right=tuple(header[1:]))
+        for row in rows:
+            shown.add_row(*row)
+        out.print(shown)
+    for gone in record["missing"]:
+        out.print(f"{gone['contestant']} did not run {results.label(gone)}: {gone['reason']}", markup=False)
+    out.print(results.provenance(record), markup=False)
 
 
 def _chosen_kind(args):
-    from kdakit.cli import errors, tuning
+    from kdakit.measure import tuning
 
     if args.tune is not None:
         return tuning.run
-    kinds = {"ranks": over_ranks, "scaling": scaling, "suite": run_suite, "errors": errors.sweep}
+    if args.suite in WHOLE:
+        return importlib.import_module(WHOLE[args.suite]).run
+    kinds = {"ranks": over_ranks, "scaling": scaling, "suite": run_suite, "errors": find_errors}
     return next((run for name, run in kinds.items() if getattr(args, name)), compete)
 
 
 def _chosen(args, default_modes):
-    from kdakit.cli.choices import pick
-    from kdakit.cli.contestants import MODES, OPERATORS, PEERS, reserve
     from kdakit.dispatch import names
+    from kdakit.measure.choices import pick
+    from kdakit.measure.contestants import MODES, OPERATORS, PEERS, reserve
 
     peers = pick("against", args.against, PEERS) if args.against else []
     named = [] if args.backend in (None, ["all"]) else args.backend
@@ -103,8 +117,8 @@ def _chosen(args, default_modes):
 
 def _forward_only(backends) -> bool:
     """Whether none of them has a backward of its own: their gradients are another backend's, and so is the time of those."""
-    from kdakit.cli.contestants import OPERATORS, split
     from kdakit.dispatch import load
+    from kdakit.measure.contestants import OPERATORS, split
 
     def has_none(name):
         try:
@@ -117,21 +131,22 @@ def _forward_only(backends) -> bool:
 
 def _shapes(args) -> list[str]:
     """Those asked for; else one that keeps this machine busy for a moment."""
-    from kdakit.cli import inputs
+    from kdakit.measure import inputs
 
     return args.shape or ["cpu" if inputs.gpu() is None else "h16"]
 
 
 def _gate(peers) -> str:
     """FLA's references take log-decays only; its kernels, on a GPU, take everything."""
-    from kdakit.cli import inputs
+    from kdakit.measure import inputs
 
     return "log_decay" if peers and inputs.gpu() is None else "bounded"
 
 
 def compete(args) -> dict[str, Any]:
     """All contestants on every shape and mode; the JSON grows with each of those, since a peer may tune itself for minutes at the next."""
-    from kdakit.cli import console, contestants, worker
+    from kdakit.cli import console
+    from kdakit.measure import contestants, race, records, worker
 
     names, modes, gate = _chosen(args, ("fwd", "fwdbwd"))
     measured, missing = [], []
@@ -142,7 +157,7 @@ def compete(args) -> dict[str, Any]:
                 job = contestants.Job(shape, mode, args.dtype, gate, args.chunk_size)
                 task = bar.add_task(f"{text} {mode}", total=len(names) * args.repeat)
                 tick = lambda name, task=task: bar.update(task, advance=1)
-                rows, out = race(names, job, args.repeat, args.seconds, tick, args.accuracy)
+                rows, out = race.run(names, job, args.repeat, args.seconds, tick, args.accuracy)
                 bar.remove_task(task)
                 for row in rows:
                     if args.memory:
@@ -151,15 +166,16 @@ def compete(args) -> dict[str, Any]:
                 missing += [{"shape_name": text, **row} for row in out]
                 found = _record("bench", args, gate, measured, missing)
                 if args.json:
-                    save(found, args.json)
+                    records.save(found, args.json)
     return found
 
 
 def run_suite(args) -> dict[str, Any]:
     """Every entry of a suite, its contestants taking turns; the JSON grows with every entry, so that a time limit loses only the rest."""
     from kdakit.cli import console
-    from kdakit.cli.choices import pick
-    from kdakit.cli.suites import SUITES
+    from kdakit.measure import race, records
+    from kdakit.measure.choices import pick
+    from kdakit.measure.suites import SUITES
 
     suite = SUITES[pick("suite", [args.suite], SUITES)[0]]
     chosen = pick("entry", args.entry, suite)
@@ -170,77 +186,31 @@ def run_suite(args) -> dict[str, Any]:
         for name in chosen:
             bar.update(task, advance=1, description=name)
             names = [n for n in suite[name].contestants if n in wanted]
-            rows, out = race(names, suite[name].job, args.repeat, args.seconds, accuracy=args.accuracy)
+            rows, out = race.run(names, suite[name].job, args.repeat, args.seconds, with_errors=args.accuracy)
             measured += [{"entry": name, **row} for row in rows]
             missing += [{"entry": name, **row} for row in out]
-            found = record("suite", {"suite": args.suite, "repeat": args.repeat}, measured, missing)
+            found = records.record("suite", {"suite": args.suite, "repeat": args.repeat}, measured, missing)
             if args.json:
-                save(found, args.json)
+                records.save(found, args.json)
     return found
 
 
-def race(names, job, repeat: int, seconds: float, tick=lambda name: None, accuracy: bool = False):
-    """One job, all contestants: rows of results, and of those who cannot take part with the reason."""
-    import numpy as np
+def find_errors(args) -> dict[str, Any]:
+    """Errors against float64, no times."""
+    from kdakit.cli import console
+    from kdakit.measure import errors
 
-    from kdakit.cli import contestants, inputs
-
-    runs, outputs, missing = {}, {}, []
-    about = {"shape": _sizes(job.shape), "mode": job.mode, "dtype": job.dtype, "gate": job.gate, "chunk_size": job.chunk_size}
-    for name in names:
-        try:
-            run = contestants.prepare(name, job)
-            outputs[name] = inputs.picked(run())
-            runs[name] = run
-        except contestants.Unavailable as problem:
-            missing.append({"contestant": name, **about, "reason": str(problem)})
-        except Exception as problem:
-            missing.append({"contestant": name, **about, "reason": f"raised {type(problem).__name__}: {problem}"})
-    if not runs:
-        return [], missing
-    first = next(iter(outputs.values()))[0]
-    truth = inputs.picked_truth(job) if accuracy else None
-    rows = []
-    for name, found in measured(runs, job, repeat, seconds, tick).items():
-        off = float(np.linalg.norm(outputs[name][0] - first) / np.linalg.norm(first))
-        rows.append({"contestant": name, **about, **found, "difference": off} | _errors(outputs[name], truth))
-    return rows, missing
-
-
-def measured(runs, job, repeat: int, seconds: float, tick) -> dict[str, dict[str, Any]]:
-    """Times of all runs; on a GPU also memory, and what the time means on that chip."""
-    from kdakit.cli import roofline, timing
-
-    found: dict[str, dict[str, Any]] = {}
-    if all(run.gpu for run in runs.values()):
-        for name, (taken, host) in timing.on_gpu(runs, repeat, seconds, tick).items():
-            found[name] = {"samples_ms": taken, "host_ms": timing.median(host)}
-            if runs[name].calls == 1:
-                found[name]["extra_mib"] = timing.gpu_extra_mib(runs[name])
-    else:
-        found = {name: {"samples_ms": taken} for name, taken in timing.interleaved(runs, repeat, seconds, tick).items()}
-    for row in found.values():
-        middle = timing.median(row["samples_ms"])
-        row |= {"median_ms": middle, "best_ms": min(row["samples_ms"]), "tokens_per_s": 1000 * job.tokens / middle}
-        if "host_ms" in row:
-            row |= roofline.compare(job, middle, _device())
-    return found
-
-
-def _errors(output, truth) -> dict[str, float | None]:
-    from kdakit import accuracy
-
-    if truth is None:
-        return {}
-    found = {f"error_{n}": accuracy.error(x, y) for n, x, y in zip(("o", "state"), output, truth, strict=True)}
-    return {n: x if math.isfinite(x) else None for n, x in found.items()}
+    with console.progress() as bar:
+        task = bar.add_task("errors", total=None)
+        return errors.sweep(args, lambda text, total: bar.update(task, advance=1, total=total, description=text))
 
 
 def scaling(args) -> dict[str, Any]:
     """Every contestant at growing T, a process per point, so that peak memory is its own."""
     from dataclasses import replace
 
-    from kdakit.cli import console, contestants, worker
+    from kdakit.cli import console
+    from kdakit.measure import contestants, race, worker
 
     names, modes, gate = _chosen(args, ("fwdbwd",))
     base = contestants.parse_shape(_shapes(args)[0])
@@ -255,15 +225,16 @@ def scaling(args) -> dict[str, Any]:
                     shape = replace(base, T=T, lengths=())
                     job = contestants.Job(shape, mode, args.dtype, gate)
                     got = worker.measure(name, job, min(args.repeat, 5), args.seconds)
-                    about = {"contestant": name, "shape": _sizes(shape), "mode": mode}
+                    about = {"contestant": name, "shape": race.sizes(shape), "mode": mode}
                     (missing if "reason" in got else measured).append(about | got)
     return _record("scaling", args, gate, measured, missing)
 
 
 def over_ranks(args) -> dict[str, Any]:
     """Context parallel: the same tokens cut over growing numbers of processes."""
-    from kdakit.cli import console, ranks
-    from kdakit.cli.choices import UsageError
+    from kdakit.cli import console
+    from kdakit.measure import ranks
+    from kdakit.measure.choices import UsageError
 
     if min(args.ranks) < 1 or args.backend or args.against:
         raise UsageError(f"--ranks takes numbers from 1 and neither --backend nor --against, got {args.ranks}")
@@ -276,35 +247,7 @@ def over_ranks(args) -> dict[str, Any]:
     return _record("ranks", args, gate, measured, missing)
 
 
-def _sizes(shape) -> dict[str, Any]:
-    return {"B": shape.B, "T": shape.T, "H": shape.H, "K": shape.K, "lengths": list(shape.lengths)}
-
-
 def _record(kind: str, args, gate: str, measured, missing) -> dict[str, Any]:
-    return record(kind, {"dtype": args.dtype, "gate": gate, "repeat": args.repeat}, measured, missing)
+    from kdakit.measure import records
 
-
-def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
-    from kdakit.cli import machine, peers
-
-    described = machine.describe(_device())
-    described["versions"] |= peers.versions()
-    return {"kind": kind, **described, "settings": settings, "results": measured, "missing": missing}
-
-
-@lru_cache(maxsize=1)
-def _device() -> str:
-    """The accelerators that the frameworks would use, or 'cpu'. With a GPU in torch JAX is not asked: it would take most of the memory."""
-    from kdakit.cli import checking, doctor, inputs
-
-    if (gpu := inputs.gpu()) is not None:
-        return importlib.import_module("torch").cuda.get_device_name(gpu)
-
-    def name(framework: str) -> str:
-        device = checking.default_device(framework)
-        if framework == "jax":
-            return importlib.import_module("jax").devices()[0].device_kind
-        return device.type
-
-    found = {doctor.attempt(name, framework) for framework in ("torch", "jax")}
-    return ", ".join(sorted(d for d in found if not d.startswith("failed"))) or "cpu"
+    return records.record(kind, {"dtype": args.dtype, "gate": gate, "repeat": args.repeat}, measured, missing)

@@ -10,26 +10,23 @@ import json
 import platform
 from typing import Any
 
+from kdakit.measure.machine import FAILED, attempt, failure
+
 OK = "yes"
-FAILED = "failed: "
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the support table as Markdown")
-    parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the generated support table of Markdown files")
+    parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the support and contract tables of Markdown files")
 
 
 def run(args) -> int:
     if args.markdown or args.table:
-        from kdakit.cli import generated
-
-        text = support_markdown()
         for path in args.table:
-            generated.write(path, "support", text)
-            print(f"wrote the support table of {path}")
+            write_tables(path)
         if args.markdown:
-            print(text)
+            print(support_markdown())
         return 0
     report = examine()
     if args.json:
@@ -39,17 +36,25 @@ def run(args) -> int:
     return 0
 
 
-def attempt(probe, *args) -> Any:
-    """probe(*args), or the reason it failed, in one line."""
-    try:
-        return probe(*args)
-    except (Exception, SystemExit) as problem:
-        return failure(problem)
+def write_tables(path: str) -> None:
+    """Rewrite those generated sections of a Markdown file that this command knows."""
+    from kdakit.measure import generated
+
+    known = {"support": support_markdown, "contract": contract_markdown}
+    for name in generated.sections(path):
+        if name in known:
+            generated.write(path, name, known[name]())
+            print(f"wrote the {name} table of {path}")
 
 
-def failure(problem: BaseException) -> str:
-    first = (str(problem).strip() or "no message").splitlines()[0]
-    return f"{FAILED}{type(problem).__name__}: {first}"
+def contract_markdown() -> str:
+    """The names that a backend has, from dispatch.CONTRACT."""
+    from kdakit.dispatch import CONTRACT, REQUIRED
+    from kdakit.measure.generated import markdown_table
+
+    rows = [[f"`{name}`", f"`{entry.form}`".replace("|", "\\|"), "yes" if entry.default is REQUIRED else "", entry.meaning]
+            for name, entry in CONTRACT.items()]  # fmt: skip
+    return markdown_table(["name", "form", "required", "meaning"], rows)
 
 
 def examine() -> dict[str, Any]:
@@ -63,20 +68,20 @@ def examine() -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     return f"{machine.cpu_model()}, {machine.cores()} cores, {machine.memory_gib()} GiB"
 
 
 def _packages() -> list[dict[str, str]]:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     return [{"name": name, "for": purpose, "state": attempt(_package_state, name)} for name, purpose in machine.PACKAGES.items()]
 
 
 def _package_state(name: str) -> str:
     """The version; an installed package that does not import says why."""
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     version = machine.version(name)
     if version is None:
@@ -143,7 +148,7 @@ def support(device: str | None = None) -> dict[str, dict[str, str]]:
 
 
 def _device(framework: str, device: str | None) -> Any:
-    from kdakit.cli import checking
+    from kdakit.measure import checking
 
     if device is None:
         return checking.default_device(framework)
@@ -162,7 +167,7 @@ def _answer(backend, problem, where) -> str:
 
 def support_markdown() -> str:
     """Problems down, backends across, on a CPU: the table in README.md and docs/backends.md."""
-    from kdakit.cli.generated import markdown_table
+    from kdakit.measure.generated import markdown_table
 
     table = support("cpu")
     rows, reasons = numbered(table)

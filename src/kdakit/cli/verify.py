@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from kdakit.cases import Case
-    from kdakit.cli.checking import Row
+    from kdakit.measure.checking import Row
 
 
 def add_arguments(parser) -> None:
@@ -53,9 +53,10 @@ class Refusal(NamedTuple):
 
 def run(args) -> int:
     from kdakit.cases import CASES, DTYPES, SEGMENT_CASES
-    from kdakit.cli import checking, console
-    from kdakit.cli.choices import pick
+    from kdakit.cli import console
     from kdakit.dispatch import names
+    from kdakit.measure import checking
+    from kdakit.measure.choices import pick
 
     known = CASES | SEGMENT_CASES
     backends, dtypes = pick("backend", args.backend or checking.native_backends(), names()), pick("dtype", args.dtype, DTYPES)
@@ -71,7 +72,7 @@ def run(args) -> int:
     if args.table and not passed:
         print(f"left {args.table} as it is: the table is written when everything passes")
     elif args.table:
-        from kdakit.cli import generated, machine, results
+        from kdakit.measure import generated, machine, results
 
         generated.write(args.table, "errors", error_markdown(outcomes) + "\n\n" + results.provenance(machine.describe()))
         print(f"wrote the error table of {args.table}")
@@ -81,7 +82,7 @@ def run(args) -> int:
 def verify(backends, cases: list[Case], dtypes, seed=0, grad=True, op="chunk", tick=lambda what: None):
     """Outcomes and refusals of all combinations. The truth of a case is computed once for all backends."""
     from kdakit import dispatch
-    from kdakit.cli import checking
+    from kdakit.measure import checking
 
     outcomes, refusals = [], []
     for dtype in dtypes:
@@ -159,7 +160,7 @@ def summary(outcomes: list[Outcome], refusals: list[Refusal]) -> str:
 
 
 def as_json(args, outcomes: list[Outcome], refusals: list[Refusal]) -> dict[str, Any]:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     def finite(x: float) -> float | None:
         return x if x < float("inf") else None
@@ -175,7 +176,7 @@ def as_json(args, outcomes: list[Outcome], refusals: list[Refusal]) -> dict[str,
 
 def error_markdown(outcomes: list[Outcome]) -> str:
     """A table per dtype: the plain recurrence's error of o, then for each backend o's error and the output nearest to its tolerance."""
-    from kdakit.cli import generated
+    from kdakit.measure import generated
 
     parts = []
     for dtype in dict.fromkeys(o.dtype for o in outcomes):

@@ -77,9 +77,20 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def preferred(problem: Problem) -> bool:
-    """Forward alone in bfloat16 is faster here than in Triton (docs/performance.md); gradients would come from torch_native."""
-    return problem.dtype == "bfloat16" and problem.K == problem.V == 128 and not problem.needs_grad
+def expected_us(problem: Problem, device: Any) -> float | None:
+    """Microseconds of a forward call, where they are known; gradients would come from torch_native."""
+    from kdakit.backends.cuda import times
+
+    return None if problem.needs_grad else times.expected_us(problem, _architecture(device))
+
+
+@lru_cache(maxsize=64)
+def _architecture(device: Any) -> str:
+    """Such as sm_90, which it also is where no device can be asked."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+    return f"sm_{major}{minor}"
 
 
 def default_config(problem: Problem, device: Any) -> Config:

@@ -13,6 +13,10 @@ VARIABLE = "KDAKIT_LIBRARY"
 PLACE = Path(__file__).with_name("libkdakit.so")
 
 FLOAT32, BFLOAT16 = 0, 1
+FUNCTIONS = (
+    "kda_abi_version", "kda_last_error", "kda_status_name", "kda_prefill_workspace_f32", "kda_prefill_f32", "kda_prefill_workspace_bf16",
+    "kda_prefill_bf16",
+)  # fmt: skip
 GATES = {"log_decay": 0, "softplus": 1, "bounded": 2}
 BETAS = {"given": 0, "sigmoid": 1, "double_sigmoid": 2}
 
@@ -84,6 +88,9 @@ def _load(where: str) -> ctypes.CDLL:
     if not Path(where).exists():
         raise FileNotFoundError(f"{where} is not there: build it with `make cuda` (needs nvcc), or name another with {VARIABLE}")
     library = ctypes.CDLL(where)
+    absent = [name for name in FUNCTIONS if not hasattr(library, name)]
+    if absent:
+        raise OSError(f"{where} is not kdakit's library, or a part of it: it has no {', '.join(absent)}; build it again with `make cuda`")
     library.kda_abi_version.restype = c_int
     found = library.kda_abi_version()
     if found != ABI_VERSION:

@@ -163,10 +163,12 @@ def _chunk_inputs(problem: Problem, piece: Arrays, plan, n0: int, n1: int) -> Ch
     return Chunks(*(a.flatten(0, 1) for a in (rows, beta, g)), v)
 
 
-def _exact(problem: Problem, g) -> bool:
-    """Whether small gradients of gates beside large ones matter: the gate is computed here, and its parameters' gradients weight each with
-    its gate, or some gates are strong. Without a look at them they all go through levels, which are exact."""
-    return g.device.type == "cpu" and (problem.options.gate != "log_decay" or spiked(g))
+def _exact(problem: Problem, g) -> torch.Tensor | bool:
+    """Whether, or in which chunks [M], small gradients of gates beside large ones matter: the gate is computed here, and its parameters'
+    gradients weight each with its gate, or some gates are strong. Without a look at them they all go through levels, which are exact."""
+    if g.device.type != "cpu":
+        return False
+    return problem.options.gate != "log_decay" or spiked(g)
 
 
 def _activated_gradients(problem: Problem, plan, n0: int, n1: int, d_rows, d_v, d_g, d_beta) -> Activated:

@@ -50,6 +50,14 @@ def default_config(problem: Problem, device: Any) -> Config:
     return chosen(problem, chip_of(device))
 
 
+def expected_us(problem: Problem, device: Any) -> float | None:
+    """Microseconds of a forward call, where they are known."""
+    from kdakit.backends.triton_gpu import times
+
+    chip = chip_of(device)
+    return None if problem.needs_grad else times.expected_us(problem, chip.name, chosen(problem, chip))
+
+
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
     from kdakit.backends.triton_gpu import training
@@ -96,9 +104,17 @@ def _launch() -> ModuleType:
     return launch
 
 
-@lru_cache
+_hashing = threading.Lock()
+
+
 def hash_triton() -> threading.Thread:
     """Reads all of Triton, whose hash is part of every key in its cache, while others do something else: see `ahead`."""
+    with _hashing:  # two threads that read would each restore the other's switch interval
+        return _hash_triton()
+
+
+@lru_cache
+def _hash_triton() -> threading.Thread:
     from triton.runtime import cache
 
     def read() -> None:

@@ -144,24 +144,25 @@ def tile_sizes(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def parts(problem: Problem, config: Config) -> int:
-    """Into how many parts the scan of each sequence is split, by the microseconds that an H200 takes; 1: not at all.
+    """Into how many parts the scan of each sequence is split: what takes the least time; 1: not at all."""
+    blocks = padded(problem.V) // config.block_v
+    most = config.processors // (problem.N * problem.HV * blocks)  # so many programs with outputs have a processor each
+    return min((1, *range(3, min(32, most + 1) + 1)), key=lambda n: scan_us(problem, config, n))
+
+
+def scan_us(problem: Problem, config: Config, n: int) -> float:
+    """The microseconds that an H200 takes for the scan in n parts.
 
     All parts but the first and the last are scanned twice, first without outputs but with K more rows than V, while the first is scanned
     with outputs; then the states between them are combined, one after the other, and the others scanned. A processor holds one program.
     """
     again, outputs, link = 1.36 if config.part_block > 64 else 0.87, 1.5, 2.2  # a chunk, a chunk, a part
-    rows, block = problem.N * problem.HV, config.part_block
-    more, blocks = (padded(problem.V) + padded(problem.K)) // block, padded(problem.V) // config.block_v
     chunks = problem.T / config.chunk / (problem.N if problem.varlen else 1)
-
-    def time(n: int) -> float:
-        if n == 1:
-            return chunks * outputs
-        rounds = -(-rows * (blocks + (n - 2) * more) // config.processors)
-        return chunks / n * (max(again * rounds, outputs) + outputs) + (n - 2) * link + 13
-
-    most = config.processors // (rows * blocks)  # so many programs with outputs have a processor each
-    return min((1, *range(3, min(32, most + 1) + 1)), key=time)
+    if n == 1:
+        return chunks * outputs
+    more, blocks = (padded(problem.V) + padded(problem.K)) // config.part_block, padded(problem.V) // config.block_v
+    rounds = -(-problem.N * problem.HV * (blocks + (n - 2) * more) // config.processors)
+    return chunks / n * (max(again * rounds, outputs) + outputs) + (n - 2) * link + 13
 
 
 def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,9 @@ def beside(x: torch.Tensor):
     if seen is not None:
         seen.append(FORK)
     streams.fork()
-    yield aside
-    streams.join()
-    if seen is not None:
-        seen.append(JOIN)
+    try:
+        yield aside
+    finally:  # a stream that is not joined cannot be captured, and would read memory that others have by then
+        streams.join()
+        if seen is not None:
+            seen.append(JOIN)

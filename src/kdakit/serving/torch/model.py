@@ -12,7 +12,10 @@ from torch import Tensor
 
 from kdakit.layers.torch import Rows as Packing
 from kdakit.models.torch import KimiLinear
-from kdakit.serving.torch.calls import Draft, commit, decode, verify
+from kdakit.serving.arguments import check_checkpoints
+from kdakit.serving.requests import check_tokens
+from kdakit.serving.torch import owners
+from kdakit.serving.torch.calls import Draft, check_commit, commit, decode, verify
 from kdakit.serving.torch.pool import Snapshot, StatePool
 from kdakit.serving.torch.prefill import prefill
 
@@ -32,35 +35,51 @@ class ServedModel:
         widths = (sizes.key_dim, sizes.key_dim, sizes.value_dim)
         windows = {n: (sizes.conv_size - 1, d) for n, d in zip(WINDOWS, widths, strict=True)} if sizes.use_short_conv else {}
         kind = dtype or (torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        self.pools = [
-            StatePool(slots, sizes.value_heads, sizes.head_dim, sizes.head_v_dim, kind, windows=windows, device=weight.device)
-            for _ in model.blocks()
-        ]
+        self.pools: list[StatePool] = []
+        for _ in model.blocks():
+            beside = self.pools[0] if self.pools else None
+            pool = StatePool(
+                slots, sizes.value_heads, sizes.head_dim, sizes.head_v_dim, kind, windows=windows, device=weight.device, beside=beside
+            )
+            self.pools.append(pool)
+        self.table = self.pools[0].table
 
     @property
     def free_slots(self) -> int:
-        return self.pools[0].free_slots
+        return self.table.free
+
+    @property
+    def next_slot(self) -> int:
+        """The one that `allocate` takes."""
+        return self.table.following(1)[0]
+
+    def taken(self, slot: int) -> bool:
+        return self.table.taken(slot)
 
     def bytes_per_slot(self) -> int:
         return sum(pool.bytes_per_slot() for pool in self.pools)
 
     def allocate(self) -> int:
-        """The same slot in every layer: all pools are asked for the same things in the same order."""
-        slots = [pool.allocate(1)[0] for pool in self.pools]
-        return slots[0]
+        """The same slot in every layer, empty."""
+        return owners.allocate(self.pools, 1)[0]
 
     def free(self, slot: int) -> None:
-        for pool in self.pools:
-            pool.free(slot)
+        owners.free(self.pools, self.table.check(slot))
+
+    def reset(self, slot: int) -> None:
+        """Empty again."""
+        owners.reset(self.pools, self.table.check(slot))
 
     def restore(self, slot: int, snapshots: list[Snapshot]) -> None:
-        for pool, snapshot in zip(self.pools, snapshots, strict=True):
-            pool.restore(slot, snapshot)
+        """What a checkpoint of `prefill` holds."""
+        owners.restore(self.pools, self.table.check(slot), snapshots)
 
     @torch.no_grad()
     def prefill(self, slots: list[int], tokens: Sequence[Sequence[int]], checkpoints: list[list[int]]):
         """The next tokens of each sequence, any number: logits [N, vocabulary] after each one's last, and its checkpoints, a list of
         (a snapshot a layer) for each."""
+        self._check(slots, tokens)
+        check_checkpoints(checkpoints, [len(own) for own in tokens])
         cu = torch.tensor([0, *map(len, tokens)]).cumsum(0)
         packed = torch.tensor([list(chain(*tokens))], device=self.device)
         on_device = cu.to(self.device)
@@ -79,12 +98,16 @@ class ServedModel:
     @torch.no_grad()
     def decode(self, slots: list[int], tokens: Sequence[int]) -> Tensor:
         """One token of each sequence: logits [N, vocabulary]."""
+        self._check(slots, [[token] for token in tokens])
         given = torch.tensor(tokens, device=self.device)[:, None]
         return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x))[:, 0]
 
     @torch.no_grad()
     def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft]]:
         """Guessed tokens, as many for each sequence: logits [N, T, vocabulary], and a draft a layer."""
+        self._check(slots, tokens)
+        if len({len(own) for own in tokens}) > 1:
+            raise ValueError(f"tokens must be as many for each sequence, got {[len(own) for own in tokens]}")
         drafts = []
 
         def call(pool, **given):
@@ -95,8 +118,30 @@ class ServedModel:
         return self._forward(torch.tensor(tokens, device=self.device), slots, Packing(), call), drafts
 
     def commit(self, drafts: list[Draft], accepted: list[int]) -> None:
+        """The first accepted[n] tokens of each row, in every layer or in none."""
+        if len(drafts) != len(self.pools):
+            raise ValueError(f"drafts must be one for each of the {len(self.pools)} layers, got {len(drafts)}")
+        for pool, draft in zip(self.pools, drafts, strict=True):
+            check_commit(pool, draft, accepted)
         for pool, draft in zip(self.pools, drafts, strict=True):
             commit(pool, draft, accepted)
+
+    @staticmethod
+    def choose(logits: Tensor) -> list:
+        """The likeliest token of each row, [..] for logits [.., vocabulary]; -1 where one of them is not a finite number."""
+        largest, token = logits.max(-1)  # NaN and infinity are the largest where there are any
+        sane = largest.isfinite() & (logits.amin(-1) > -torch.inf)
+        return torch.where(sane, token, -1).tolist()
+
+    def _check(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Before anything moves in the first layer."""
+        self.table.check(slots)
+        if len(tokens) != len(slots):
+            raise ValueError(f"tokens must be given for each of the {len(slots)} slots, got {len(tokens)}")
+        for own in tokens:
+            if not len(own):
+                raise ValueError("tokens must be at least one for each sequence, got none")
+            check_tokens(own, self.vocabulary, "tokens")
 
     def _forward(self, tokens: Tensor, slots: list[int], packing: Packing, call: Callable[..., Tensor]) -> Tensor:
         x = self.model.model.embeddings(tokens)

@@ -14,6 +14,8 @@ from typing import Any
 
 import kdakit
 
+FAILED = "failed: "
+
 # distribution -> what it is needed for
 PACKAGES = {
     "numpy": "everything",
@@ -29,6 +31,19 @@ PACKAGES = {
     "matplotlib": "plots",
     "fla-core": "bench --against fla",
 }
+
+
+def attempt(probe, *args) -> Any:
+    """probe(*args), or the reason it failed, in one line."""
+    try:
+        return probe(*args)
+    except (Exception, SystemExit) as problem:
+        return failure(problem)
+
+
+def failure(problem: BaseException) -> str:
+    first = (str(problem).strip() or "no message").splitlines()[0]
+    return f"{FAILED}{type(problem).__name__}: {first}"
 
 
 def version(distribution: str) -> str | None:

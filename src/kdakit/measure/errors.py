@@ -7,7 +7,7 @@ from typing import Any
 
 from kdakit import accuracy
 from kdakit.cases import FUSED, Case
-from kdakit.cli import checking, console, peers
+from kdakit.measure import checking, peers, records
 
 BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True, "chunk_size": 64}
 SOFTPLUS = FUSED | {"chunk_size": 64}
@@ -35,11 +35,10 @@ CASES = {
 }  # fmt: skip
 
 
-def sweep(args) -> dict[str, Any]:
+def sweep(args, tick=lambda text, total: None) -> dict[str, Any]:
     """Every contestant on every case; the JSON grows with each. Peers run untuned: that changes their speed, hardly their numbers."""
-    from kdakit.cli import bench
-    from kdakit.cli.choices import pick
     from kdakit.dispatch import names
+    from kdakit.measure.choices import pick
 
     default = ["triton_gpu", "cuda", "torch_native", *peers.PEERS]
     chosen = pick("backend", args.backend or default, [*names("torch"), *peers.PEERS])
@@ -47,19 +46,18 @@ def sweep(args) -> dict[str, Any]:
     measured: list[dict[str, Any]] = []
     missing: list[dict[str, Any]] = []
     truths: dict[str, list[Truth]] = {}
-    with console.progress() as bar, peers.untuned():
-        task = bar.add_task("errors", total=len(cases) * len(chosen))
+    with peers.untuned():
         for name in chosen:
             for case in cases:
-                bar.update(task, advance=1, description=f"{case.name} {name}")
+                tick(f"{case.name} {name}", len(cases) * len(chosen))
                 if case.name not in truths:
                     truths[case.name] = [Truth(case, args.dtype, seed) for seed in range(args.draws)]
                 about = {"contestant": name, "case": case.name, "why": case.why, "dtype": args.dtype}
                 got = mean([truth.errors(name) for truth in truths[case.name]])
                 (missing if "reason" in got else measured).append(about | got)
-                found = bench.record("errors", {"dtype": args.dtype, "draws": args.draws}, measured, missing)
+                found = records.record("errors", {"dtype": args.dtype, "draws": args.draws}, measured, missing)
                 if args.json:
-                    bench.save(found, args.json)
+                    records.save(found, args.json)
     return found
 
 

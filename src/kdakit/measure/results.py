@@ -5,22 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kdakit.cli import console, generated, gpu_results
+from kdakit.measure import generated, gpu_results, whole_models
 
 # The packages that every measurement names.
 NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
-
-
-def show(record: dict[str, Any]) -> None:
-    out = console.output()
-    for title, header, rows in tables(record):
-        shown = console.table(title, *header, right=tuple(header[1:]))
-        for row in rows:
-            shown.add_row(*row)
-        out.print(shown)
-    for gone in record["missing"]:
-        out.print(f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}", markup=False)
-    out.print(provenance(record), markup=False)
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
@@ -46,7 +34,7 @@ def provenance(record: dict[str, Any]) -> str:
 
 def tables(record: dict[str, Any]):
     """(title, header, rows of strings) of what was measured, in one table or several."""
-    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables} | gpu_results.KINDS
+    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables, "model": whole_models.tables} | gpu_results.KINDS
     return kinds.get(record["kind"], _bench_tables)(record)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kdakit.cases import Case
-from kdakit.cli import checking
-from kdakit.cli.peers import Unavailable
+from kdakit.measure import checking
+from kdakit.measure.peers import Unavailable
 from kdakit.problem import DIFFERENTIABLE, Arrays
 
 GRAPH_CALLS = 20  # decoding steps in one CUDA graph

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kdakit.cases import Shape
-from kdakit.cli import checking, contestants, timing
+from kdakit.measure import checking, contestants, timing
 from kdakit.problem import DIFFERENTIABLE
 
 
@@ -20,7 +20,7 @@ def measure(ranks: int, job: contestants.Job, repeat: int) -> dict[str, Any]:
     """One job cut over `ranks` processes of one thread each: rank 0's times, the most that any rank sent, and what the formula says."""
     with tempfile.TemporaryDirectory() as folder:
         spec = {"shape": vars(job.shape), "mode": job.mode, "dtype": job.dtype, "gate": job.gate, "repeat": repeat, "folder": folder}
-        command = [sys.executable, "-m", "kdakit.cli.ranks", json.dumps(spec), str(ranks)]
+        command = [sys.executable, "-m", "kdakit.measure.ranks", json.dumps(spec), str(ranks)]
         running = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(ranks)]
         errors = [process.communicate()[1] for process in running]
         if any(process.returncode for process in running):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -23,6 +23,11 @@ def read(path: str | Path, name: str) -> str:
     if found is None:
         raise UsageError(f"{path} has no section '<!-- generated: {name} -->' .. '<!-- end generated: {name} -->'")
     return found.group(2).strip("\n")
+
+
+def sections(path: str | Path) -> list[str]:
+    """The names of the generated sections of a file, in order."""
+    return re.findall(r"<!-- generated: (.+?) -->", Path(path).read_text(encoding="utf-8"))
 
 
 def write(path: str | Path, name: str, body: str) -> None:

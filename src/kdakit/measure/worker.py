@@ -9,13 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from kdakit.cases import Shape
-from kdakit.cli import contestants, timing
+from kdakit.measure import contestants, timing
 
 
 def measure(name: str, job: contestants.Job, repeat: int, seconds: float = 5.0) -> dict[str, Any]:
     """`work` in a fresh Python process; {'reason': ...} where that fails."""
     spec = {"name": name, "job": asdict(job), "repeat": repeat, "seconds": seconds}
-    done = subprocess.run([sys.executable, "-m", "kdakit.cli.worker", json.dumps(spec)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "kdakit.measure.worker", json.dumps(spec)], capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         return {"reason": f"its process ended with code {done.returncode}: {last}"}

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from kdakit.cases import Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.problem import Arrays
 
 PEERS = ("fla", "flash_kda")

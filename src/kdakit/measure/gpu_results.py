@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdakit.cli import suites
+from kdakit.measure import suites
 
 SHOWN = {"cuda_prefill": "cuda_prefill (gives out w and u)"}
 COLUMNS = ("median ms", "host ms", "TB/s", "of peak", "TFLOP/s", "of floor", "extra MiB", "error of o", "of state")
@@ -72,7 +72,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _peers(names: list[str]) -> list[str]:
-    from kdakit.cli.peers import PEERS
+    from kdakit.measure.peers import PEERS
 
     return [p for p in PEERS if p in names and len(set(names)) > 1]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from kdakit import dispatch
 from kdakit.cases import SHAPES, Case, Shape
-from kdakit.cli import checking, inputs, peers, runners
-from kdakit.cli.choices import UsageError
-from kdakit.cli.peers import PEERS, Unavailable
+from kdakit.measure import checking, inputs, peers, runners
+from kdakit.measure.choices import UsageError
+from kdakit.measure.peers import PEERS, Unavailable
 
 __all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare", "reserve", "split"]
 

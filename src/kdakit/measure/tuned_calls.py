@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from kdakit.backends import triton_gpu
-from kdakit.cli import checking, inputs, timing, tuning
-from kdakit.cli.contestants import Job
-from kdakit.cli.runners import Run, in_graph
+from kdakit.measure import checking, inputs, timing, tuning
+from kdakit.measure.contestants import Job
+from kdakit.measure.runners import Run, in_graph
 from kdakit.problem import DIFFERENTIABLE
 
 

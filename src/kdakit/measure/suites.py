@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kdakit.cases import SHAPES, Shape
-from kdakit.cli.contestants import Job
+from kdakit.measure.contestants import Job
 
 
 class Entry(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kdakit.cli.choices import UsageError
-from kdakit.cli.results import label
+from kdakit.measure.choices import UsageError
+from kdakit.measure.results import label
 
 COLOURS = ("#2f6f9f", "#d98032", "#4c9a6a", "#8a5fa8", "#777777")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kdakit.cases import SHAPES, Shape
-from kdakit.cli.contestants import Job
+from kdakit.measure.contestants import Job
 
 GAIN = 0.98
 JOBS = (
@@ -29,9 +29,9 @@ Verify = Callable[[Job, dict[str, Any]], str | None]  # why the call is wrong wi
 def run(args) -> dict[str, Any]:
     """Tune, write the file, and return the record to show."""
     from kdakit.backends.triton_gpu import chip_of, tiles
-    from kdakit.cli import bench, inputs, machine
-    from kdakit.cli.choices import UsageError, pick
-    from kdakit.cli.tuned_calls import Calls
+    from kdakit.measure import inputs, machine, records
+    from kdakit.measure.choices import UsageError, pick
+    from kdakit.measure.tuned_calls import Calls
 
     device = inputs.gpu()
     if device is None:
@@ -51,11 +51,11 @@ def run(args) -> dict[str, Any]:
         print(f"wrote {path}")
     except OSError as problem:
         raise UsageError(f"{path} cannot be written ({problem}): name another file with --tiles") from problem
-    return bench.record("tune", {"chip": chip.name, "kernels": kernels, "repeat": args.repeat}, rows, [])
+    return records.record("tune", {"chip": chip.name, "kernels": kernels, "repeat": args.repeat}, rows, [])
 
 
 def _wanted(job: Job, shapes: list[str] | None) -> bool:
-    from kdakit.cli.contestants import parse_shape
+    from kdakit.measure.contestants import parse_shape
 
     return job.mode == "decode" or not shapes or job.shape in [parse_shape(text) for text in shapes]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kdakit.cli.tpu_kernels import Job
+from kdakit.measure.tpu_kernels import Job
 
 SMALL = 100  # bundles: shorter branches are taken to run in every step
 WHOLE = 0.8  # of all bundles: the branch of the pipeline of copies around a kernel's step; others outside of it are the pipeline's too

@@ -14,7 +14,7 @@ import numpy as np
 
 from kdakit import reference
 from kdakit.cases import Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.problem import Arrays
 
 

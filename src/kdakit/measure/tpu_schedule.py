@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kdakit.cli import tpu_branches
-from kdakit.cli.tpu_kernels import CHIPS, Job
+from kdakit.measure import tpu_branches
+from kdakit.measure.tpu_kernels import CHIPS, Job
 
 DUMPED = ".*final.*"  # of some 70 texts of each kernel, the last
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VPOP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
@@ -43,7 +43,7 @@ def schedule(job: Job, target: str) -> dict[str, Any]:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "LIBTPU_INIT_ARGS": flags}
         spec = json.dumps({"job": asdict(job), "target": target})
         done = subprocess.run(
-            [sys.executable, "-m", "kdakit.cli.tpu_schedule", spec], env=environment, capture_output=True, text=True
+            [sys.executable, "-m", "kdakit.measure.tpu_schedule", spec], env=environment, capture_output=True, text=True
         )  # fmt: skip
         if done.returncode:
             return {"reason": f"libtpu did not compile it: {why(done.stderr)}"}
@@ -98,7 +98,7 @@ def compile_here(job: Job, target: str) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
-    from kdakit.cli import tpu_budget, tpu_kernels
+    from kdakit.measure import tpu_budget, tpu_kernels
 
     with tpu_kernels.on_chip(target):  # which may decide how many heads a step takes
         function, arguments = tpu_kernels.function_of(job)

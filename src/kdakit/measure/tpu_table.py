@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kdakit.cli.generated import markdown_table
-from kdakit.cli.tpu_kernels import CHIPS, Job
-from kdakit.cli.tpu_schedule import why
+from kdakit.measure.generated import markdown_table
+from kdakit.measure.tpu_kernels import CHIPS, Job
+from kdakit.measure.tpu_schedule import why
 
 # openxla/tokamax pull request 1103, B1 T8192 H32 K=V=128 bfloat16, bounded gate, counted the same way with the same versions: M cycles.
 TOKAMAX = {("v6e", "forward"): 4.84, ("v6e", "training"): 13.2, ("tpu7x", "forward"): 3.60, ("tpu7x", "training"): 9.83}

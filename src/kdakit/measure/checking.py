@@ -65,7 +65,7 @@ def interpreted(backend: str) -> str | None:
     if importlib.util.find_spec(framework) is None:
         return None
     try:
-        return dispatch.interpreted(backend, default_device(framework))
+        return dispatch.load(backend).interpreted(default_device(framework))
     except Exception:
         return None
 
