@@ -30,7 +30,7 @@ DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 FAR_INT = 2**31
 SECOND = 2**15  # the most programs along a grid's second axis
 CHECKPOINT = 8  # chunks between the states that a backward starts from
-TAIL_PROGRAMS, TAIL_BLOCK = 128, 2048  # the latter in elements
+TAIL_PROGRAMS, TAIL_BLOCK = 1 if INTERPRETED else 128, 2048  # the latter in elements
 Grid = int | tuple[int, int, int]
 _compiled: dict[Any, Any] = {}
 _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
