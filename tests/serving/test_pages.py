@@ -129,3 +129,55 @@ def test_in_the_interpreter():
     run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
     assert "passed" in run.stdout and "skipped" not in run.stdout
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill(backend, seed):
+    """From slots into slots, with states left on the way, against the recurrence in float64."""
+    rng = np.random.default_rng(100 + seed)
+    H, group, K, V = 1, int(rng.integers(1, 3)), 16, int(rng.choice([16, 12]))
+    HV, N, packed = H * group, int(rng.integers(1, 3)), bool(rng.integers(2))
+    pages, memory = make_pages(rng, N + 8, HV, K, V)
+    lengths = rng.integers(0, 150, N) if packed else np.full(N, int(rng.integers(64, 140)))
+    total = int(lengths.sum()) + int(rng.integers(0, 9)) if packed else int(lengths[0])
+    x = packed_rows(rng, 1 if packed else N, total, H, HV, K, V)
+    cu = torch.tensor(np.concatenate([[0], lengths.cumsum()]), device=DEVICE, dtype=torch.int32) if packed else None
+    names = rng.permutation(np.arange(pages.first, N + 8)).tolist()
+    own = [names.pop() for _ in range(N)]
+    if rng.integers(2):
+        own[0] = pages.first - 1  # nobody's
+    slots = torch.tensor(own, device=DEVICE, dtype=torch.int64)
+    known = torch.tensor(rng.integers(0, 2, N), device=DEVICE, dtype=torch.bool) if rng.integers(2) else None
+    wanted = [(n, int(p)) for n in range(N) for c in range(0, lengths[n], 64) for p in [rng.integers(c + 1, min(c + 64, lengths[n]) + 1)]]
+    wanted = [(n, p - p % 64 if p % 3 == 0 and p >= 64 else p) for n, p in wanted]
+    wanted = list({(n, -(-p // 64)): (n, p) for n, p in wanted}.values())[:5]  # at most one for each chunk
+    marks = None
+    if wanted:
+        places = [names.pop() for _ in wanted]
+        marks = engine.Marks(*(torch.tensor(column, device=DEVICE) for column in (*zip(*wanted, strict=True), places)))
+    before, kept = pages.states.double().cpu().numpy(), memory.clone()
+    o = engine.prefill(pages, slots, **x, cu_seqlens=cu, known=known, marks=marks, backend=backend, **OPTIONS)
+    touched = set()
+    for n in range(N):
+        start, end = (int(cu[n]), int(cu[n + 1])) if packed else (0, total)
+        mine = o[0, start:end] if packed else o[n]
+        real = own[n] >= pages.first
+        if not real:
+            assert not mine.any()
+        initial = before[own[n]].swapaxes(-1, -2) if pages.state_v_first else before[own[n]]
+        initial = np.zeros_like(initial) if known is not None and not known[n] else initial
+        outputs, after = truth(one_row(x, n, *((start, end) if packed else ())), initial[None])
+        ends = {int(slots[n]): len(after)} if real else {}
+        ends |= {place: p for (m, p), place in zip(wanted, places if wanted else [], strict=True) if m == n and real}
+        for t in range(len(outputs) if real else 0):
+            close(mine[t], outputs[t], torch.bfloat16 if backend == "triton_gpu" and DEVICE == "cuda" else torch.float32, f"o {n} {t}")
+        for place, p in ends.items():
+            touched.add(place)
+            S = after[p - 1] if p else initial
+            close(pages.states[place], S.swapaxes(-1, -2) if pages.state_v_first else S, pages.states.dtype, f"state {n} after {p}")
+    if packed:
+        assert not o[0, int(lengths.sum()) :].any(), "padding"
+    touched |= set(places) if wanted else set()  # of nobody's sequence: nothing is promised
+    others = [i for i in range(len(before)) if i not in touched]
+    assert torch.equal(memory[others], kept[others]), "pages of others"

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.gate import log2_decay, write_strength
+from kdakit.backends.triton_gpu.pages import page_offsets, slot_at
 from kdakit.backends.triton_gpu.recurrent import delta_rule
-from kdakit.backends.triton_gpu.tile import narrow, state_offsets
+from kdakit.backends.triton_gpu.tile import narrow
 
 LARGEST = tl.constexpr(127.0)
 SMALLEST = tl.constexpr(32.0)
@@ -23,19 +24,6 @@ LISTED = tl.constexpr(128)  # slots compared at a time
 def slot_of(p_slots, i_n, CAPACITY):
     """The slot of row n, and whether there is one. Its state may be read at once: who owns it takes longer to find out."""
     return slot_at(p_slots + i_n, 0, CAPACITY)
-
-
-@triton.jit
-def slot_at(p_slot, FIRST, CAPACITY):
-    """The slot that stands there, and whether it is one of FIRST .. CAPACITY."""
-    slot = tl.load(p_slot).to(tl.int64)
-    return slot, (slot >= FIRST) & (slot < CAPACITY)
-
-
-@triton.jit
-def page_offsets(slot, s_page, i_h, o_v, o_k, PAGE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """[BV, KP] offsets of S^T of head h in page `slot`; pages are s_page * PAGE elements apart."""
-    return slot * s_page * PAGE + state_offsets(i_h, o_v, o_k, K, V, V_FIRST)
 
 
 @triton.jit
@@ -100,12 +88,12 @@ def store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, 
     return b_S, b_scale
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "FIRST", "CAPACITY", "s_page", "s_slot", "scale", "lower_bound", "s_qb", "s_qt", "s_qh",
-                               "s_kb", "s_kt", "s_kh", "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "s_ob", "s_ot",
+@triton.jit(do_not_specialize=["T", "H", "HV", "FIRST", "CAPACITY", "s_page", "s_slot", "s_span", "scale", "lower_bound", "s_qb", "s_qt",
+                               "s_qh", "s_kb", "s_kt", "s_kh", "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh", "s_ob", "s_ot",
                                "s_oh"])  # fmt: skip
 def decode_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, p_states, p_scales, p_residual, p_slots, p_generation, p_accepted, p_cu_seqlens,
-    T, H, HV, FIRST, CAPACITY, s_page, s_slot, scale, lower_bound,
+    T, H, HV, FIRST, CAPACITY, s_page, s_slot, s_span, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh, s_ob, s_ot, s_oh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr, PAGE: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
@@ -115,7 +103,7 @@ def decode_kernel(
 
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. SINGLE: T = 1. OWNED: the pool is ours and has generations. DRAFTED: the
     state comes from slots[n, accepted[n] - 1] (slots[n, 0] without accepted) and after token t goes to slots[n, t]. VARLEN: the tokens of
-    row n are cu_seqlens[n] .. cu_seqlens[n + 1] of one row.
+    row n are cu_seqlens[n * s_span] .. cu_seqlens[n * s_span + 1] of one row.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0)
@@ -130,8 +118,8 @@ def decode_kernel(
     slot, inside = slot_at(p_read, FIRST, CAPACITY)
     i_b, bos, length = i_n, i_n * 0, T
     if VARLEN:
-        i_b, bos = i_n * 0, tl.load(p_cu_seqlens + i_n).to(tl.int64)
-        length = (tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - bos).to(tl.int32)
+        i_b, bos = i_n * 0, tl.load(p_cu_seqlens + i_n * s_span).to(tl.int64)
+        length = (tl.load(p_cu_seqlens + i_n * s_span + 1).to(tl.int64) - bos).to(tl.int32)
     o_k = tl.arange(0, KP)
     o_v = i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
@@ -152,7 +140,8 @@ def decode_kernel(
     b_g = tl.load(p_g, mask=m_k1, other=0.0)  # [KP]
     b_v = tl.load(p_v, mask=m_v1, other=0.0)  # [BV]
     b_beta = tl.load(p_beta, mask=length > 0, other=0.0) if VARLEN else tl.load(p_beta)
-    p_o += i_b * s_ob + bos * s_ot + i_h * s_oh + o_v
+    if p_o is not None:
+        p_o += i_b * s_ob + bos * s_ot + i_h * s_oh + o_v
     a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
@@ -178,9 +167,9 @@ def decode_kernel(
         b_decay = tl.exp2(log2_decay(b_g_now, b_bias, a, lower_bound, GATE, True, False))
         b_o, b_S = delta_rule(b_S, b_q_now, b_k_now, b_v_now, b_beta_now, b_decay, scale, L2NORM)
         b_scale = b_scale * b_decay
-        b_o = tl.where(taken, b_o, 0.0)
-        tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
-        p_o += s_ot
+        if p_o is not None:
+            tl.store(p_o, narrow(tl.where(taken, b_o, 0.0), p_o.dtype.element_ty), mask=m_v)
+            p_o += s_ot
         if DRAFTED:
             to, real = slot_at(p_slots + t, FIRST, CAPACITY)
             o_to = page_offsets(to, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)

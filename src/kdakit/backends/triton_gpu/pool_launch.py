@@ -93,30 +93,34 @@ class Held(NamedTuple):
     out: tuple[int, ...]  # strides of o: row, token, head
     owned: bool = True
     drafted: bool = False
+    span: int = 1  # entries of cu_seqlens from one row's first token to the next row's
 
 
-def decode_pages(problem: Problem, arrays: Arrays, pages: Any, slots, accepted, out: torch.Tensor) -> None:
-    """One launch over memory that somebody else owns: see kdakit.serving.torch.pages.decode."""
+def decode_pages(problem: Problem, arrays: Arrays, pages: Any, slots, accepted, out: torch.Tensor | None) -> None:
+    """One launch over memory that somebody else owns: see kdakit.serving.torch.pages.decode. out: None where only states are wanted;
+    cu_seqlens may then be [N, 2], the first and last token + 1 of each row."""
     arrays = contiguous_parameters(arrays)
     x = views(arrays)
     if not (problem.N and problem.T):
         return
     drafted = slots.dim() == 2
-    held = Held(pages.first, len(pages.states), pages.states.stride(0), slots.stride(0), out.stride()[:3], False, drafted)
+    strides = (0, 0, 0) if out is None else out.stride()[:3]
+    span = arrays.cu_seqlens.stride(0) if problem.varlen else 1
+    held = Held(pages.first, len(pages.states), pages.states.stride(0), slots.stride(0), strides, False, drafted, span)
     with on_device(arrays.q):
         _decode(problem, x.layout, pages.sizes, held, cut_for("decode", pages.sizes))(
             x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, pages.states, None, None, slots, None, accepted,
             arrays.cu_seqlens,
         )  # fmt: skip
-    if problem.varlen and out.is_contiguous():
-        clear_output(problem, arrays, out)
+        if out is not None and problem.varlen:
+            _clear(problem, arrays, out)
 
 
 @functools.lru_cache(maxsize=1024)
 def _decode(problem: Problem, layout: launches.Layout, sizes: Any, held: Held, cut: Cut) -> launches.Launch:
     o, strides, unit = problem.options, layout.strides, math.gcd(16, held.page)
     numbers = (
-        problem.T, problem.H, problem.HV, held.first, held.capacity, held.page // unit, held.slot, o.scale, o.lower_bound or 0.0,
+        problem.T, problem.H, problem.HV, held.first, held.capacity, held.page // unit, held.slot, held.span, o.scale, o.lower_bound or 0.0,
         *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["b"], *held.out,
     )  # fmt: skip
     constants = _activations(problem) | dict(
@@ -126,6 +130,31 @@ def _decode(problem: Problem, layout: launches.Layout, sizes: Any, held: Held, c
     )  # fmt: skip
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
     return launches.Launch(decode_kernel, grid, numbers, constants, num_warps=cut.warps)
+
+
+def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
+    """Rows past the last sequence; of an `out` that is part of a wider one by PyTorch."""
+    if out.is_contiguous():
+        clear_output(problem, arrays, out)
+    else:
+        out.masked_fill_((torch.arange(problem.T, device=out.device) >= arrays.cu_seqlens[-1])[:, None, None], 0)
+
+
+def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, out: torch.Tensor, config: Config) -> None:
+    """Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
+    arrays = contiguous_parameters(arrays)
+    x, C = views(arrays), config.chunk
+    with on_device(arrays.q):
+        placed = None if marks is None else marks.by_chunk(launches.chunk_slots(problem, C), C, arrays.cu_seqlens, problem.T)
+        paged = launches.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
+        space = launches.prepare(problem, arrays, x, config)
+        o = launches.scan(problem, arrays, x, space, config, paged).o
+    out.copy_(o)
+    if marks is not None and not marks.aligned:
+        spans, left = marks.left_over(C, arrays.cu_seqlens, problem.T)
+        step = problem.replace(op="recurrent", B=1, N=len(left), varlen="cu_seqlens", T=problem.B * problem.T)
+        flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
+        decode_pages(step, flat, pages, left, None, None)
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):

@@ -72,6 +72,101 @@ def _sizes(HV: int, K: int, V: int, dtype: torch.dtype, state_v_first: bool) -> 
     return PoolSizes(HV, K, V, str(dtype).rpartition(".")[2], state_v_first)
 
 
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """States to leave inside a prefill, on the device: after `position[m]` tokens of sequence `sequence[m]`, 1 .. its length, in page
+    `slot[m]`; a slot that is nobody's leaves none. At most one in each 64 tokens of a sequence. aligned: all positions are multiples of 64
+    and before their sequence's end, which spares a launch."""
+
+    sequence: Tensor  # [M]
+    position: Tensor  # [M]
+    slot: Tensor  # [M]
+    aligned: bool = False
+
+    def __post_init__(self):
+        for name in ("sequence", "position", "slot"):
+            x = getattr(self, name)
+            if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int32, torch.int64) or len(x) != len(self.slot):
+                raise TypeError(f"{name} must be [M] int32 or int64, one entry a mark, got {getattr(x, 'shape', x)}")
+
+    def _begins(self, cu_seqlens: Tensor | None, T: int) -> tuple[Tensor, Tensor]:
+        """First token of each mark's sequence in the flat row of all tokens, and the sequence's length."""
+        n = self.sequence.long()
+        if cu_seqlens is None:
+            return n * T, torch.full_like(n, T)
+        cu = cu_seqlens.long()
+        return cu[n], cu[n + 1] - cu[n]
+
+    def by_chunk(self, slots: int, C: int, cu_seqlens: Tensor | None, T: int) -> Tensor:
+        """[slots]: for each place of a chunk of C tokens the page for the state before it; -1: none."""
+        begins, length = self._begins(cu_seqlens, T)
+        n, chunk = self.sequence.long(), self._direct_chunk(C, length)
+        place = begins // C + n + chunk if cu_seqlens is not None else n * -(-T // C) + chunk
+        table = torch.full((slots,), -1, dtype=torch.int64, device=n.device)
+        return table.scatter_(0, place, self.slot.long())
+
+    def _direct_chunk(self, C: int, length: Tensor) -> Tensor:
+        """The chunk before which a mark's state, or the last state before it that is before a chunk, stands."""
+        p = self.position.long()
+        return torch.where((p % C == 0) & (p < length), p, p - 1) // C
+
+    def left_over(self, C: int, cu_seqlens: Tensor | None, T: int) -> tuple[Tensor, Tensor]:
+        """[M, 2] first and last token + 1 between the state that a scan leaves and the mark; and the marks' slots, -1 where there are none."""
+        begins, length = self._begins(cu_seqlens, T)
+        start = begins + self._direct_chunk(C, length) * C
+        end = begins + self.position.long()
+        return torch.stack([start, end], 1), torch.where(end > start, self.slot.long(), -1)
+
+
+@torch.no_grad()
+def prefill(
+    pages: Pages, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, known: Tensor | None = None,
+    marks: Marks | None = None, out: Tensor | None = None, chunk_size: int = 64, backend: str = "auto", **options: Any,
+) -> Tensor:  # fmt: skip
+    """Tokens of N sequences, each going on from its slot's state and leaving its last one there: o.
+
+    q .. beta [B, T, ..] with one slot a row, or [1, T, ..] with cu_seqlens [N + 1] and one slot a sequence; tokens past cu_seqlens[-1] are
+    padding. known [N]: 0 (or False) for a sequence that begins with zeros whatever its page holds. marks: states to leave on the way.
+    """
+    arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens, cu_seqlens_cpu)
+    rows = _check_slots(pages, slots, None)
+    if slots.dim() != 1:
+        raise ValueError(f"slots must be [N] for a prefill, got {tuple(slots.shape)}")
+    problem = _describe("prefill", "chunk", pages, arrays, rows, options, chunk_size=chunk_size)
+    out = _output(problem, v, out)
+    module = dispatch.select("torch", problem, q.device, backend)
+    if module.pooled is not None:
+        flags = None if known is None else known.to(torch.int8) if known.dtype == torch.bool else known
+        module.pooled().prefill_pages(problem, arrays, pages, slots, flags, marks, out, module.default_config(problem, q.device))
+    else:
+        _prefill(problem, arrays, pages, slots, known, marks, out, module)
+    return out
+
+
+def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, known, marks: Marks | None, out: Tensor, module: Any) -> None:
+    """With any backend's chunked call: states out of their pages and back; one call more for each mark."""
+    real, state = pages.inside(slots), pages.read(slots)
+    if known is not None:
+        state = torch.where(known.bool()[:, None, None, None], state, 0)
+    plain = problem.replace(state_v_first=False, state_dtype="float32")
+    config = module.default_config(plain, arrays.q.device)
+    result, _ = module.forward(plain, arrays._replace(initial_state=state.contiguous()), config)
+    if problem.varlen:
+        t = torch.arange(problem.T, device=slots.device)
+        owner = torch.searchsorted(arrays.cu_seqlens[1:].contiguous(), t, right=True).clamp(max=problem.N - 1)
+        out.copy_(torch.where(real[owner][None, :, None, None], result.o, 0))
+    else:
+        out.copy_(torch.where(real[:, None, None, None], result.o, 0))
+    for n, p, slot in () if marks is None else zip(*(x.tolist() for x in (marks.sequence, marks.position, marks.slot)), strict=True):
+        row, start = (0, int(arrays.cu_seqlens[n])) if problem.varlen else (n, 0)
+        part = Arrays(*(x[row : row + 1, start : start + p] for x in arrays[:5]), arrays.A_log, arrays.dt_bias, state[n : n + 1].contiguous())
+        own = plain.replace(B=1, N=1, T=p, varlen="")
+        found = module.forward(own, part, module.default_config(own, slots.device))[0].final_state
+        pages.write(torch.where(real[n : n + 1], torch.tensor([slot], device=slots.device, dtype=slots.dtype), -1), found)
+    pages.write(slots, result.final_state)
+
+
 @torch.no_grad()
 def decode(
     pages: Pages, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
