@@ -35,12 +35,13 @@ test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of c
 
 test-gpu: gpu-cases gpu-tests $(if $(shell command -v nvcc),test-cuda)  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows, and with nvcc test-cuda; -j3 WORKERS=6 is faster
 
-gpu-cases:
-	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) benchmarks/gpu_check.py check
+gpu-cases:  ## every case, dtype and operation of the Triton kernels against float64, in WORKERS processes
+	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m kdakit.cli.main verify --backend triton_gpu --large --workers $(WORKERS) $(ARGS)
+	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m kdakit.cli.main verify --backend triton_gpu --large --workers $(WORKERS) --op recurrent --no-grad $(ARGS)
 
 gpu-tests:
 	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_on_gpu.py \
-		-k 'triton_gpu or triton_on_gpu' $(ARGS)
+		tests/serving/test_pool_gpu.py -k 'triton_gpu or triton_on_gpu or pool_gpu' $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples

@@ -16,7 +16,6 @@ from kdakit.cases import CASES, SEGMENT_CASES, Shape
 from kdakit.cli import (
     bench,
     doctor,
-    verify,
 )
 from kdakit.cli.main import main
 from kdakit.dispatch import Backend
@@ -34,6 +33,7 @@ from kdakit.measure import (
     tpu_branches,
     tpu_kernels,
     tpu_schedule,
+    verification,
     worker,
 )
 from kdakit.measure.choices import UsageError, pick
@@ -276,7 +276,7 @@ def test_verify_lists_what_is_not_supported(capsys):
 
 def test_verify_runs_segments_on_jax():
     frameworks_of("jax")
-    outcomes, refusals = verify.verify(["xla"], [SEGMENT_CASES["segments_fused"]], ["float32"])
+    outcomes, refusals = verification.verify(["xla"], [SEGMENT_CASES["segments_fused"]], ["float32"])
     assert not refusals and outcomes[0].ok, outcomes
 
 
@@ -333,6 +333,14 @@ def test_bench_times_writes_and_renders(tmp_path, capsys):
     assert generated.read(page, "measurements") == results.markdown([data])
 
 
+def test_verify_in_processes_is_verify():
+    frameworks_of("torch")
+    cases = [CASES["short"], CASES["one_token"]]
+    here = verification.verify(["torch_native"], cases, ["float32"])[0]
+    there = verification.in_processes(2, ["torch_native"], cases, ["float32"])[0]
+    assert [(o.case, o.dtype, o.rows, o.ok) for o in here] == [(o.case, o.dtype, o.rows, o.ok) for o in there]
+
+
 def test_bench_keeps_what_it_has_timed_when_it_is_stopped(tmp_path, monkeypatch):
     """A peer may tune itself for minutes at the next mode."""
     frameworks_of("torch")
@@ -355,7 +363,7 @@ def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(
         peers.importlib.util, "find_spec", lambda name: None if name == "fla" else importlib.machinery.ModuleSpec(name, None)
     )
-    assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 0
+    assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 1
     assert "fla did not run fwd B1 T64 H1 K16: fla is not installed: pip install fla-core" in capsys.readouterr().out
 
 
@@ -363,10 +371,39 @@ def test_bench_times_what_is_the_backends_own():
     """Forward alone where gradients are another backend's; a shape that suits the machine."""
     frameworks_of("torch")
     for backends, modes in ((["cuda"], ["fwd"]), (["cuda", "cuda_prefill"], ["fwd"]), (["cuda", "torch_native"], ["fwd", "fwdbwd"])):
-        assert bench._chosen(bench_args("--backend", *backends, "--against", "fla"), ("fwd", "fwdbwd"))[1] == modes
-    assert bench._chosen(bench_args("--backend", "cuda", "--mode", "fwdbwd"), ("fwd",))[1] == ["fwdbwd"]
-    assert bench._shapes(bench_args()) == ["cpu" if inputs.gpu() is None else "h16"]
-    assert bench._shapes(bench_args("--shape", "tiny")) == ["tiny"]
+        assert list(bench.plan_of(bench_args("--backend", *backends, "--against", "fla")).modes) == modes
+    assert bench.plan_of(bench_args("--backend", "cuda", "--mode", "fwdbwd")).modes == ("fwdbwd",)
+    assert list(bench.plan_of(bench_args()).shapes) == ["cpu" if inputs.gpu() is None else "h16"]
+    assert list(bench.plan_of(bench_args("--shape", "tiny")).shapes) == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--shape 1x64x1x16 1x64", "--shape must be one of"),
+        ("--mode fwd sideways", "--mode must be"),
+        ("--entry x", "--entry goes with --suite"),
+        ("--case x", "--case goes with --errors"),
+        ("--lengths 64", "--lengths goes with --scaling or --ranks"),
+        ("--scaling --lengths 0", "--lengths takes numbers from 1"),
+        ("--scaling --errors", "two kinds of runs"),
+        ("--suite gpu --shape h16", "--shape is the suite's own"),
+        ("--suite nothing", "--suite must be"),
+        ("--repeat 0", "--repeat must be positive"),
+        ("--json .", "is a folder"),
+        ("--table nowhere.md", "--table goes with --render"),
+    ],
+)
+def test_bench_checks_its_options_before_it_times(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(race, "run", lambda *_, **__: pytest.fail("something was timed"))
+    assert main(["bench", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_suite_that_cannot_run_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(inputs, "gpu", lambda: None)
+    assert main(["bench", "--suite", "gpu"]) == 2
+    assert capsys.readouterr().err == "kdakit bench: --suite gpu cannot run here: torch sees no GPU\n"
 
 
 def test_bench_against_fla(capsys):

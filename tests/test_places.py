@@ -5,7 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from kdakit.models import place
 from kdakit.models.config import ModelConfig
@@ -91,7 +93,7 @@ def test_pieces_of_a_batch_add_up_to_the_batch(dtype):
 
 
 def test_float16_training_is_refused_with_its_reason():
-    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16 for training, .*range of float16"):
+    with pytest.raises(ValueError, match=r"dtype must be float32 or bfloat16 for training, .*range of float16"):
         learner("float16")
 
 

@@ -43,7 +43,8 @@ def test_the_wheel_is_pure_and_has_everything(built):
     for extra in ("torch", "jax", "gpu", "vllm"):
         assert f"Provides-Extra: {extra}\n" in metadata
     (sdist,) = built.glob("*.tar.gz")
-    inside = tarfile.open(sdist).getnames()
+    with tarfile.open(sdist) as archive:
+        inside = archive.getnames()
     assert any(name.endswith("/csrc/prefill/prefill_f32.cu") for name in inside)
 
 

@@ -19,7 +19,8 @@ TokenStrides strides_of(const kda_tensor &x) { return {x.batch_stride, x.token_s
 kda_status check_rows(const char *name, const kda_tensor &x) {
   if (reinterpret_cast<uintptr_t>(x.data) % 16 || x.batch_stride % 8 || x.token_stride % 8 || x.head_stride % 8)
     return fail(KDA_UNSUPPORTED, "%s must start at 16 bytes and have strides that are multiples of 8 elements", name);
-  if (x.token_stride >= int64_t{1} << 24) return fail(KDA_UNSUPPORTED, "%s must have a token stride below 2^24 elements, got %lld", name, (long long)x.token_stride);
+  if (x.token_stride >= int64_t{1} << 24)
+    return fail(KDA_UNSUPPORTED, "%s must have a token stride below 2^24 elements, got %lld", name, (long long)x.token_stride);
   return KDA_OK;
 }
 
@@ -28,7 +29,8 @@ kda_status check_device() {
   KDA_CUDA(cudaGetDevice(&device));
   KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  if (major != 9 || minor != 0) return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need compute capability 9.0, this device has %d.%d", major, minor);
+  if (major != 9 || minor != 0)
+    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need compute capability 9.0, this device has %d.%d", major, minor);
   return KDA_OK;
 }
 
@@ -51,7 +53,8 @@ HopperForward forward_of(const kda_prefill_args &args) {
 
 kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes) {
   if (args.key_dim != 128 || args.value_dim != 128)
-    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need key_dim = value_dim = 128, got %lld and %lld", (long long)args.key_dim, (long long)args.value_dim);
+    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need key_dim = value_dim = 128, got %lld and %lld", (long long)args.key_dim,
+                (long long)args.value_dim);
   if (args.w || args.u) return fail(KDA_UNSUPPORTED, "the bfloat16 kernels do not give out w and u: pass NULL");
   const int64_t slots = slots_of(args);
   if (args.tokens >= int64_t{1} << 30 || slots >= int64_t{1} << 31 || slots * args.value_heads >= int64_t{1} << 31 ||

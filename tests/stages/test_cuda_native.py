@@ -330,8 +330,8 @@ SUITES = sorted((build.source_folder().parent / "benchmarks" / "results" / "gpu"
 def test_auto_agrees_with_recorded_suites(path, on_hopper):
     """At every recorded shape that both backends ran forward, what 'auto' takes is within 5 % of the faster one."""
     from kdakit import dispatch
-    from kdakit.cli.suites import SUITES
-    from kdakit.cli.tuning import problem_of
+    from kdakit.measure.suites import SUITES
+    from kdakit.measure.tuning import problem_of
 
     record = json.loads(path.read_text())
     entries, seen = SUITES[record["settings"]["suite"]], 0

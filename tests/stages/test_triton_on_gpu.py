@@ -253,7 +253,7 @@ def test_graph_capture(name, what):
 @pytest.mark.parametrize("T", [1, 3, 8])
 def test_decoding_in_place(T, dtype):
     """One launch of T tokens that moves the state on, captured: replays go on from where the last one ended."""
-    from kdakit.backends.triton_gpu import launch
+    from kdakit.backends.triton_gpu.runtime import launch
 
     case, x, _ = inputs("model")
     x = x._replace(**{n: getattr(x, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")})

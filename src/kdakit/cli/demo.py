@@ -113,6 +113,7 @@ def what_runs(out) -> list[str]:
 def is_it_right(out, backends, names) -> bool:
     from kdakit.cases import CASES as ALL
     from kdakit.cli import console, verify
+    from kdakit.measure import verification
 
     out.rule("2. Is it right?", align="left")
     out.print("Every output and every gradient against the same recurrence in float64. 'plain' is the error that a plain float32 loop over")
@@ -122,7 +123,9 @@ def is_it_right(out, backends, names) -> bool:
         out.print(f"  {case.name:15} {case.why}", markup=False)
     with console.progress() as bar:
         task = bar.add_task("verify", total=len(cases) * len(backends))
-        outcomes, refusals = verify.verify(backends, cases, ["float32"], tick=lambda what: bar.update(task, advance=1, description=what))
+        outcomes, refusals = verification.verify(
+            backends, cases, ["float32"], tick=lambda what: bar.update(task, advance=1, description=what)
+        )
     verify.show(outcomes, refusals)
     return all(o.ok for o in outcomes)
 

@@ -256,6 +256,7 @@ def _show_stacks(out, found) -> None:
     rows = [(stack, str(entry["enabled"]), entry) for stack, entry in found.items()]
     rows += [(stack, "in the process that wrote KDAKIT_COUNTS", entry) for stack, entry in earlier.items()]
     for stack, enabled, entry in rows:
-        lines = [f"{n} x {name} taken" for name, n in entry["taken"].items()] + [f"{n} x passed on: {why}" for why, n in entry["passed on"].items()]
+        lines = [f"{n} x {name} taken" for name, n in entry["taken"].items()]
+        lines += [f"{n} x passed on: {why}" for why, n in entry["passed on"].items()]
         shown.add_row(stack, escape(enabled), escape("\n".join(lines)))
     out.print(shown)

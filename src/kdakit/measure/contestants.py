@@ -11,14 +11,15 @@ import contextlib
 import importlib
 import importlib.util
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kdakit import dispatch
 from kdakit.cases import SHAPES, Case, Shape
 from kdakit.measure import checking, inputs, peers, runners
 from kdakit.measure.choices import UsageError
-from kdakit.measure.peers import PEERS, Unavailable
+from kdakit.measure.peers import PEERS, Absent, Unavailable
 
-__all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare", "reserve", "split"]
+__all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare", "reserve", "split", "why"]
 
 MODES = ("fwd", "fwdbwd", "decode", "eager")  # eager: fwd by the host's clock, call after call
 GATES = ("bounded", "softplus", "log_decay")
@@ -108,6 +109,11 @@ def prepare(name: str, job: Job) -> runners.Run:
     device = checking.default_device("torch")
     seeds = inputs.cotangents(case, job.dtype, device) if grad else None
     return runners.torch_run(function, inputs.tensors(case, job.dtype, device), seeds, job.mode)
+
+
+def why(problem: Unavailable) -> dict[str, Any]:
+    """The reason as fields of a record's row."""
+    return {"reason": str(problem)} | ({"absent": True} if isinstance(problem, Absent) else {})
 
 
 def _prefill(job: Job):

@@ -30,6 +30,10 @@ class Unavailable(Exception):
     """Why a contestant cannot take part."""
 
 
+class Absent(Unavailable):
+    """It is not installed, or does not import: asked for, it makes a run incomplete."""
+
+
 def find(name: str, case: Case, dtype: str, op: str, grad: bool) -> Callable[[Arrays], Any]:
     """call(arrays) -> (o, final_state)."""
     on_gpu = checking.default_device("torch").type == "cuda"
@@ -48,10 +52,10 @@ def load_fla() -> ModuleType:
     """FLA's readable references, loaded from their file: importing fla.ops.kda itself needs Triton and a GPU."""
     package = importlib.util.find_spec("fla")
     if package is None or not package.submodule_search_locations:
-        raise Unavailable("fla is not installed: pip install fla-core")
+        raise Absent("fla is not installed: pip install fla-core")
     path = Path(package.submodule_search_locations[0]) / "ops" / "kda" / "naive.py"
     if not path.is_file():
-        raise Unavailable("the installed fla has no ops/kda/naive.py: pip install 'fla-core>=0.5'")
+        raise Absent("the installed fla has no ops/kda/naive.py: pip install 'fla-core>=0.5'")
     spec = importlib.util.spec_from_file_location("fla_kda_naive", path)
     if spec is None or spec.loader is None:
         raise Unavailable(f"{path} cannot be loaded")
@@ -59,7 +63,7 @@ def load_fla() -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ImportError as problem:
-        raise Unavailable(f"its naive.py cannot be imported: {problem}") from problem
+        raise Absent(f"its naive.py cannot be imported: {problem}") from problem
     return module
 
 
@@ -83,12 +87,12 @@ def _fla_references(case: Case, op: str):
 def _fla_kernels(case: Case, op: str):
     """fla.ops.kda. Its first call tunes itself: minutes, unless Triton's cache holds the result."""
     if importlib.util.find_spec("fla") is None:
-        raise Unavailable("fla is not installed: pip install fla-core")
+        raise Absent("fla is not installed: pip install fla-core")
     os.environ.setdefault("FLA_FLASH_KDA", "0")  # else it hands calls to FlashKDA, which is a contestant of its own
     try:
         kernels = importlib.import_module("fla.ops.kda")
     except ImportError as problem:
-        raise Unavailable(f"fla.ops.kda cannot be imported: {problem}") from problem
+        raise Absent(f"fla.ops.kda cannot be imported: {problem}") from problem
     function = getattr(kernels, checking.CALLS[op])
     takes = {*inspect.signature(function).parameters, "A_log", "dt_bias"} | ({"chunk_size"} if op == "chunk" else set())
     options = {n: x for n, x in case.call_options.items() if n in takes}
@@ -104,12 +108,14 @@ def _flash_kda(case: Case, dtype: str, op: str, grad: bool, on_gpu: bool):
     reason = flash_kda_refusal(case, dtype, op, grad)
     if reason is not None:
         raise Unavailable(reason)
-    if not on_gpu or importlib.util.find_spec("flash_kda") is None:
-        raise Unavailable("flash_kda is not installed" if on_gpu else "its kernels need a GPU")
+    if not on_gpu:
+        raise Unavailable("its kernels need a GPU")
+    if importlib.util.find_spec("flash_kda") is None:
+        raise Absent("flash_kda is not installed")
     try:
         kernels = importlib.import_module("flash_kda")
     except ImportError as problem:
-        raise Unavailable(f"flash_kda cannot be imported: {problem}") from problem
+        raise Absent(f"flash_kda cannot be imported: {problem}") from problem
     import torch
 
     turned: dict[int, Any] = {}

@@ -21,7 +21,7 @@ def run(names, job, repeat: int, seconds: float, tick=lambda name: None, with_er
             outputs[name] = inputs.picked(run())
             runs[name] = run
         except contestants.Unavailable as problem:
-            missing.append({"contestant": name, **about, "reason": str(problem)})
+            missing.append({"contestant": name, **about, **contestants.why(problem)})
         except Exception as problem:
             missing.append({"contestant": name, **about, "reason": f"raised {type(problem).__name__}: {problem}"})
     if not runs:

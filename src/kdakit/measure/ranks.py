@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,23 +67,6 @@ def work(spec: dict[str, Any], ranks: int, rank: int) -> dict[str, Any]:
     itemsize = 8 if spec["dtype"] == "float64" else 4
     formula = parallel.scan_bytes(ranks, 1 if shape.lengths else shape.B, shape.H, shape.K, shape.K, itemsize)
     return {"samples_ms": samples, "sent_bytes": sent.bytes, "formula_bytes": formula * (2 if backward else 1)}
-
-
-def sweep(args, gate: str, modes: list[str], tick) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every shape length, mode and number of ranks that the arguments name: results, and what did not run."""
-    base = contestants.parse_shape((args.shape or ["cpu"])[0])
-    measured: list[dict[str, Any]] = []
-    missing: list[dict[str, Any]] = []
-    for T in args.lengths or [base.T]:
-        for mode in modes:
-            for ranks in args.ranks:
-                tick(f"{mode} T={T} on {ranks} ranks")
-                shape = replace(base, T=T, lengths=base.lengths if T == base.T else ())
-                got = measure(ranks, contestants.Job(shape, mode, args.dtype, gate), min(args.repeat, 9))
-                sizes = {"B": shape.B, "T": T, "H": shape.H, "K": shape.K, "lengths": list(shape.lengths)}
-                about = {"contestant": f"{ranks} ranks", "ranks": ranks, "shape": sizes, "mode": mode}
-                (missing if "reason" in got else measured).append(about | got)
-    return measured, missing
 
 
 if __name__ == "__main__":

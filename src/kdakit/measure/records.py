@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kdakit.measure import checking, inputs, machine, peers
+from kdakit.measure.choices import UsageError
 
 
 def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
@@ -45,3 +46,51 @@ def device() -> str:
 def save(record: dict[str, Any], path: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """A record that has the form above; UsageError says what is wrong with others."""
+    try:
+        record = json.loads(Path(path).read_text())
+    except ValueError as problem:
+        raise UsageError(f"{path} is no JSON: {problem}") from problem
+    if wrong := faults(record):
+        raise UsageError(f"{path} is no record: {wrong[0]}")
+    return record
+
+
+KINDS = (
+    "bench",
+    "suite",
+    "scaling",
+    "ranks",
+    "errors",
+    "tune",
+    "verify",
+    "tpu_schedule",
+    "demo",
+    "model",
+    "pool",
+    "state_bits",
+    "first_calls",
+)
+FIELDS: dict[str, Any] = {
+    "kind": str, "date": str, "command": str, "machine": dict, "versions": dict, "commit": str, "settings": dict, "results": list,
+    "missing": list,
+}  # fmt: skip
+
+
+def faults(record: Any) -> list[str]:
+    """What keeps `record` from being one, in words; an empty list where nothing does."""
+    if not isinstance(record, dict):
+        return [f"it must be an object, got {type(record).__name__}"]
+    found = [f"{name} must be a {kind.__name__}, got {record.get(name)!r:.60}" for name, kind in FIELDS.items()
+             if not isinstance(record.get(name), kind)]  # fmt: skip
+    if found:
+        return found
+    if record["kind"] not in KINDS:
+        found.append(f"kind must be one of {', '.join(KINDS)}, got {record['kind']!r}")
+    found += [f"machine must name its {name}" for name in ("cpu", "device") if not record["machine"].get(name)]
+    found += [f"versions must name {name}" for name in ("kdakit", "python") if name not in record["versions"]]
+    found += ["every missing row must have a reason"] * any("reason" not in row for row in record["missing"])
+    return found

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
-from kdakit.measure import generated, gpu_results, whole_models
+from kdakit.measure import generated, gpu_results, speed, suites
 
 # The packages that every measurement names.
 NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
+
+
+def section(name: str, records: list[dict[str, Any]]) -> str:
+    """What a generated section of that name holds."""
+    return speed.markdown(records) if name == "speed" else markdown(records)
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
@@ -34,7 +40,9 @@ def provenance(record: dict[str, Any]) -> str:
 
 def tables(record: dict[str, Any]):
     """(title, header, rows of strings) of what was measured, in one table or several."""
-    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables, "model": whole_models.tables} | gpu_results.KINDS
+    if record["kind"] in suites.WHOLE:
+        return importlib.import_module(suites.WHOLE[record["kind"]]).tables(record)
+    kinds = {"scaling": _scaling_tables, "ranks": _rank_tables} | gpu_results.KINDS
     return kinds.get(record["kind"], _bench_tables)(record)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kdakit.cases import SHAPES, Shape
+from kdakit.measure import inputs
 from kdakit.measure.contestants import Job
 
 
@@ -62,6 +63,20 @@ SUITES: dict[str, dict[str, Entry]] = {
         "fwd h32": Entry(_half(SHAPES["h32"]), ALL),
     },
 }
+
+
+# Suites that are not made of single calls: modules with `run(args)`, which makes the record, and `tables(record)`.
+WHOLE = {
+    "model": "kdakit.measure.whole_models",
+    "pool": "kdakit.measure.pool_times",
+    "state_bits": "kdakit.measure.state_bits",
+    "first_calls": "kdakit.measure.first_calls",
+}
+
+
+def cannot_run() -> str | None:
+    """Why no suite can run on this machine; None: they can."""
+    return "torch sees no GPU" if inputs.gpu() is None else None
 
 
 def _faster(entry: str, ours: str, peer: str, times: float, theirs: str = "", what: str = "") -> Aim:

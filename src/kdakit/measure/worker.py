@@ -28,7 +28,7 @@ def work(name: str, job: contestants.Job, repeat: int, seconds: float) -> dict[s
     try:
         run = contestants.prepare(name, job)
     except contestants.Unavailable as problem:
-        return {"reason": str(problem)}
+        return contestants.why(problem)
     resident, _ = timing.memory_mib()
     run()
     timing.reset_peak()

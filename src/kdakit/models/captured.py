@@ -47,7 +47,7 @@ class CapturedStep:
         torch._foreach_copy_(self.tensors, kept)
 
     def _step(self) -> Tensor:
-        logits, after = self.model(self.tokens, cache=self.cache)
+        logits, after = self.model(self.tokens, cache=self.cache, in_place=True)
         for old, new in zip(self.tensors, flatten(after), strict=True):
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)

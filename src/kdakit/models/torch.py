@@ -93,16 +93,18 @@ class KimiLinear(nn.Module):
 
     def forward(
         self, tokens: Tensor, attention_mask: Tensor | None = None, cache: list | None = None, cu_seqlens: Tensor | None = None,
-        context: Any = None,
+        context: Any = None, in_place: bool = False,
     ) -> tuple[Tensor, list | None]:  # fmt: skip
         """tokens [B, T]; attention_mask [B, T], 0 at padding, wherever it is; or packed sequences, B = 1 with cu_seqlens [N + 1].
 
         context: a kdakit.parallel.torch.Context, where tokens is one rank's slice of those that cu_seqlens counts.
+        in_place: the given cache may be overwritten by the next one.
         Returns logits [B, T, vocab_size], zero at padding, and the next cache where one was given.
         """
         check_context(context, attention_mask, cache)
         check_tokens(tokens.shape, None if attention_mask is None else attention_mask.shape, cu_seqlens is not None)
         rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
+        rows = rows._replace(in_place=in_place)
         x = self.model.embeddings(rows.arrange(tokens))
         following = []
         for i, block in enumerate(self.blocks()):

@@ -103,7 +103,7 @@ def _load(where: str) -> ctypes.CDLL:
     library = ctypes.CDLL(where)
     absent = [name for name in FUNCTIONS if not hasattr(library, name)]
     if absent:
-        raise OSError(f"{where} is not kdakit's library, or a part of it: it has no {', '.join(absent)}; build it again with `kdakit build-cuda`")
+        raise OSError(f"{where} is not kdakit's library, or a part of it: it has no {', '.join(absent)}; `kdakit build-cuda` builds it")
     library.kda_abi_version.restype = c_int
     found = library.kda_abi_version()
     if found != ABI_VERSION:

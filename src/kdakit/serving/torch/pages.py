@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def prefill(
     rows = _check_slots(pages, slots, None)
     if slots.dim() != 1:
         raise ValueError(f"slots must be [N] for a prefill, got {tuple(slots.shape)}")
-    problem = _describe("prefill", "chunk", pages, arrays, rows, options, chunk_size=chunk_size)
+    problem = _describe("prefill", "chunk", pages, arrays, rows, options, chunk_size=chunk_size).replace(state_v_first=pages.state_v_first)
     out = _output(problem, v, out)
     module = dispatch.select("torch", problem, q.device, backend)
     if module.pooled is not None:
@@ -208,8 +209,7 @@ def _decode(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, accep
     taken, state = pages.inside(from_slots), pages.read(from_slots)
     native = dispatch.load("torch_native")
     if problem.varlen:
-        edges = arrays.cu_seqlens.tolist()
-        spans = list(zip(edges[:-1], edges[1:], strict=True))
+        spans = list(pairwise(arrays.cu_seqlens.tolist()))
     else:
         spans = [(0, problem.T)] * problem.N
     out.zero_()
