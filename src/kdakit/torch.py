@@ -128,8 +128,8 @@ def fused_recurrent_kda(
     initial_state may also be bfloat16 or float16: arithmetic is float32, and so is the final_state that comes back. Gradients are those of
     `chunk_kda`.
 
-    inplace_final_state: the final state is written over initial_state, in its dtype, and is what comes back as final_state. Not for calls that
-    are differentiated: their backward would need what has been overwritten.
+    inplace_final_state: the final state is written over initial_state, in its dtype, and is what comes back as final_state. Not for calls
+    that are differentiated: their backward would need what has been overwritten.
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)

@@ -64,7 +64,15 @@ def examine() -> dict[str, Any]:
         "packages": attempt(_packages),
         "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
         "support": attempt(support),
+        "stacks": attempt(_stacks),
     }
+
+
+def _stacks() -> dict[str, dict[str, Any]]:
+    """What other stacks have asked of kdakit, in this process and in the last one that wrote KDAKIT_COUNTS."""
+    from kdakit import stacks
+
+    return stacks.report()
 
 
 def _cpu() -> str:
@@ -234,6 +242,7 @@ def _show(report: dict[str, Any]) -> None:
         shown.add_row(framework, escape(found if isinstance(found, str) else "\n".join(found)))
     out.print(shown)
     _show_support(out, report["support"])
+    _show_stacks(out, report["stacks"])
 
 
 def _show_support(out, table) -> None:
@@ -251,3 +260,22 @@ def _show_support(out, table) -> None:
     out.print(shown)
     for n, reason in enumerate(reasons, 1):
         out.print(f"({n}) {escape(reason)}")
+
+
+def _show_stacks(out, found) -> None:
+    from rich.markup import escape
+
+    from kdakit.cli import console
+
+    if isinstance(found, str):
+        out.print(f"stacks {found}", markup=False)
+        return
+    shown = console.table("Other stacks on kdakit (kdakit.enable; counts of a process: KDAKIT_COUNTS=FILE)", "stack", "enabled", "calls")
+    earlier = found.pop("earlier process", {})
+    rows = [(stack, str(entry["enabled"]), entry) for stack, entry in found.items()]
+    rows += [(stack, "in the process that wrote KDAKIT_COUNTS", entry) for stack, entry in earlier.items()]
+    for stack, enabled, entry in rows:
+        lines = [f"{n} x {name} taken" for name, n in entry["taken"].items()]
+        lines += [f"{n} x passed on: {why}" for why, n in entry["passed on"].items()]
+        shown.add_row(stack, escape(enabled), escape("\n".join(lines)))
+    out.print(shown)

@@ -22,10 +22,9 @@ def recurrence(x: Activated, initial_state, sequence=None):
         state = jnp.exp(g)[..., None] * before
         error = v - product("...k,...kv->...v", k, state)
         state = state + (beta[..., None] * k)[..., None] * error[..., None, :]
-        if row is None:
-            carry = state
-        else:
-            carry = lax.dynamic_update_index_in_dim(carry, jnp.where(row < carry.shape[0], state, before), row, 0)
+        if row is not None:
+            state_kept = jnp.where(row < carry.shape[0], state, before)
+        carry = state if row is None else lax.dynamic_update_index_in_dim(carry, state_kept, row, 0)
         return carry, product("...k,...kv->...v", q, state)
 
     tokens = tuple(jnp.moveaxis(a, 1, 0) for a in x)
