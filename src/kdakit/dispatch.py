@@ -13,9 +13,10 @@ A backend is a module with
 and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
 saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `preferred(problem) -> bool`
 (whether 'auto' should ask it for a chunked call before those ahead of it), `operand_dtype(problem)` (the dtype in which products take
-their factors, for accuracy.py; float32 where absent) and, of a torch backend, `planned(problem, arrays, config, final_state) -> (Result,
-function | None)`: a call that is not differentiated, and a function of the tensors that repeats it for others of the same shapes, strides,
-dtypes, device and addresses modulo 16. One that also has `planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays,
+their factors, for accuracy.py; float32 where absent) and, of a JAX backend, `mixes(problem, config) -> bool` (whether
+sequences or heads meet in one product, so that what is not finite must be kept out of it: `kdakit.quarantine`) and, of a torch backend,
+`planned(problem, arrays, config, final_state) -> (Result, function | None)`: a call that is not differentiated, and a function of the
+tensors that repeats it for others of the same shapes, strides, dtypes, device and addresses modulo 16. One that also has `planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays,
 function | None)`, whose function takes (*arrays, *saved, d_o, d_final_state), plans chunked calls that are differentiated too: `planned`
 then gives and repeats (Result, saved).
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -112,10 +114,26 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
     for name in candidates:
         reason = supports(name, problem, device) or interpreted(name, device)
         if reason is None:
+            _warn_if_slow(name, device, refusals)
             log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
+
+
+SLOW = ("torch_native", "xla")  # they run anywhere, and are fast on no GPU
+_warned: set[str] = set()
+
+
+def _warn_if_slow(name: str, device: Any, refusals: list[str]) -> None:
+    """Once a process and reason: on a GPU 'auto' has nothing left but a backend that is slow there."""
+    kind = getattr(device, "type", str(device)).partition(":")[0]
+    reasons = "; ".join(refusals)
+    if name not in SLOW or kind not in ("cuda", "gpu", "rocm") or reasons in _warned:
+        return
+    _warned.add(reasons)
+    warnings.warn(f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. `kdakit doctor` "
+                  f"shows what this machine can run; name backend={name!r} to say that you mean it", RuntimeWarning, stacklevel=3)  # fmt: skip
 
 
 def preferred(name: str, problem: Problem) -> bool:

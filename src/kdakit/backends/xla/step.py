@@ -18,7 +18,8 @@ def recurrence(x: Activated, initial_state, sequence=None):
     def token(carry, x):
         q, k, v, g, beta, row = x  # [B, HV, K] x 2, [B, HV, V], [B, HV, K], [B, HV], []
         state = carry if row is None else lax.dynamic_index_in_dim(carry, row)
-        state = jnp.exp(g)[..., None] * state
+        # By select: a new segment forgets what is not finite too.
+        state = jnp.where(jnp.isneginf(g)[..., None], 0, jnp.exp(g)[..., None] * state)
         error = v - product("...k,...kv->...v", k, state)
         state = state + (beta[..., None] * k)[..., None] * error[..., None, :]
         carry = state if row is None else lax.dynamic_update_index_in_dim(carry, state, row, 0)
