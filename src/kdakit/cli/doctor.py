@@ -65,6 +65,7 @@ def examine() -> dict[str, Any]:
         "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
         "support": attempt(support),
         "stacks": attempt(_stacks),
+        "training": attempt(training),
     }
 
 
@@ -155,6 +156,31 @@ def support(device: str | None = None) -> dict[str, dict[str, str]]:
     return table
 
 
+def training() -> dict[str, str]:
+    """{GPU: the backend that 'auto' trains with there in PyTorch, and why none before it}."""
+    import torch
+
+    from kdakit import dispatch
+
+    problem = problems()["bfloat16, gradients"]
+    found = {}
+    for n in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", n)
+        found[f"cuda:{n} ({torch.cuda.get_device_name(n)})"] = attempt(_training_backend, dispatch, problem, device)
+    return found
+
+
+def _training_backend(dispatch, problem, device) -> str:
+    refusals = []
+    for name in dispatch.names("torch"):
+        reason = dispatch.supports(name, problem, device) or dispatch.load(name).interpreted(device)
+        if reason is None:
+            slow = ", which is slow there" if name in dispatch.SLOW else ""
+            return f"{name}{slow}" + (f", because {'; '.join(refusals)}" if refusals else "")
+        refusals.append(f"{name}: {reason}")
+    return f"none: {'; '.join(refusals)}"
+
+
 def _device(framework: str, device: str | None) -> Any:
     from kdakit.measure import checking
 
@@ -242,6 +268,11 @@ def _show(report: dict[str, Any]) -> None:
         shown.add_row(framework, escape(found if isinstance(found, str) else "\n".join(found)))
     out.print(shown)
     _show_support(out, report["support"])
+    if isinstance(report["training"], str):
+        out.print(f"training {report['training']}", markup=False)
+    else:
+        for gpu, backend in report["training"].items():
+            out.print(f"training on {gpu}: {backend}", markup=False)
     _show_stacks(out, report["stacks"])
 
 

@@ -180,14 +180,18 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
 def intermediate_states(problem: Problem, arrays: Arrays):
     """The buffer for the states before each chunk, and per sequence the index of its first one. The number of chunks of packed sequences is
     known only to whoever reads cu_seqlens: the one place where the host waits, unless cu_seqlens_cpu is given."""
-    offsets, chunks = None, problem.chunks
-    if problem.varlen:
-        cu = arrays.cu_seqlens if arrays.cu_seqlens_cpu is None else arrays.cu_seqlens_cpu
-        counts = (cu.diff() + problem.options.chunk_size - 1) // problem.options.chunk_size
-        ends = counts.cumsum(0)
-        chunks = int(ends[-1])
-        offsets = (ends - counts).to(device=arrays.q.device, dtype=torch.int64)
-    return torch.empty((problem.B, chunks, *problem.state_shape[1:]), dtype=arrays.q.dtype, device=arrays.q.device), offsets
+    like = dict(dtype=arrays.q.dtype, device=arrays.q.device)
+    if not problem.varlen:
+        return torch.empty((problem.B, problem.chunks, *problem.state_shape[1:]), **like), None
+    size, host = problem.options.chunk_size, arrays.cu_seqlens_cpu
+    counts = (arrays.cu_seqlens.diff() + size - 1) // size
+    ends = counts.cumsum(0)
+    offsets = (ends - counts).to(torch.int64)
+    if host is None:
+        return torch.empty((problem.B, int(ends[-1]), *problem.state_shape[1:]), **like), offsets
+    # Room for as many as there can be, whatever the two copies say: kernels go by the one on the device.
+    chunks = int(((host.diff() + size - 1) // size).sum())
+    return torch.zeros((problem.B, problem.chunks, *problem.state_shape[1:]), **like)[:, :chunks], offsets
 
 
 @lru_cache(maxsize=1024)
