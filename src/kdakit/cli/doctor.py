@@ -165,14 +165,33 @@ def _answer(backend, problem, where) -> str:
     return dispatch.supports(backend.name, problem, where) or OK
 
 
+# What each backend is for. Where no GPU can be asked, `triton_gpu` answers as on an H200 (sm_90).
+OWN_DEVICE = {"triton_gpu": "a GPU", "cuda": "an NVIDIA GPU", "torch_native": "any device", "pallas_tpu": "a TPU", "cuda_ffi": "an NVIDIA GPU",
+              "xla": "any device"}  # fmt: skip
+
+
 def support_markdown() -> str:
-    """Problems down, backends across, on a CPU: the table in README.md and docs/backends.md."""
+    """Problems down, backends across, each on the device it is for: the table of docs/backends.md."""
+    from kdakit import dispatch
     from kdakit.measure.generated import markdown_table
 
-    table = support("cpu")
+    table = {b.name: {label: attempt(_own_answer, b, problem) for label, problem in problems().items()} for b in dispatch.BACKENDS}
     rows, reasons = numbered(table)
-    drawn = markdown_table(["on a CPU", *(f"`{name}`" for name in table)], rows)
-    return "\n".join([drawn, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1))])
+    drawn = markdown_table(["", *(f"`{name}` on {OWN_DEVICE.get(name, 'a CPU')}" for name in table)], rows)
+    borrowed = [
+        f"Gradients of `{name}` are computed by `{dispatch.load(name).gradients}`." for name in table if dispatch.load(name).gradients
+    ]
+    return "\n".join([drawn, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1)), "", " ".join(borrowed)])
+
+
+def _own_answer(backend, problem) -> str:
+    """`_answer` on the backend's own device, whether or not there is one here."""
+    from kdakit import dispatch
+
+    module, where = dispatch.load(backend.name), {"triton_gpu": "cuda", "pallas_tpu": "tpu"}.get(backend.name, "cpu")
+    if OWN_DEVICE.get(backend.name) != "an NVIDIA GPU" or (problem.op == "recurrent" and module.step is None):
+        return _answer(backend, problem, _device(backend.framework, where))
+    return module.unsupported(problem) or OK
 
 
 def numbered(table: dict[str, dict[str, str]]) -> tuple[list[list[str]], list[str]]:

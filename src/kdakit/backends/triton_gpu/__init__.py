@@ -44,8 +44,9 @@ def interpreted(device: Any) -> str | None:
 
 
 def operand_dtype(problem: Problem) -> str:
-    """Half-precision inputs go to the matrix units as they are; the token recurrence has no matrix products."""
-    return problem.dtype if problem.op == "chunk" else "float32"
+    """Half-precision inputs go to the matrix units as they are; the token recurrence has no matrix products, but its gradients are those
+    of chunks."""
+    return problem.dtype if problem.op == "chunk" or problem.needs_grad else "float32"
 
 
 def default_config(problem: Problem, device: Any) -> Config:
