@@ -145,3 +145,20 @@ def test_a_captured_step_says_what_the_model_says():
             said.append(np.concatenate(made, 1))
     for other in said[1:]:
         np.testing.assert_array_equal(other, said[0])
+
+
+@on_gpu
+def test_two_sequences_under_way_at_once_and_a_cache_that_is_used_up():
+    model = cast(KimiLinear(TINY).cuda(), torch.bfloat16)
+    call, alone = model.inference(), model.inference(graph=False)
+    caches = [call(np.full((1, 5), n), model.new_cache(1, 30))[1] for n in (1, 2)]
+    wanted = [alone(np.full((1, 5), n), model.new_cache(1, 30))[1] for n in (1, 2)]
+    for token in range(6):
+        for i in (0, 1):
+            before = caches[i]
+            logits, caches[i] = call(np.array([[token]]), caches[i])
+            expected, wanted[i] = alone(np.array([[token]]), wanted[i])
+            np.testing.assert_array_equal(logits, expected)
+    with pytest.raises(ValueError, match="cache must be the latest one of its sequence"):
+        call(np.array([[1]]), before)
+    assert len(model._steps.steps) == 2
