@@ -1,6 +1,8 @@
 """Where models compute and in which dtype: the device that is there, master weights, accumulated gradients, the log of a run."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -90,6 +92,13 @@ def test_pieces_of_a_batch_add_up_to_the_batch(dtype):
     for name in a:
         size = np.abs(a[name]).max()
         np.testing.assert_allclose(b[name], a[name], atol=(3e-2 if dtype == "bfloat16" else 1e-5) * size, err_msg=name)
+
+
+def test_a_model_can_be_copied_and_pickled_with_what_it_has_captured():
+    model = KimiLinear(TINY)
+    model._steps.steps.append(object())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other._steps.steps == [] and torch.equal(other.model.embeddings.weight, model.model.embeddings.weight)
 
 
 def test_float16_training_is_refused_with_its_reason():

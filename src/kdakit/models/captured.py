@@ -56,6 +56,9 @@ class CapturedSteps:
     def __init__(self) -> None:
         self.steps: list[CapturedStep] = []
 
+    def __reduce__(self):
+        return CapturedSteps, ()  # a copy of a model captures its own
+
     def find(self, model: Any, cache: list) -> CapturedStep:
         for step in self.steps:
             if step.takes(cache):
