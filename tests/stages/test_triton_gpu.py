@@ -22,6 +22,7 @@ from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import call  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
 from kdakit.backends.triton_gpu.host import forward  # noqa: E402
+from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
@@ -185,11 +186,11 @@ def test_more_slots_than_a_grid_is_high(sizes, monkeypatch):
     case = Case("high", "", H=1, HV=1, K=16, V=16, gate="bounded", options=NORMED | BOUND, **sizes)
     problem, arrays = case.problem("bfloat16"), tensors(case, "bfloat16")
     want = run(problem, arrays)
-    monkeypatch.setattr(forward, "SECOND", 3)
-    forward._prepare.cache_clear()
+    monkeypatch.setattr(prepare_normed, "SECOND", 3)
+    prepare_normed.launch.cache_clear()
     got = run(problem, arrays)
-    grid = forward._prepare(problem, triton_gpu.default_config(problem, "cpu"), layout.views(arrays).layout).grid
-    forward._prepare.cache_clear()
+    grid = prepare_normed.launch(problem, triton_gpu.default_config(problem, "cpu"), layout.views(arrays).layout).grid
+    prepare_normed.launch.cache_clear()
     assert grid == (1, 3, 2) and triton_gpu.default_config(problem, "cpu").normed
     assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
 
@@ -359,7 +360,9 @@ def test_gradients_have_no_scale_of_their_own():
 @interpreter
 def test_gradients_across_checkpoints(monkeypatch):
     """States are replayed from checkpoints, here one for every second slot, wherever in a sequence that lies."""
-    monkeypatch.setattr(configs, "CHECKPOINT", 2)
+    for choose in ("choose", "chosen"):
+        usual = getattr(triton_gpu, choose)
+        monkeypatch.setattr(triton_gpu, choose, lambda problem, chip, usual=usual: dataclasses.replace(usual(problem, chip), checkpoint=2))
     case = FEW["chunk128"]
     assert_right(case, "float32", case.arrays("float32"), gradients(case, "float32", tensors(case, "float32")))
 

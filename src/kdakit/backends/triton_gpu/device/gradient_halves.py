@@ -13,21 +13,21 @@ from kdakit.backends.triton_gpu.device.token_tiles import widened
 
 
 @triton.jit
-def load_part(p_parts, i: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr):
+def load_d_tile(p_d_tiles, i: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr):
     """Gradients of q_decayed (0), k_in (1) or k_decayed (2) of the half that begins at token FIRST, [KP, 32], for `as_span`."""
     o_x = (i * KP + channel_rows(KP))[:, None] * 64 + FIRST + tl.arange(0, 32)[None, :]
-    return tl.load(p_parts + o_x)
+    return tl.load(p_d_tiles + o_x)
 
 
 @triton.jit
 def load_scale(p_scales, i: tl.constexpr, KP: tl.constexpr):
-    """What the channels of that part are to be taken times, [KP, 1]."""
+    """What the channels of that tile are to be taken times, [KP, 1]."""
     return tl.load(p_scales + i * KP + tl.arange(0, KP))[:, None]
 
 
 @triton.jit
-def whole_part(b_x, PTX: tl.constexpr):
-    """A part as `load_part` has it -> [KP, 32] float32, before it is scaled. See `token_tiles.widened`."""
+def widened_d_tile(b_x, PTX: tl.constexpr):
+    """A tile as `load_d_tile` has it -> [KP, 32] float32, before it is scaled. See `token_tiles.widened`."""
     b_x = as_span(b_x)
     if PTX:
         asm: tl.constexpr = "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y; }"
@@ -56,15 +56,15 @@ def nothing(GATE: tl.constexpr):
 
 
 @triton.jit
-def load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, FIRST: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr,
+def load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, FIRST: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr,
               KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
-    """All that a half needs, as it lies in memory: g, q above k, 1 / |q|, 1 / |k| [1, 32], the three parts, and the pairs
+    """All that a half needs, as it lies in memory: g, q above k, 1 / |q|, 1 / |k| [1, 32], the three tiles, and the pairs
     [64, 32]. Asked for at once, so that the memory's delay is paid once."""
     o_t = span_tokens(32) + FIRST
     b_g = load_rows(p_g, p_g, FIRST, s_gt, s_gt, length, nothing(GATE), 32, K, KP, ALIGN)
     b_qk = load_rows(p_q, p_k, FIRST, s_qt, s_kt, length, 0.0, 64, K, KP, ALIGN)
     b_r_q, b_r_k = tl.load(p_norms + o_t)[None, :], tl.load(p_norms + 64 + o_t)[None, :]
-    b_dq, b_dk, b_dc = load_part(p_parts, 0, FIRST, KP), load_part(p_parts, 1, FIRST, KP), load_part(p_parts, 2, FIRST, KP)
+    b_dq, b_dk, b_dc = load_d_tile(p_d_tiles, 0, FIRST, KP), load_d_tile(p_d_tiles, 1, FIRST, KP), load_d_tile(p_d_tiles, 2, FIRST, KP)
     return b_g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, load_pairs(p_pairs, FIRST, FIRST, 64)
 
 

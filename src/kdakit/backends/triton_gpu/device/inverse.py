@@ -71,10 +71,10 @@ def unit_lower_inverse(b_near, b_far, DTYPE: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
-def load_inverse(p_lower, b_beta, o_i, o_c, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr):
+def load_inverse(p_lower, b_beta, o_i, o_c, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr):
     """(I + A_kk)^-1 = I - Diag(beta) lower for the tokens o_i [R], whose beta is given; columns o_c [R] in the order of `row_tokens`, as
     `lower` lies. Rows and columns from C on are 0."""
-    o_r = row_of_token(o_i, S, GROUP)
+    o_r = row_of_token(o_i, HALF, GROUP)
     m_x = (o_i < C)[:, None] & (o_c < C)[None, :]
     b_N = tl.load(p_lower + o_r[:, None] * C + o_c[None, :], mask=m_x, other=0.0).to(tl.float32)
     return tl.where(m_x & (o_r[:, None] == o_c[None, :]), 1.0, 0.0) - b_beta[:, None] * b_N

@@ -14,27 +14,35 @@ in which the pairs that a gate does not lie between cancel but for float32 sums;
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.channel_tiles import identity, octets, placed, side_by_side, sides, span, span_tokens, spread
 from kdakit.backends.triton_gpu.device.gate import gate_share, gate_slope, gate_unit, power_of_2, scaled_bias
 from kdakit.backends.triton_gpu.device.gradient_halves import (
     half_gates,
+    load_d_tile,
     load_half,
-    load_part,
     load_rows,
     load_scale,
     nothing,
     other_octet,
     store_rows,
     total,
-    whole_part,
+    widened_d_tile,
 )
 from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add
 from kdakit.backends.triton_gpu.device.pair_gradients import load_pairs
 from kdakit.backends.triton_gpu.device.program import locate
 from kdakit.backends.triton_gpu.device.token_tiles import widened
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
@@ -124,7 +132,7 @@ def pair_gradients(b_left, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_to
     KP: tl.constexpr = b_m.shape[0]
     b_F = power_of_2(b_m, PTX)
     b_Fq, b_Fk = b_F * load_scale(p_scales, 0, KP), b_F * load_scale(p_scales, 1, KP)
-    b_L = side_by_side(whole_part(b_dq, PTX) * spread(b_Fq), whole_part(b_dk, PTX) * spread(b_Fk))
+    b_L = side_by_side(widened_d_tile(b_dq, PTX) * spread(b_Fq), widened_d_tile(b_dk, PTX) * spread(b_Fk))
     b_same, b_other = chosen_pairs(b_dA, "same"), chosen_pairs(b_dA, "other")
     b_L = product_add(b_right, tl.trans(b_same), b_L, PRECISION)
     b_L = product_add(moved(b_right, b_k, PTX), tl.trans(b_other), b_L, PRECISION)
@@ -155,7 +163,7 @@ def half_gradient(
     b_Lq, b_Lk = sides(b_L)
     b_Lf, b_Lb = sides(b_left)
     b_right = widened(b_right, PTX)
-    b_C = whole_part(b_dc, PTX) * spread(power_of_2(b_end - b_m, PTX) * load_scale(p_scales, 2, KP))
+    b_C = widened_d_tile(b_dc, PTX) * spread(power_of_2(b_end - b_m, PTX) * load_scale(p_scales, 2, KP))
     b_state = total(b_right * b_C)
     b_C += b_R
     b_uq, b_uk, b_uc = widened(b_Lf, PTX) * b_Lq, widened(b_Lb, PTX) * b_Lk, b_right * b_C
@@ -168,7 +176,7 @@ def half_gradient(
 
 @triton.jit
 def chunk_gradient(
-    p_q, p_k, p_g, p_dt_bias, p_norms, p_pairs, p_parts, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, a, lower_bound, length, HV, s_qt, s_kt,
+    p_q, p_k, p_g, p_dt_bias, p_norms, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, a, lower_bound, length, HV, s_qt, s_kt,
     s_gt, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -177,15 +185,15 @@ def chunk_gradient(
     b_I, b_I2, o_k = identity(32), identity(64), tl.arange(0, KP)
     b_g = load_rows(p_g, p_g, 0, s_gt, s_gt, length, nothing(GATE), 32, K, KP, ALIGN)
     b_k = load_rows(p_k, p_k, 0, s_kt, s_kt, length, 0.0, 32, K, KP, ALIGN)
-    b_dc = load_part(p_parts, 2, 0, KP)
-    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
+    b_dc = load_d_tile(p_d_tiles, 2, 0, KP)
+    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
     b_top, b_d_decay = load_pairs(p_pairs, 32, 0, 64), tl.load(p_d_decay + o_k)[:, None]
 
     b_0 = tl.zeros([KP, 4], tl.float32)
     _g, b_s, b_m0, b_half = half_decay(b_g, p_dt_bias, b_0, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
     b_right = narrow(placed(tl.trans(b_k), b_I) * power_of_2(-b_s, PTX), tl.bfloat16)
     b_g, b_s, b_m, b_end = half_decay(x[0], p_dt_bias, b_half, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
-    b_C = whole_part(b_dc, PTX) * spread(power_of_2(b_end - b_m0, PTX) * load_scale(p_scales, 2, KP))
+    b_C = widened_d_tile(b_dc, PTX) * spread(power_of_2(b_end - b_m0, PTX) * load_scale(p_scales, 2, KP))
     b_all = power_of_2(b_end, PTX) * b_d_decay + total(widened(b_right, PTX) * b_C)  # [KP, 4]
     b_move = spread(power_of_2(tl.maximum(b_m, other_octet(b_m, 2)) - b_m0, PTX))  # from the first half's blocks to the second's first
     b_far = moved(b_right, b_move, PTX)
@@ -194,7 +202,7 @@ def chunk_gradient(
         p_d_q, p_d_k, p_scales, 32, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_R, True, HV, length, K, KP, PTX, PRECISION
     )
     b_all += b_state
-    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, 0, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
+    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, 0, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE)
     b_d, b_u1 = later_sums(b_u, b_all)
     b_bias1, b_A1 = half_gates(p_d_g, p_dt_bias, 32, b_g, b_d, a, lower_bound, HV, length, K, KP, GATE, HAS_DT_BIAS, PTX)
 
@@ -207,10 +215,9 @@ def chunk_gradient(
     return b_bias + b_bias1, b_A + b_A1
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_gb", "s_gt", "s_gh"])  # fmt: skip
+@kernel
 def gradient_normed_kernel(
-    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_parts, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
+    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
     p_d_dt_bias,
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
@@ -239,7 +246,7 @@ def gradient_normed_kernel(
         p_dt_bias += i_h * K
     a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
     b_bias, b_A = chunk_gradient(
-        p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_parts + i_p * 192 * KP, p_scales + i_p * 3 * KP,
+        p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_d_tiles + i_p * 192 * KP, p_scales + i_p * 3 * KP,
         p_d_decay + i_p * KP, p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
         K, KP, ALIGN, GATE, HAS_DT_BIAS, PTX, PRECISION,
     )  # fmt: skip
@@ -247,3 +254,10 @@ def gradient_normed_kernel(
         tl.store(p_d_dt_bias + i_p * KP + o_k, b_bias)
     if HAS_A_LOG:
         tl.store(p_d_A_log + i_p * KP + o_k, b_A)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
+    grid = chunk_slots(problem, config.chunk) * problem.HV
+    options = dict(num_warps=config.gradient_warps, num_stages=1, registers=config.gradient_registers)
+    return Launch(gradient_normed_kernel, grid, arguments(problem, config, layout), **options)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import activations, strides
+from kdakit.backends.triton_gpu.config import Cut
 from kdakit.backends.triton_gpu.device.delta_rule import delta_rule
 from kdakit.backends.triton_gpu.device.gate import log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.matrix import narrow
 from kdakit.backends.triton_gpu.device.pool_state import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.device.program import state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt",
-                               "s_kh", "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@kernel
 def decode_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, p_states, p_scales, p_residual, p_slots, p_generation,
     T, H, HV, CAPACITY, scale, lower_bound,
@@ -77,3 +85,13 @@ def decode_kernel(
         tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
         p_o += HV * V
     store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & taken, m_k & taken, b_S, b_scale, FEEDBACK)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, layout: Layout, pool: Any, capacity: int, cut: Cut) -> Launch:
+    """pool: the sizes of its states."""
+    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
+    sizes = dict(T=problem.T, H=problem.H, HV=problem.HV, CAPACITY=capacity, ALIGN=layout.align, SINGLE=problem.T == 1)
+    state = dict(K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v)
+    state |= dict(V_FIRST=pool.state_v_first, FEEDBACK=pool.feedback)
+    return Launch(decode_kernel, grid, sizes | state | strides(layout) | activations(problem), num_warps=cut.warps)

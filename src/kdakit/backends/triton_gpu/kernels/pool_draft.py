@@ -12,13 +12,22 @@ CHAINED: the kernel is launched while the one before it ends (programmatic depen
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import activations, strides
+from kdakit.backends.triton_gpu.config import Cut, padded
 from kdakit.backends.triton_gpu.device.gate import inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.matrix import narrow
 from kdakit.backends.triton_gpu.device.pool_state import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.device.program import state_offsets, wait_for_last
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
@@ -50,8 +59,7 @@ def lagged(p_k, p_decay, s_k, s_decay, m_x, o_t, lag: tl.constexpr):
     return tl.load(p_k - lag * s_k, mask=m_lag, other=0.0), tl.load(p_decay - lag * s_decay, mask=m_lag, other=1.0)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "fetch_from", "fetch_to", "fetch_bytes", "scale", "lower_bound", "s_qb", "s_qt",
-                               "s_qh", "s_kb", "s_kt", "s_kh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@kernel
 def tokens_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_states, p_slots, p_generation,
     p_log_k, p_log_decay, p_log_slots, p_log_generation, p_vectors, p_coefficients,
@@ -232,7 +240,7 @@ def replay(b_S, b_scale, keys, decays, values, TP: tl.constexpr):
     return b_S, b_scale * b_c
 
 
-@triton.jit(do_not_specialize=["T", "T_past", "HV", "CAPACITY", "s_vb", "s_vt", "s_vh"])
+@kernel
 def draft_kernel(
     p_v, p_o, p_states, p_scales, p_residual, p_slots, p_generation, p_vectors, p_coefficients,
     p_log_u, p_log_generation, p_past_k, p_past_decay, p_past_u, p_past_generation, p_accepted,
@@ -300,7 +308,7 @@ def draft_kernel(
         tl.store(p_o + o_out, narrow(tl.where(generation >= 0, b_os[t], 0.0), p_o.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
+@kernel
 def commit_kernel(
     p_states, p_scales, p_residual, p_slots, p_generation, p_accepted, p_log_k, p_log_decay, p_log_u, p_log_generation,
     T, HV,
@@ -332,3 +340,37 @@ def commit_kernel(
         keys, decays, values = logged(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, K, V, TP)
         b_S, b_scale = replay(b_S, b_scale, keys, decays, values, TP)
         store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & same, m_k & same, b_S, b_scale, FEEDBACK)
+
+
+def padded_tokens(tokens: int) -> int:
+    """4 or 8: a draft's length as the kernels are compiled for it."""
+    return max(4, triton.next_power_of_2(tokens))
+
+
+@lru_cache(maxsize=1024)
+def launch_tokens(problem: Problem, layout: Layout, capacity: int, fetched: tuple[int, int, int], cut: Cut) -> Launch:
+    """fetched: from which head of which row on, and up to which, states are asked for; and the bytes of one."""
+    sizes = dict(T=problem.T, H=problem.H, HV=problem.HV, CAPACITY=capacity, K=problem.K, KP=padded(problem.K), TP=padded_tokens(problem.T))
+    sizes |= dict(zip(("fetch_from", "fetch_to", "fetch_bytes"), fetched, strict=True))
+    values = sizes | strides(layout) | activations(problem) | dict(ALIGN=layout.align, CHAINED=cut.chained)
+    return Launch(tokens_kernel, problem.N + problem.N * problem.HV, values, **cut.options)
+
+
+@lru_cache(maxsize=1024)
+def launch_draft(problem: Problem, layout: Layout, pool: Any, capacity: int, past: int | None, product: str, cut: Cut) -> Launch:
+    """pool: the sizes of its states; past: tokens of an earlier draft; None: there is none."""
+    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
+    sizes = dict(T=problem.T, T_past=past or 0, HV=problem.HV, CAPACITY=capacity, TP=padded_tokens(problem.T))
+    sizes |= dict(PAST=0 if past is None else padded_tokens(past), ALIGN=layout.align, PRODUCT=product, CHAINED=cut.chained)
+    return Launch(draft_kernel, grid, sizes | state_sizes(pool, problem.V, cut) | strides(layout), **cut.options)
+
+
+@lru_cache(maxsize=1024)
+def launch_commit(rows: int, tokens: int, pool: Any, cut: Cut) -> Launch:
+    """rows: of the draft; pool: the sizes of its states."""
+    sizes = dict(T=tokens, HV=pool.HV, TP=padded_tokens(tokens), CHAINED=cut.chained)
+    return Launch(commit_kernel, rows * pool.HV * -(-pool.V // cut.block_v), sizes | state_sizes(pool, pool.V, cut), **cut.options)
+
+
+def state_sizes(pool: Any, V: int, cut: Cut) -> dict[str, Any]:
+    return dict(K=pool.K, V=V, KP=padded(pool.K), BV=cut.block_v, V_FIRST=pool.state_v_first, FEEDBACK=pool.feedback)

@@ -5,9 +5,13 @@ The same results as `prepare_kernel`, in the tiles of `token_tiles`, so that lit
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.gate import (
     gate_share,
     gate_slope,
@@ -37,6 +41,12 @@ from kdakit.backends.triton_gpu.device.token_tiles import (
     tokens,
     widened,
 )
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
+
+SECOND = 2**15  # the most programs along a grid's second axis
 
 
 @triton.jit
@@ -118,8 +128,8 @@ def store_decayed(p_x, b_x, b_xn, b_from, EXACT: tl.constexpr, PTX: tl.constexpr
 
 
 @triton.jit
-def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, BOUNDED: tl.constexpr, SOLVE: tl.constexpr,
-            PTX: tl.constexpr):  # fmt: skip
+def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: tl.constexpr, BOUNDED: tl.constexpr,
+            SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Of a half, q and k times 2^b_s [8 J, 8, c], k times 2^-b_s [8 J, 4, c], and that times b_to, which is k decayed to the half's end, in
     both types. Stores the first times b_from, k_in and q_decayed.
 
@@ -146,7 +156,7 @@ def factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constexpr, FLIP: t
         b_q = normalised(b_qk, b_scale, Q, PTX) * b_e
         b_qn = narrow(b_q, tl.bfloat16)
     b_x = b_x * b_to[:, None, :]
-    b_tails, b_first = narrow(b_x, SOLVE), narrow(b_x, tl.bfloat16)
+    b_tails, b_first = narrow(b_x, SOLVE_DTYPE), narrow(b_x, tl.bfloat16)
     if BOUNDED:
         store_decayed(p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
     else:
@@ -174,7 +184,7 @@ def store_decay(p_decay, b_x):
 @triton.jit
 def half_factors(
     b_qk, b_g, b_bias, b_before, p_tiles, p_decay, a, scale, unit, left,
-    KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
+    KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Gate, norms, `factors` and tiles of a half, of which `left` tokens are there, after a log2-decay of b_before [8 J, c]. Returns also
     the log2-decay over it, and for `unbounded_pairs` those over 8 tokens and the 8 beside them, and the decay from the half's start. Of the
@@ -201,7 +211,7 @@ def half_factors(
     if FLIP:  # here, because more registers are alive in what follows than anywhere
         store_decay(p_decay, power_of_2(b_before + b_total, PTX))
         b_total = b_to * UNSHIFT if BOUNDED else power_of_2(b_total, PTX)
-    b_rows, b_cols, b_first, b_tails = factors(b_qk, b_scale, b_s, b_start, b_to, p_tiles, KP, FLIP, BOUNDED, SOLVE, PTX)
+    b_rows, b_cols, b_first, b_tails = factors(b_qk, b_scale, b_s, b_start, b_to, p_tiles, KP, FLIP, BOUNDED, SOLVE_DTYPE, PTX)
     return b_rows, b_cols, b_first, b_tails, b_total, b_8, b_16, b_from
 
 
@@ -242,24 +252,23 @@ def store_swapped(p_x, b_x):
 
 
 @triton.jit
-def both_tails(b_x, b_tails, b_decay, SOLVE: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
+def both_tails(b_x, b_tails, b_decay, SOLVE_DTYPE: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
     """k decayed to the chunk's end [64, KP], `swapped`, b_x of the second half first; the other's, b_tails, decays by b_decay more."""
     b_decay = b_decay[:, None, :]
-    b_tails = narrow(b_tails.to(tl.float32) * b_decay, SOLVE) if INTERPRETED else b_tails * b_decay.to(SOLVE)
+    b_tails = narrow(b_tails.to(tl.float32) * b_decay, SOLVE_DTYPE) if INTERPRETED else b_tails * b_decay.to(SOLVE_DTYPE)
     b_k = swapped(by_token(above(b_x, b_tails)))
     if ALIGN % 2 and PTX:  # loaded two bytes at a time, it would be reshaped in shared memory, which the compiler tries and cannot
         b_k = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_k], dtype=b_k.dtype, is_pure=True, pack=2)
     return b_k
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@kernel
 def prepare_normed_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay, p_betas, p_lower, p_solved,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
-    BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE_DTYPE: tl.constexpr,
     PTX: tl.constexpr, HAS_LOWER: tl.constexpr,
 ):  # fmt: skip
     """What `prepare_kernel` makes, rows in the order of tokens. Grid: (HV, ., .), with as many of the others as slots or more:
@@ -305,7 +314,7 @@ def prepare_normed_kernel(
     tl.store(p_betas + o_i, tl.where(o_i < length, b_beta, 0.0))
     b_none = tl.zeros([8 * J, c], tl.float32)
     b_rows, b_cols, b_first, b_tails, b_total, b_8, b_16, b_from = half_factors(
-        b_qk, b_g, b_bias, b_none, p_tiles, p_decay, a, scale, unit, length, KP, False, GATE, BOUNDED, SOLVE, PTX
+        b_qk, b_g, b_bias, b_none, p_tiles, p_decay, a, scale, unit, length, KP, False, GATE, BOUNDED, SOLVE_DTYPE, PTX
     )  # fmt: skip
     b_first = tl.trans(by_token(b_first))
     if BOUNDED:  # leaves registers before the loads need them
@@ -314,12 +323,12 @@ def prepare_normed_kernel(
     # Products of all pairs of a half [64, 32]; those of later columns mean nothing.
     b_A0 = product(b_near, b_far, PRECISION) if BOUNDED else unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX, PRECISION)
     b_rows, b_cols, _, b_tails1, b_decay, b_8, b_16, b_from = half_factors(
-        b_qk, b_g, b_bias, b_total, p_tiles, p_decay, a, scale, unit, length - 32, KP, True, GATE, BOUNDED, SOLVE, PTX
+        b_qk, b_g, b_bias, b_total, p_tiles, p_decay, a, scale, unit, length - 32, KP, True, GATE, BOUNDED, SOLVE_DTYPE, PTX
     )  # fmt: skip
     o_t = (o_i + 32) % 64  # rows of A_kk, and all columns: the second half first
     tl.debug_barrier()  # betas are read back, on their way during the products
     b_beta = tl.load(p_betas + o_t)
-    b_k = both_tails(b_tails1, b_tails, b_decay, SOLVE, ALIGN, PTX)
+    b_k = both_tails(b_tails1, b_tails, b_decay, SOLVE_DTYPE, ALIGN, PTX)
     if BOUNDED:  # A10: these rows, columns of the first half
         b_near = by_token(b_rows)
         b_A1 = product(b_near, tl.trans(by_token(b_cols)), PRECISION)
@@ -332,19 +341,27 @@ def prepare_normed_kernel(
     o_row, o_col = (o_i % 32)[:, None], tl.arange(0, 32)[None, :]
     b_A_kk = tl.where(m_0, b_A1, b_A0)  # [64, 32]
     b_A_qk = tl.where(o_col <= o_row, tl.where(m_0, b_A0, b_A1), 0.0)
-    b_A_qk = narrow(beside(tl.where(m_0, 0.0, b_A_qk), tl.where(m_0, b_A_qk, b_A10)), SOLVE)  # [64, 64]
-    b_T = unit_lower_inverse(b_A_kk * -b_beta[:, None], b_A10 * -b_beta[:, None], SOLVE, PRECISION)
+    b_A_qk = narrow(beside(tl.where(m_0, 0.0, b_A_qk), tl.where(m_0, b_A_qk, b_A10)), SOLVE_DTYPE)  # [64, 64]
+    b_T = unit_lower_inverse(b_A_kk * -b_beta[:, None], b_A10 * -b_beta[:, None], SOLVE_DTYPE, PRECISION)
     if HAS_LOWER:
         o_square = i_p * C * C + o_t[None, :]
-        b_Tn = narrow(b_T, SOLVE)
+        b_Tn = narrow(b_T, SOLVE_DTYPE)
         tl.store(p_solved + o_square + o_i[:, None] * C, narrow(product(b_A_qk, b_Tn, PRECISION), DTYPE))
         b_A_kk = tl.where(o_col < o_row, b_A_kk, 0.0)
-        b_lower = narrow(beside(tl.where(m_0, b_A_kk, 0.0), tl.where(m_0, b_A10, b_A_kk)), SOLVE)
+        b_lower = narrow(beside(tl.where(m_0, b_A_kk, 0.0), tl.where(m_0, b_A10, b_A_kk)), SOLVE_DTYPE)
         b_lower = product(b_lower, b_Tn, PRECISION)
         b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
         b_lower = tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T) / b_beta[:, None], b_lower)
-        tl.store(p_lower + o_square + o_t[:, None] * C, narrow(b_lower, SOLVE))
-    b_T = narrow(b_T * tl.load(p_betas + o_t)[None, :], SOLVE)
+        tl.store(p_lower + o_square + o_t[:, None] * C, narrow(b_lower, SOLVE_DTYPE))
+    b_T = narrow(b_T * tl.load(p_betas + o_t)[None, :], SOLVE_DTYPE)
     tl.store(p_squares + i_p * C * C + o_t[None, :] + o_i[:, None] * C, narrow(product(b_A_qk, b_T, PRECISION), DTYPE))
     b_k = narrow(product(tl.trans(b_T), b_k, PRECISION), DTYPE)
     store_swapped(p_tiles + 2 * C * KP, b_k)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
+    slots = chunk_slots(problem, config.chunk)
+    grid = problem.HV, min(slots, SECOND), -(-slots // SECOND)
+    options = dict(num_warps=config.prepare_warps, num_stages=1, registers=config.prepare_registers)
+    return Launch(prepare_normed_kernel, grid, arguments(problem, config, layout), **options)

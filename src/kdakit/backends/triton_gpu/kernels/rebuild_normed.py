@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.gate import gate_share, gate_slope, gate_unit, inverse_norm, power_of_2, scaled_bias, write_strength
 from kdakit.backends.triton_gpu.device.matrix import narrow, product
 from kdakit.backends.triton_gpu.device.program import locate
 from kdakit.backends.triton_gpu.device.token_tiles import by_token, channels, half_sums, running_sums, tokens, widened
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
@@ -56,10 +64,10 @@ def decay_sums(b_g, unit):
 def half_tiles(
     p_q, p_k, p_g, p_dt_bias, p_tiles, p_norms, p_first, a, scale, unit, length, b_before, first, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
-    HAS_FIRST: tl.constexpr, SOLVE: tl.constexpr, PTX: tl.constexpr,
+    HAS_FIRST: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Of a half, with the log2-decay before it [8 J, c]: stores k_in and q_decayed; returns k decayed to the half's end [8 J, 4, c], as
-    SOLVE, and the log2-decay over it."""
+    SOLVE_DTYPE, and the log2-decay over it."""
     J: tl.constexpr = 4
     c: tl.constexpr = KP // J
     C: tl.constexpr = 64
@@ -72,7 +80,7 @@ def half_tiles(
         b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None, :]
     b_s, b_total = decay_sums(gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX), unit)
     b_qk = tl.reshape(widened(b_qk, PTX) * b_norm[:, :, None], [8 * J, 2, 4, c])
-    b_k = narrow(k_part(b_qk) * power_of_2(b_total[:, None, :] - b_s, PTX), SOLVE)
+    b_k = narrow(k_part(b_qk) * power_of_2(b_total[:, None, :] - b_s, PTX), SOLVE_DTYPE)
     b_rows = tl.reshape(b_qk * power_of_2(b_s + b_before[:, None, :], PTX)[:, None], [8 * J, 8, c])
     o_row = (tokens(J, 8) + tl.where((tl.arange(0, 8) < 4)[None, :, None], C, 0)) * KP + channels(J, c)
     b_tile = narrow(b_rows, DTYPE)
@@ -83,15 +91,14 @@ def half_tiles(
     return b_k, b_total
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@kernel
 def rebuild_normed_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_k_solved, p_decay, p_factors, p_first,
     T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
     BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE: tl.constexpr, PTX: tl.constexpr,
+    SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What `rebuild_kernel` makes. Grid: (slots * HV,), heads fastest."""
     C: tl.constexpr = 64
@@ -123,17 +130,17 @@ def rebuild_normed_kernel(
     tl.store(p_factors + o_i, b_beta)
     b_k0, b_total0 = half_tiles(
         p_q, p_k, p_g, p_dt_bias, p_tiles, p_factors + C, p_first, a, scale, unit, length, tl.zeros([8 * J, c], tl.float32), i_c == 0,
-        s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, SOLVE, PTX,
+        s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, SOLVE_DTYPE, PTX,
     )  # fmt: skip
     b_k1, b_total1 = half_tiles(
         p_q + 32 * s_qt * ALIGN, p_k + 32 * s_kt * ALIGN, p_g + 32 * s_gt * ALIGN, p_dt_bias, p_tiles + 32 * KP, p_factors + C + 32,
         p_first + 32 * KP, a, scale, unit, length - 32, b_total0, i_c == 0, s_qt, s_kt, s_gt,
-        K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, SOLVE, PTX,
+        K, KP, ALIGN, GATE, BOUNDED, HAS_DT_BIAS, HAS_FIRST, SOLVE_DTYPE, PTX,
     )  # fmt: skip
-    b_k0 = narrow(b_k0.to(tl.float32) * power_of_2(b_total1, PTX)[:, None, :], SOLVE)
+    b_k0 = narrow(b_k0.to(tl.float32) * power_of_2(b_total1, PTX)[:, None, :], SOLVE_DTYPE)
     b_k = tl.permute(tl.join(b_k0, b_k1), (0, 3, 1, 2))  # [8 J, 2, 4, c]
     b_N = tl.load(p_lower + i_p * C * C + o_i[:, None] * C + o_i[None, :]).to(tl.float32)
-    b_T = (tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0) - b_beta[:, None] * b_N).to(SOLVE)
+    b_T = (tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0) - b_beta[:, None] * b_N).to(SOLVE_DTYPE)
     b_solved = product(tl.trans(b_T), by_token(tl.reshape(b_k, [8 * J, 8, c])), PRECISION)  # [64, KP]
     o_k = tl.arange(0, KP)
     p_k_solved += (i_p * 3 + 2) * C * KP
@@ -141,3 +148,9 @@ def rebuild_normed_kernel(
     o_m = tl.arange(0, 8 * J)[:, None]
     p_total = p_decay + i_p * KP + o_m // 8 * c + tl.arange(0, c)[None, :]  # [8 J, c]
     tl.store(p_total, power_of_2(b_total0 + b_total1, PTX), mask=o_m % 8 == 0)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
+    grid = chunk_slots(problem, config.chunk) * problem.HV
+    return Launch(rebuild_normed_kernel, grid, arguments(problem, config, layout), num_warps=config.rebuild_warps, num_stages=1)

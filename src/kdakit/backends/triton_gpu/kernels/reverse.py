@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add, widen
 from kdakit.backends.triton_gpu.device.program import first_slot, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
@@ -18,11 +26,11 @@ def scaled_product(a, b, PRECISION: tl.constexpr):
     return product(a.to(tl.float16), b, PRECISION) * bits.to(tl.float32, bitcast=True)[:, None]
 
 
-@triton.jit(do_not_specialize=["T", "NT", "HV"])
+@kernel
 def reverse_kernel(
     p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_lost, p_d_initial,
     T, NT, HV,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
     BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +59,7 @@ def reverse_kernel(
         i_slot = i_n * NT
         i_b = i_n
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
-    o_t = row_tokens(C, S, GROUP)
+    o_t = row_tokens(C, HALF, GROUP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
@@ -95,10 +103,10 @@ def reverse_kernel(
         tl.store(p_d_initial + o_state, narrow(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
+@kernel
 def restore_kernel(
     p_d_o, p_d_v, p_first, p_cu_seqlens, p_d_initial, T, HV,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_initial += q_lost^T d_o - k_lost^T d_v  over the first chunk: what rounding took from q_decayed and k_in there, which nothing
@@ -119,7 +127,7 @@ def restore_kernel(
     if length == 0:
         return
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
-    o_t = row_tokens(C, S, GROUP)
+    o_t = row_tokens(C, HALF, GROUP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_cv = (o_t < length)[:, None] & (o_v < V)[None, :]
     o_row = ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V + o_v[None, :]  # [C, BV]
@@ -132,3 +140,19 @@ def restore_kernel(
     b_dS -= product(tl.trans(b_d_v), tl.load(p_lost), PRECISION)
     b_dS += tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
     tl.store(p_state, narrow(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
+
+
+@lru_cache(maxsize=1024)
+def launch_reverse(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
+    """has_final: the final state has a gradient."""
+    grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
+    values = dict(BV=config.reverse_block_v, STAGES=config.reverse_stages, HAS_FINAL=has_final)
+    options = dict(num_warps=config.reverse_warps, registers=config.registers)
+    return Launch(reverse_kernel, grid, arguments(problem, config, layout) | values, **options)
+
+
+@lru_cache(maxsize=1024)
+def launch_restore(problem: Problem, config: Config, layout: Layout) -> Launch:
+    grid = problem.N * problem.HV * -(-problem.V // config.restore_block_v)
+    values = arguments(problem, config, layout) | dict(BV=config.restore_block_v)
+    return Launch(restore_kernel, grid, values, num_warps=config.restore_warps)

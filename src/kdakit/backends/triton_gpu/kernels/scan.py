@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import triton
+from functools import lru_cache
+
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add, traded, traded_back
 from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT"])
+@kernel
 def scan_kernel(
     p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
     T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +41,7 @@ def scan_kernel(
     i_n, i_h = i_nh // HV, i_nh % HV
     i_b, bos, length, i_slot = sequence_of(p_cu_seqlens, i_n, T, NT, C, VARLEN)
     o_c = tl.arange(0, C)
-    o_t = row_tokens(C, S, GROUP)[:, None]  # [C, 1]
+    o_t = row_tokens(C, HALF, GROUP)[:, None]  # [C, 1]
     if WIDE:
         o_t = traded(o_t)
     o_k = tl.arange(0, KP)
@@ -98,3 +105,10 @@ def scan_kernel(
     if HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
         tl.store(p_final + o_state, b_S, mask=m_state)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
+    grid = problem.N * problem.HV * -(-problem.V // config.block_v)
+    values = arguments(problem, config, layout) | dict(BV=config.block_v, STAGES=config.scan_stages)
+    return Launch(scan_kernel, grid, values, num_warps=config.scan_warps, registers=config.registers)

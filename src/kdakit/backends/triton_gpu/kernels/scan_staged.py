@@ -6,18 +6,25 @@ exact and needs neither a thread's registers nor a barrier. Sequences may be sca
 
 from __future__ import annotations
 
-import triton
+from functools import lru_cache
+
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, narrow, product, product_add, traded
 from kdakit.backends.triton_gpu.device.program import let_next_begin, part_of, row_tokens, sequence_of, state_offsets, wait_for_last
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
+@kernel
 def staged_scan_kernel(
     p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
-    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    p_maps, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -44,7 +51,7 @@ def staged_scan_kernel(
         if (first >= end) & (i_part > 0):
             return
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
-    o_t = row_tokens(C, S, GROUP)
+    o_t = row_tokens(C, HALF, GROUP)
     o_out = traded(o_t[:, None])  # [C, 1]
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
@@ -53,7 +60,7 @@ def staged_scan_kernel(
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
     if PART == "later":  # noqa: SIM102
         if i_part > 0:
-            b_S = tl.load(p_parts + ((i_nh * (PARTS - 1) + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
+            b_S = tl.load(p_maps + ((i_nh * (PARTS - 1) + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
     p_v += (i_b * s_vb + (bos + first.to(tl.int64) * C) * s_vt + i_h * s_vh) * ALIGN
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + first.to(tl.int64) * C + o_out) * HV + i_h) * V + o_v[None, :]  # [C, BV]
@@ -98,4 +105,13 @@ def staged_scan_kernel(
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
         tl.store(p_final + o_state, b_S, mask=m_state & last)
     if PART == "first":
-        tl.store(p_parts + (i_nh * (PARTS - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)
+        tl.store(p_maps + (i_nh * (PARTS - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout, parts: int, part: str) -> Launch:
+    """Of a sequence in `parts` parts: the whole, the first, or all later ones."""
+    grid = problem.N * problem.HV * -(-problem.V // config.block_v) * (max(parts - 1, 1) if part == "later" else 1)
+    values = arguments(problem, config, layout) | dict(BV=config.block_v, STAGES=config.scan_stages, PARTS=parts, PART=part)
+    chained = {"launch_pdl": True} if config.split and config.ptx else {}
+    return Launch(staged_scan_kernel, grid, values, num_warps=config.scan_warps, registers=config.registers, **chained)

@@ -6,8 +6,16 @@ its programs end at once.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
+
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.problem import Problem
+
+PROGRAMS, BLOCK = 128, 2048  # the latter in elements
 
 
 @triton.jit
@@ -22,7 +30,7 @@ def clear(p_x, first, T, size, BLOCK: tl.constexpr):
         start += step
 
 
-@triton.jit(do_not_specialize=["T", "N", "keys", "values", "heads"])
+@kernel
 def tail_kernel(p_cu_seqlens, p_v, p_q, p_k, p_g, p_beta, T, N, keys, values, heads, BLOCK: tl.constexpr, GRADIENTS: tl.constexpr):
     """Rows cu_seqlens[N] .. T of o, or of the gradients of v, q, k, g and beta. A row has `values` elements (o, v), `keys` (q, k, g) or
     `heads` (beta)."""
@@ -33,3 +41,9 @@ def tail_kernel(p_cu_seqlens, p_v, p_q, p_k, p_g, p_beta, T, N, keys, values, he
         clear(p_k, first, T, keys, BLOCK)
         clear(p_g, first, T, keys, BLOCK)
         clear(p_beta, first, T, heads, BLOCK)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, gradients: bool) -> Launch:
+    sizes = dict(T=problem.T, N=problem.N, keys=problem.HV * problem.K, values=problem.HV * problem.V, heads=problem.HV)
+    return Launch(tail_kernel, PROGRAMS, sizes | dict(BLOCK=BLOCK, GRADIENTS=gradients), num_warps=4)
