@@ -41,7 +41,7 @@ def launches():
     """What a layer of 32 heads of 128 channels launches, forward and backward, packed and not."""
     import torch
 
-    from kdakit.backends.triton_gpu import launch
+    from kdakit.backends.triton_gpu.runtime import launch
     from kdakit.layers.torch.fused import gated_norm, short_convolution
 
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")

@@ -76,3 +76,9 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         PTX=config.ptx,
         HIP=config.hip,
     )
+
+
+def pages(paged: tuple[int, int, int, int] | None) -> dict[str, Any]:
+    """Of states in pages: slots below FIRST and from CAPACITY on are nobody's; pages are s_page * PAGE elements apart."""
+    first, capacity, stride, unit = paged or (0, 0, 0, 1)
+    return dict(PAGED=paged is not None, FIRST=first, CAPACITY=capacity, s_page=stride, PAGE=unit)

@@ -31,6 +31,7 @@ class Config:
     precision: str  # of float32 products
     solve_dtype: str  # of operands, in the triangular inverse and what follows it
     bounded: bool  # the log-decay is known to be at least -5 per token
+    differences: bool  # a gate's gradient may be a difference of two sums, which a bounded gate allows
     part_us: float  # microseconds, see `scan_us`
     wide_part_us: float
     output_us: float
@@ -265,6 +266,8 @@ def choose(problem: Problem, chip: Chip) -> Config:
         precision=precision,
         solve_dtype=solve_dtype,
         bounded=bounded(problem),
+        # Not in float32, where saturated gates have gradients far below the sums, nor in float16, whose gradients are float32's.
+        differences=bounded(problem) and problem.dtype == "bfloat16",
         normed=normed,
         # Gradients have no scale of their own, so float16 does not hold those within a chunk.
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +70,30 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
     return space
 
 
-def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
-    """Stages state and output of every sequence."""
+class Paged(NamedTuple):
+    """Where a scan finds and leaves states: in pages, by slot."""
+
+    states: torch.Tensor  # [pages, HV, K, V] or [pages, HV, V, K], pages apart
+    slots: torch.Tensor  # [N]
+    known: torch.Tensor | None  # [N]: 0 where a sequence begins with zeros, whatever its page holds
+    marks: torch.Tensor | None  # [chunk slots]: the page for the state before that chunk, or nobody's
+    first: int  # slots below are nobody's
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """FIRST, CAPACITY, s_page and PAGE of the kernels."""
+        unit = math.gcd(16, self.states.stride(0))
+        return self.first, len(self.states), self.states.stride(0) // unit, unit
+
+
+def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, paged: Paged | None = None) -> Result:
+    """Stages state and output of every sequence. paged: states come from pages and stay there."""
     o, device = problem.options, arrays.q.device
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
-    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
+    initial, final = arrays.initial_state, None
+    if paged is not None:
+        initial = final = paged.states
+    elif o.output_final_state:
+        final = torch.empty(problem.state_shape, dtype=torch.float32, device=device)
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
     if not problem.N:
         return Result(out, final, states)
@@ -84,46 +104,54 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
         decay=space.decay,
         cu_seqlens=arrays.cu_seqlens,
         o=out,
-        initial=arrays.initial_state,
+        initial=initial,
         final=final,
         states=states,
         chunk_offsets=offsets,
         checkpoints=space.checkpoints,
+        slots=paged.slots if paged else None,
+        known=paged.known if paged else None,
+        marks=paged.marks if paged else None,
     )
+    of_pages = paged.numbers() if paged else None
     if config.split:
-        scan_in_parts(problem, config, x.layout, tensors)
+        scan_in_parts(problem, config, x.layout, of_pages, tensors)
     elif config.staged:
-        scan_staged.launch(problem, config, x.layout, 1, "whole")(**tensors, maps=None)
+        scan_staged.launch(problem, config, x.layout, 1, "whole", of_pages)(**tensors, maps=None)
     else:
-        scan_plain.launch(problem, config, x.layout)(**tensors)
+        scan_plain.launch(problem, config, x.layout, of_pages)(**tensors)
     clear_output(problem, arrays, out)
     return Result(out, final, states)
 
 
-def scan_in_parts(problem: Problem, config: Config, layout: Layout, tensors: dict[str, Any]) -> None:
+def scan_in_parts(problem: Problem, config: Config, layout: Layout, of_pages: tuple | None, tensors: dict[str, Any]) -> None:
     """The first part beside the maps of those between it and the last; the states between parts; then all parts but the first."""
     number, maps = parts(problem, config), tensors["decay"]  # of one part nothing reads the maps
     if number > 1 or is_recording():  # compiled even then, so that a longer sequence finds it
         KP, VP = padded(problem.K), padded(problem.V)
         maps = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=tensors["v"].device)
-        scan_staged.launch(problem, config, layout, number, "first")(**tensors, maps=maps)
+        scan_staged.launch(problem, config, layout, number, "first", of_pages)(**tensors, maps=maps)
         of_parts = {name: tensors[name] for name in ("v", "tiles", "decay", "cu_seqlens")}
         scan_parts.launch_parts(problem, config, layout, number)(**of_parts, maps=maps)
         scan_parts.launch_combine(problem, config, layout, number)(maps=maps, cu_seqlens=tensors["cu_seqlens"])
-    scan_staged.launch(problem, config, layout, number, "later")(**tensors, maps=maps)
+    scan_staged.launch(problem, config, layout, number, "later", of_pages)(**tensors, maps=maps)
 
 
 def intermediate_states(problem: Problem, arrays: Arrays):
     """The buffer for the states before each chunk, and per sequence the index of its first one. The number of chunks of packed sequences is
     known only to whoever reads cu_seqlens: the one place where the host waits, unless cu_seqlens_cpu is given."""
-    offsets, chunks = None, problem.chunks
-    if problem.varlen:
-        cu = arrays.cu_seqlens if arrays.cu_seqlens_cpu is None else arrays.cu_seqlens_cpu
-        counts = (cu.diff() + problem.options.chunk_size - 1) // problem.options.chunk_size
-        ends = counts.cumsum(0)
-        chunks = int(ends[-1])
-        offsets = (ends - counts).to(device=arrays.q.device, dtype=torch.int64)
-    return torch.empty((problem.B, chunks, *problem.state_shape[1:]), dtype=arrays.q.dtype, device=arrays.q.device), offsets
+    like = dict(dtype=arrays.q.dtype, device=arrays.q.device)
+    if not problem.varlen:
+        return torch.empty((problem.B, problem.chunks, *problem.state_shape[1:]), **like), None
+    size, host = problem.options.chunk_size, arrays.cu_seqlens_cpu
+    counts = (arrays.cu_seqlens.diff() + size - 1) // size
+    ends = counts.cumsum(0)
+    offsets = (ends - counts).to(torch.int64)
+    if host is None:
+        return torch.empty((problem.B, int(ends[-1]), *problem.state_shape[1:]), **like), offsets
+    # Room for as many as there can be, whatever the two copies say: kernels go by the one on the device.
+    chunks = int(((host.diff() + size - 1) // size).sum())
+    return torch.zeros((problem.B, problem.chunks, *problem.state_shape[1:]), **like)[:, :chunks], offsets
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> Result:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import tiles
-from kdakit.backends.triton_gpu.config import Config, Cut, chip_of, padded
+from kdakit.backends.triton_gpu.config import Config, Cut, chip_of, chunk_slots, padded
+from kdakit.backends.triton_gpu.host import forward
 from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft
+from kdakit.backends.triton_gpu.kernels.pool_decode import Held
 from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
 from kdakit.backends.triton_gpu.runtime.launch import on_device
 from kdakit.backends.triton_gpu.runtime.layout import contiguous_parameters, views
@@ -25,9 +27,9 @@ class Log(NamedTuple):
     u: torch.Tensor  # [N, T, HV, V] float32, divided by k's norm
 
 
-def cut_for(call: str, pool: Any) -> Cut:
-    """Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
-    s, table = pool.sizes, tiles.pool()
+def cut_for(call: str, s: Any) -> Cut:
+    """For a pool of sizes s. Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
+    table = tiles.pool()
     if s.dtype == "int8":
         return Cut(s.scale_group, table["int8"]["warps"])
     cut = table["cuts"][call]["VK" if s.state_v_first else "KV"]
@@ -48,7 +50,8 @@ def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
     if problem.N and problem.T:
         with on_device(arrays.q):
-            pool_decode.launch(problem, x.layout, pool.sizes, pool.capacity, cut_for("decode", pool))(
+            held = Held(0, pool.capacity, storage.states.stride(0), 1, out.stride()[:3])
+            pool_decode.launch(problem, x.layout, pool.sizes, held, cut_for("decode", pool.sizes))(
                 q=x.q,
                 k=x.k,
                 v=x.v,
@@ -62,8 +65,68 @@ def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
                 residual=storage.residual,
                 slots=slots.contiguous(),
                 generation=pool.generation,
+                accepted=None,
+                cu_seqlens=None,
             )
     return out
+
+
+def decode_pages(problem: Problem, arrays: Arrays, pages: Any, slots, accepted, out: torch.Tensor | None) -> None:
+    """One launch over memory that somebody else owns: see kdakit.serving.torch.pages.decode. out: None where only states are wanted;
+    cu_seqlens may then be [N, 2], the first and last token + 1 of each row."""
+    arrays = contiguous_parameters(arrays)
+    x = views(arrays)
+    if not (problem.N and problem.T):
+        return
+    drafted = slots.dim() == 2
+    strides = (0, 0, 0) if out is None else out.stride()[:3]
+    span = arrays.cu_seqlens.stride(0) if problem.varlen else 1
+    held = Held(pages.first, len(pages.states), pages.states.stride(0), slots.stride(0), strides, False, drafted, span)
+    with on_device(arrays.q):
+        pool_decode.launch(problem, x.layout, pages.sizes, held, cut_for("decode", pages.sizes))(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=arrays.beta,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            o=out,
+            states=pages.states,
+            scales=None,
+            residual=None,
+            slots=slots,
+            generation=None,
+            accepted=accepted,
+            cu_seqlens=arrays.cu_seqlens,
+        )
+        if out is not None and problem.varlen:
+            _clear(problem, arrays, out)
+
+
+def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
+    """Rows past the last sequence; of an `out` that is part of a wider one by PyTorch."""
+    if out.is_contiguous():
+        forward.clear_output(problem, arrays, out)
+    else:
+        out.masked_fill_((torch.arange(problem.T, device=out.device) >= arrays.cu_seqlens[-1])[:, None, None], 0)
+
+
+def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, out: torch.Tensor, config: Config) -> None:
+    """Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
+    arrays = contiguous_parameters(arrays)
+    x, C = views(arrays), config.chunk
+    with on_device(arrays.q):
+        placed = None if marks is None else marks.by_chunk(chunk_slots(problem, C), C, arrays.cu_seqlens, problem.T)
+        paged = forward.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
+        space = forward.prepare(problem, arrays, x, config)
+        o = forward.scan(problem, arrays, x, space, config, paged).o
+    out.copy_(o)
+    if marks is not None and not marks.aligned:
+        spans, left = marks.left_over(C, arrays.cu_seqlens, problem.T)
+        step = problem.replace(op="recurrent", B=1, N=len(left), varlen="cu_seqlens", T=problem.B * problem.T)
+        flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
+        decode_pages(step, flat, pages, left, None, None)
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
@@ -123,7 +186,7 @@ def _fetched(pool: Any) -> tuple[int, int, int]:
 
 
 def _draft(problem: Problem, x, pool: Any, slots, made: dict[str, torch.Tensor], generation, log: Log, out, past, config: Config) -> None:
-    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool)
+    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool.sizes)
     product = "sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32"
     cut = replace(cut, chained=chained(slots.device), registers=0 if config.hip else _draft_registers(problem, pool, past, cut))
     before = past[0].log if past else Log(None, None, None)
@@ -155,7 +218,7 @@ def _draft_registers(problem: Problem, pool: Any, past: Any, cut: Cut) -> int:
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
     """One launch."""
-    storage, cut = pool.storage, replace(cut_for("commit", pool), chained=chained(pool.storage.states.device))
+    storage, cut = pool.storage, replace(cut_for("commit", pool.sizes), chained=chained(pool.storage.states.device))
     N, T = draft.log.u.shape[:2]
     if draft.log.u.numel():
         with on_device(storage.states):

@@ -301,5 +301,5 @@ def gradient_kernel(
 @lru_cache(maxsize=1024)
 def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
     grid = chunk_slots(problem, config.chunk) * problem.HV
-    values = arguments(problem, config, layout) | dict(BK=config.slice_k)
+    values = arguments(problem, config, layout) | dict(BK=config.slice_k, BOUNDED=config.differences)
     return Launch(gradient_kernel, grid, values, num_warps=config.slice_warps, num_stages=1, registers=config.registers)

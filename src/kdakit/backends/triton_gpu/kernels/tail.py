@@ -11,11 +11,12 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.problem import Problem
 
-PROGRAMS, BLOCK = 128, 2048  # the latter in elements
+PROGRAMS, BLOCK = 1 if INTERPRETED else 128, 2048  # the latter in elements
 
 
 @triton.jit

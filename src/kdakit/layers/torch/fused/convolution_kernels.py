@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.tile import narrow
+from kdakit.backends.triton_gpu.device.matrix import narrow
 from kdakit.layers.torch.fused.rows import sigmoid, silu_slope
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from kdakit.backends.triton_gpu.launch import Launch
+from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.layers.torch.fused.convolution_kernels import convolution_backward_kernel, convolution_kernel, last_inputs_kernel, places_kernel
 
 BLOCK, WARPS, TOKENS = 512, 4, 8  # channels and tokens of a forward program

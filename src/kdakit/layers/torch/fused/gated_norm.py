@@ -64,7 +64,7 @@ OPERATOR = Operator(
 
 @lru_cache
 def _kernels() -> tuple[ModuleType, Any]:
-    from kdakit.backends.triton_gpu.launch import on_device
+    from kdakit.backends.triton_gpu.runtime.launch import on_device
     from kdakit.layers.torch.fused import gated_norm_launch
 
     return gated_norm_launch, on_device

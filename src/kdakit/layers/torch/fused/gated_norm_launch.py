@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kdakit.backends.triton_gpu.launch import Launch
+from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.layers.torch.fused.gated_norm_kernels import norm_backward_kernel, norm_kernel
 
 TILE, BACKWARD_TILE, WARPS = 4096, 2048, 4  # numbers of a program at a time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.gate import LOG2E
+from kdakit.backends.triton_gpu.device.gate import LOG2E
 
 
 @triton.jit

@@ -126,7 +126,7 @@ def _places(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
 
 @lru_cache
 def _kernels() -> tuple[ModuleType, object]:
-    from kdakit.backends.triton_gpu.launch import on_device
+    from kdakit.backends.triton_gpu.runtime.launch import on_device
     from kdakit.layers.torch.fused import convolution_launch
 
     return convolution_launch, on_device

@@ -140,7 +140,7 @@ class Form:
 
 @lru_cache(maxsize=1024)
 def _launch(form: Form) -> tuple[Any, Any]:
-    from kdakit.backends.triton_gpu.launch import Launch, on_device
+    from kdakit.backends.triton_gpu.runtime.launch import Launch, on_device
     from kdakit.layers.torch.fused.step_kernel import layer_step_kernel
 
     f, KP, (block, warps) = form, _padded(form.K), form.cut()
@@ -172,7 +172,7 @@ def commit_windows(row: Tensor, windows: list[Tensor], slots: Slots, generation:
 
 @lru_cache(maxsize=1024)
 def _commit_launch(shape: tuple[int, ...], stride: tuple[int, ...], W: int, capacity: int) -> tuple[Any, Any]:
-    from kdakit.backends.triton_gpu.launch import Launch, on_device
+    from kdakit.backends.triton_gpu.runtime.launch import Launch, on_device
     from kdakit.layers.torch.fused.step_kernel import commit_window_kernel
 
     N, T, D = shape

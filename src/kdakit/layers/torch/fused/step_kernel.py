@@ -11,9 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.gate import inverse_norm, log2_decay, write_strength
-from kdakit.backends.triton_gpu.pool_kernels import owner_of, slot_of
-from kdakit.backends.triton_gpu.tile import narrow, state_offsets
+from kdakit.backends.triton_gpu.device.gate import inverse_norm, log2_decay, write_strength
+from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.pool_state import owner_of, slot_of
+from kdakit.backends.triton_gpu.device.program import state_offsets
 from kdakit.layers.torch.fused.rows import sigmoid
 
 
