@@ -14,7 +14,7 @@ def first_slot(p_cu_seqlens, i_n, C: tl.constexpr):
 
 
 @triton.jit
-def locate(p_cu_seqlens, i_s, T, N, NT, C: tl.constexpr, VARLEN: tl.constexpr):
+def locate_chunk(p_cu_seqlens, i_s, T, N, NT, C: tl.constexpr, VARLEN: tl.constexpr):
     """Of the chunk in slot i_s: batch row, sequence, index in its sequence, and the sequence's first and last token + 1."""
     if VARLEN:
         i_n = find_sequence(p_cu_seqlens, i_s, N, C)

@@ -17,7 +17,7 @@ from kdakit.backends.triton_gpu.arguments import activations, strides
 from kdakit.backends.triton_gpu.config import Cut
 from kdakit.backends.triton_gpu.device.delta_rule import delta_rule
 from kdakit.backends.triton_gpu.device.gate import log2_decay, write_strength
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pages import page_offsets, slot_at
 from kdakit.backends.triton_gpu.device.pool_state import load_state, owner_of, store_state
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
@@ -103,12 +103,12 @@ def decode_kernel(
         b_o, b_S = delta_rule(b_S, b_q_now, b_k_now, b_v_now, b_beta_now, b_decay, scale, L2NORM)
         b_scale = b_scale * b_decay
         if p_o is not None:
-            tl.store(p_o, narrow(tl.where(taken, b_o, 0.0), p_o.dtype.element_ty), mask=m_v)
+            tl.store(p_o, round_to(tl.where(taken, b_o, 0.0), p_o.dtype.element_ty), mask=m_v)
             p_o += s_ot
         if DRAFTED:
             to, real = slot_at(p_slots + t, FIRST, CAPACITY)
             o_to = page_offsets(to, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
-            tl.store(p_states + o_to, narrow(b_S, p_states.dtype.element_ty), mask=m_state & taken & real)
+            tl.store(p_states + o_to, round_to(b_S, p_states.dtype.element_ty), mask=m_state & taken & real)
     if not DRAFTED:
         store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & taken, m_k & taken, b_S, b_scale, FEEDBACK)
 

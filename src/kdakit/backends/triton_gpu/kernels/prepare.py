@@ -9,9 +9,9 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
-from kdakit.backends.triton_gpu.device.gate import decay, gate_slope, inverse_norm, log2_decay, write_strength
+from kdakit.backends.triton_gpu.device.gate import gate_decay, gate_slope, inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.inverse import DIVISIBLE
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add, widen
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
 from kdakit.backends.triton_gpu.device.program import find_sequence, first_slot, row_tokens
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -20,14 +20,14 @@ from kdakit.problem import Problem
 
 
 @triton.jit
-def pick(b_x, i: tl.constexpr, GROUP: tl.constexpr):
+def pick_of_group(b_x, i: tl.constexpr, GROUP: tl.constexpr):
     """b_x [GROUP, N, BK] -> b_x[i]. A sum of integers, so that the compiler drops the zeros and only a register is named."""
     o_i = tl.arange(0, GROUP)[:, None, None]
     return tl.sum(tl.where(o_i == i, b_x.to(tl.int32, bitcast=True), 0), 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def halves(b_total, s: tl.constexpr):
+def block_totals(b_total, s: tl.constexpr):
     """b_total [N, BK], equal within blocks of s rows -> the totals of the even and the odd block of each pair, for both."""
     N: tl.constexpr = b_total.shape[0]
     BK: tl.constexpr = b_total.shape[1]
@@ -44,7 +44,7 @@ def halves(b_total, s: tl.constexpr):
 def widen_span(b_x, b_y, b_total, s: tl.constexpr):
     """From blocks of s groups to blocks of 2 s: decay from the block's start to each group, from each group to its end, and over it."""
     m_odd = (tl.arange(0, b_x.shape[0]) // s % 2 == 1)[:, None]
-    b_even, b_odd = halves(b_total, s)
+    b_even, b_odd = block_totals(b_total, s)
     return tl.where(m_odd, b_x * b_even, b_x), tl.where(m_odd, b_y, b_y * b_odd), b_even * b_odd
 
 
@@ -55,7 +55,7 @@ def running_sums(b_g, START: tl.constexpr, GROUP: tl.constexpr):
     b_y = tl.zeros(b_g.shape, tl.float32)
     b_run = tl.zeros([b_g.shape[1], b_g.shape[2]], tl.float32)
     for j in tl.static_range(START, GROUP):
-        b_run = b_run + pick(b_g, j, GROUP)
+        b_run = b_run + pick_of_group(b_g, j, GROUP)
         b_y = tl.where(o_i == j, b_run[None], b_y)
     return b_y, b_run
 
@@ -69,13 +69,13 @@ def block_factors(b_g, C: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.conste
     """
     GROUPS: tl.constexpr = C // GROUP
     if DIAGONAL == 2:  # two tokens, the reference between them: no factor above 1, nothing rounded away
-        b_e0, b_e1 = pick(b_g, 0, GROUP), pick(b_g, 1, GROUP)
+        b_e0, b_e1 = pick_of_group(b_g, 0, GROUP), pick_of_group(b_g, 1, GROUP)
         m_first = (tl.arange(0, GROUP) == 0)[:, None, None]
         b_one = tl.full([GROUP, GROUPS, b_g.shape[2]], 1.0, tl.float32)
         return tl.where(m_first, b_one, b_e1[None]), b_one, tl.where(m_first, b_e1[None], b_one), b_e0, b_e0 * b_e1
     if DIAGONAL == GROUP:  # the reference is the first token
         b_s, b_last = running_sums(b_g, 1, GROUP)
-        b_first = tl.exp2(pick(b_g, 0, GROUP))
+        b_first = tl.exp2(pick_of_group(b_g, 0, GROUP))
         b_last = tl.exp2(b_last)
         b_tail = tl.broadcast_to(b_last[None], [GROUP, GROUPS, b_g.shape[2]])
         return tl.exp2(b_s), tl.exp2(-b_s), b_tail, b_first, b_first * b_last
@@ -84,7 +84,7 @@ def block_factors(b_g, C: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.conste
     o_j = tl.arange(0, GROUPS)[:, None]
     for i in tl.static_range(6):
         if (GROUP << i) < DIAGONAL:
-            b_even, b_odd = halves(b_total, 1 << i)
+            b_even, b_odd = block_totals(b_total, 1 << i)
             b_before = tl.where(((o_j >> i) & 1) == 1, b_before + b_even, b_before)
             b_total = b_even + b_odd
     b_s = b_s + b_before[None]
@@ -94,7 +94,7 @@ def block_factors(b_g, C: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.conste
 
 
 @triton.jit
-def unstacked(b_A):
+def split_q_above_k(b_A):
     """[2 HALF, HALF] -> A_qk [HALF, HALF], A_kk [HALF, HALF]."""
     HALF: tl.constexpr = b_A.shape[1]
     return tl.split(tl.permute(tl.reshape(b_A, [2, HALF, HALF]), (1, 2, 0)))
@@ -108,13 +108,13 @@ def pick_row(b_x, i: tl.constexpr):
 
 
 @triton.jit
-def flat(b_x, R: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr):
+def flat_rows(b_x, R: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr):
     """[.., KP] -> [R, KP], rounded."""
-    return narrow(tl.reshape(b_x, [R, KP]), DTYPE)
+    return round_to(tl.reshape(b_x, [R, KP]), DTYPE)
 
 
 @triton.jit
-def unit_lower_inverse(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_by_doubling(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 for strictly lower A [C, C] by masked doubling:  X <- X - X (A o M_b) X,  b = 1, 2, .., C/2.
 
     M_b are the pairs whose blocks of b tokens are siblings; X is then the inverse of I + A restricted to blocks of 2b. The algebra is
@@ -125,9 +125,9 @@ def unit_lower_inverse(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION
     for i in tl.static_range(1, 7):
         if (1 << i) < C:
             m_b = (o_x >= (1 << i)) & (o_x < (2 << i))
-            b_Xn = narrow(b_X, DTYPE)
-            b_Y = product(narrow(tl.where(m_b, b_A, 0.0), DTYPE), b_Xn, PRECISION)
-            b_X = b_X - product(b_Xn, narrow(b_Y, DTYPE), PRECISION)
+            b_Xn = round_to(b_X, DTYPE)
+            b_Y = product(round_to(tl.where(m_b, b_A, 0.0), DTYPE), b_Xn, PRECISION)
+            b_X = b_X - product(b_Xn, round_to(b_Y, DTYPE), PRECISION)
     return b_X
 
 
@@ -136,7 +136,7 @@ def lower_of(b_T, b_A_kk, b_beta, o_t, PRECISION: tl.constexpr):
     """A_kk / beta inverse [HALF, HALF], strictly lower: (I - inverse) / beta, which gives the inverse back to the last bit, but for rows
     that beta cannot divide."""
     b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
-    b_lower = product(narrow(b_A_kk, b_T.dtype), b_T, PRECISION)
+    b_lower = product(round_to(b_A_kk, b_T.dtype), b_T, PRECISION)
     return tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T.to(tl.float32)) / b_beta[:, None], b_lower)
 
 
@@ -171,11 +171,11 @@ def store_rows(p_tile, b_qk, b_x, b_before, C: tl.constexpr, HALF: tl.constexpr,
     """Stores q_decayed and k_in; returns the rows decayed from the half's start only, rounded."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     b_qk = b_qk * b_x[None, None]
-    b_rows = flat(b_qk, 2 * HALF, KP, DTYPE)
+    b_rows = flat_rows(b_qk, 2 * HALF, KP, DTYPE)
     if FIRST:
         tl.store(p_tile, b_rows)
     else:
-        tl.store(p_tile + HALF * KP, flat(b_qk * b_before[None, None, None, :], 2 * HALF, KP, DTYPE))
+        tl.store(p_tile + HALF * KP, flat_rows(b_qk * b_before[None, None, None, :], 2 * HALF, KP, DTYPE))
     return b_rows
 
 
@@ -195,7 +195,7 @@ def half_chunk(
     m_t = start + o_t < eos
     m_q = (tl.arange(0, 2 * HALF) < HALF)[:, None]
     if DIAGONAL == 2:
-        b_g = decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE, DTYPE.is_fp32(), PTX)
+        b_g = gate_decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE, DTYPE.is_fp32(), PTX)
         b_g = tl.where(m_t[:, None], b_g, 1.0)
     else:
         b_g = tl.where(m_t[:, None], log2_decay(b_g.to(tl.float32), b_bias[None, :], a, lower_bound, GATE, False, PTX), 0.0)
@@ -216,29 +216,29 @@ def half_chunk(
     b_k = pick_row(b_qk, 1)  # [GROUP, GROUPS, KP]
     b_dot = tl.reshape(tl.sum(pick_row(b_qk, 0) * b_k, 2), [HALF])
     b_qk = b_qk * b_row[None]
-    b_near = flat(b_qk, 2 * HALF, KP, DTYPE)  # decayed from the reference of their block
+    b_near = flat_rows(b_qk, 2 * HALF, KP, DTYPE)  # decayed from the reference of their block
     if ONE_LEVEL:
         b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, HALF, KP, FIRST)
     b_k = b_k * b_col
-    b_cols = flat(b_k, HALF, KP, DTYPE)
+    b_cols = flat_rows(b_k, HALF, KP, DTYPE)
     b_k = b_k * b_tail
     b_A = tl.where(m_q & (o_i[:, None] == o_t[None, :]), b_dot[None, :], 0.0)  # [2 HALF, HALF]
     m_pairs = (o_i[:, None] > o_t[None, :]) & (o_i[:, None] // DIAGONAL == o_t[None, :] // DIAGONAL)  # [2 HALF, HALF]
     b_A = tl.where(m_pairs, product(b_near, tl.trans(b_cols), PRECISION), b_A)
     if ONE_LEVEL:
-        b_cols = flat(b_k * b_y[None], HALF, KP, DTYPE)
+        b_cols = flat_rows(b_k * b_y[None], HALF, KP, DTYPE)
         m_pairs = (o_i >= DIAGONAL)[:, None] & (o_t < DIAGONAL)[None, :]
-        b_A = tl.where(m_pairs, product(b_near, tl.trans(flat(b_k, HALF, KP, DTYPE)), PRECISION), b_A)
+        b_A = tl.where(m_pairs, product(b_near, tl.trans(flat_rows(b_k, HALF, KP, DTYPE)), PRECISION), b_A)
     else:
         for i_l in tl.static_range(6):
             if (GROUP << i_l) >= DIAGONAL and (GROUP << i_l) < HALF:
                 o_l = o_i // (GROUP << i_l)
                 m_pairs = tl.where(o_l % 2 == 1, o_l, -1)[:, None] == (o_t // (GROUP << i_l) + 1)[None, :]
-                b_near = flat(b_qk * b_x[None, None], 2 * HALF, KP, DTYPE)
-                b_A = tl.where(m_pairs, product(b_near, tl.trans(flat(b_k * b_y[None], HALF, KP, DTYPE)), PRECISION), b_A)
+                b_near = flat_rows(b_qk * b_x[None, None], 2 * HALF, KP, DTYPE)
+                b_A = tl.where(m_pairs, product(b_near, tl.trans(flat_rows(b_k * b_y[None], HALF, KP, DTYPE)), PRECISION), b_A)
                 b_x, b_y, b_total = widen_span(b_x, b_y, b_total, 1 << i_l)
         b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, HALF, KP, FIRST)
-        b_cols = flat(b_k * b_y[None], HALF, KP, DTYPE)
+        b_cols = flat_rows(b_k * b_y[None], HALF, KP, DTYPE)
     return b_A, b_rows, b_cols, tl.max(b_total, 0)  # the total is equal in all groups
 
 
@@ -310,52 +310,52 @@ def prepare_kernel(
         b_g, b_qk, b_beta1 = load_half(
             p_q, p_k, p_g, p_beta, start + HALF, eos, s_qt, s_kt, s_gt, s_bt, K, KP, HALF, GROUP, ALIGN, VECTOR, BETA, HIP
         )
-    b_A_qk, b_A_kk = unstacked(b_A)
-    b_T = unit_lower_inverse(b_A_kk * b_beta[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
-    b_T = narrow(b_T, SOLVE_DTYPE)  # [HALF, HALF]
-    b_square = product(narrow(b_A_qk, SOLVE_DTYPE), b_T, PRECISION)
-    tl.store(p_square, narrow(b_square * b_beta[None, :], DTYPE))
+    b_A_qk, b_A_kk = split_q_above_k(b_A)
+    b_T = inverse_by_doubling(b_A_kk * b_beta[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
+    b_T = round_to(b_T, SOLVE_DTYPE)  # [HALF, HALF]
+    b_square = product(round_to(b_A_qk, SOLVE_DTYPE), b_T, PRECISION)
+    tl.store(p_square, round_to(b_square * b_beta[None, :], DTYPE))
     if HAS_LOWER:
         p_lower += i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [HALF, HALF]
         p_solved += i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [HALF, HALF]
-        tl.store(p_solved, narrow(b_square, DTYPE))
-        tl.store(p_lower, narrow(lower_of(b_T, b_A_kk, b_beta, o_t, PRECISION), SOLVE_DTYPE))
+        tl.store(p_solved, round_to(b_square, DTYPE))
+        tl.store(p_lower, round_to(lower_of(b_T, b_A_kk, b_beta, o_t, PRECISION), SOLVE_DTYPE))
     if C > HALF:
         b_A, b_rows, b_cols1, b_decay1 = half_chunk(
             b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start + HALF, eos, b_decay,
             KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, False, PRECISION,
         )  # fmt: skip
-        b_A_qk, b_A_kk = unstacked(b_A)
-        b_A_qk10, b_A_kk10 = unstacked(product(b_rows, tl.trans(b_cols), PRECISION))  # rows of the second half, columns of the first
-        b_T1 = unit_lower_inverse(b_A_kk * b_beta1[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
-        b_T1 = narrow(b_T1, SOLVE_DTYPE)
-        b_T10 = product(narrow(b_A_kk10 * b_beta1[:, None], SOLVE_DTYPE), b_T, PRECISION)
-        b_T10 = narrow(-product(b_T1, narrow(b_T10, SOLVE_DTYPE), PRECISION), SOLVE_DTYPE)
+        b_A_qk, b_A_kk = split_q_above_k(b_A)
+        b_A_qk10, b_A_kk10 = split_q_above_k(product(b_rows, tl.trans(b_cols), PRECISION))  # rows of the second half, columns of the first
+        b_T1 = inverse_by_doubling(b_A_kk * b_beta1[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
+        b_T1 = round_to(b_T1, SOLVE_DTYPE)
+        b_T10 = product(round_to(b_A_kk10 * b_beta1[:, None], SOLVE_DTYPE), b_T, PRECISION)
+        b_T10 = round_to(-product(b_T1, round_to(b_T10, SOLVE_DTYPE), PRECISION), SOLVE_DTYPE)
         if HAS_LOWER:
-            b_lower = product_add(narrow(b_A_kk, SOLVE_DTYPE), b_T10, product(narrow(b_A_kk10, SOLVE_DTYPE), b_T, PRECISION), PRECISION)
+            b_lower = product_add(round_to(b_A_kk, SOLVE_DTYPE), b_T10, product(round_to(b_A_kk10, SOLVE_DTYPE), b_T, PRECISION), PRECISION)
             b_lower = tl.where((tl.abs(b_beta1) > DIVISIBLE)[:, None], -b_T10.to(tl.float32) / b_beta1[:, None], b_lower)
             tl.store(p_lower + HALF, tl.zeros([HALF, HALF], SOLVE_DTYPE))
-            tl.store(p_lower + HALF * C, narrow(b_lower, SOLVE_DTYPE))
-            tl.store(p_lower + HALF * C + HALF, narrow(lower_of(b_T1, b_A_kk, b_beta1, o_t, PRECISION), SOLVE_DTYPE))
-        b_A_qk = narrow(b_A_qk, SOLVE_DTYPE)
-        b_square10 = product_add(b_A_qk, b_T10, product(narrow(b_A_qk10, SOLVE_DTYPE), b_T, PRECISION), PRECISION)
+            tl.store(p_lower + HALF * C, round_to(b_lower, SOLVE_DTYPE))
+            tl.store(p_lower + HALF * C + HALF, round_to(lower_of(b_T1, b_A_kk, b_beta1, o_t, PRECISION), SOLVE_DTYPE))
+        b_A_qk = round_to(b_A_qk, SOLVE_DTYPE)
+        b_square10 = product_add(b_A_qk, b_T10, product(round_to(b_A_qk10, SOLVE_DTYPE), b_T, PRECISION), PRECISION)
         tl.store(p_square + HALF, tl.zeros([HALF, HALF], DTYPE))
-        tl.store(p_square + HALF * C, narrow(b_square10 * b_beta[None, :], DTYPE))
+        tl.store(p_square + HALF * C, round_to(b_square10 * b_beta[None, :], DTYPE))
         b_square = product(b_A_qk, b_T1, PRECISION)
-        tl.store(p_square + HALF * C + HALF, narrow(b_square * b_beta1[None, :], DTYPE))
+        tl.store(p_square + HALF * C + HALF, round_to(b_square * b_beta1[None, :], DTYPE))
         if HAS_LOWER:
             tl.store(p_solved + HALF, tl.zeros([HALF, HALF], DTYPE))
-            tl.store(p_solved + HALF * C, narrow(b_square10, DTYPE))
-            tl.store(p_solved + HALF * C + HALF, narrow(b_square, DTYPE))
-        b_cols1 = widen(b_cols1, SOLVE_DTYPE)
+            tl.store(p_solved + HALF * C, round_to(b_square10, DTYPE))
+            tl.store(p_solved + HALF * C + HALF, round_to(b_square, DTYPE))
+        b_cols1 = stored_operand(b_cols1, SOLVE_DTYPE)
         b_solved = product(tl.trans(b_T1), b_cols1, PRECISION) * b_beta1[:, None]
-        tl.store(p_tile + (2 * C + HALF) * KP, narrow(b_solved, DTYPE))
-        b_solved = product(tl.trans(b_T), widen(b_cols, SOLVE_DTYPE), PRECISION) * b_decay1[None, :]  # [HALF, KP]
+        tl.store(p_tile + (2 * C + HALF) * KP, round_to(b_solved, DTYPE))
+        b_solved = product(tl.trans(b_T), stored_operand(b_cols, SOLVE_DTYPE), PRECISION) * b_decay1[None, :]  # [HALF, KP]
         b_solved = product_add(tl.trans(b_T10), b_cols1, b_solved, PRECISION)
         b_decay = b_decay * b_decay1
     else:
-        b_solved = product(tl.trans(b_T), widen(b_cols, SOLVE_DTYPE), PRECISION)
-    tl.store(p_tile + 2 * C * KP, narrow(b_solved * b_beta[:, None], DTYPE))
+        b_solved = product(tl.trans(b_T), stored_operand(b_cols, SOLVE_DTYPE), PRECISION)
+    tl.store(p_tile + 2 * C * KP, round_to(b_solved * b_beta[:, None], DTYPE))
     tl.store(p_decay + i_p * KP + o_k, b_decay)
 
 

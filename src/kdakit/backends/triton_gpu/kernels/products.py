@@ -9,11 +9,11 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
-from kdakit.backends.triton_gpu.device.channel_tiles import channel_rows, in_order, sides, span_tokens
+from kdakit.backends.triton_gpu.device.channel_tiles import channel_rows, in_order, span_tokens, split_sides
 from kdakit.backends.triton_gpu.device.gate import write_strength_backward
 from kdakit.backends.triton_gpu.device.inverse import load_inverse
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add
-from kdakit.backends.triton_gpu.device.program import locate, row_of_token, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -44,19 +44,19 @@ def solved_rows(
 ):
     """Rows o_i [R] of X / |k|, X = inverse Diag(beta), columns in the order of `row_tokens`, rounded; and what rounding took."""
     b_X = load_inverse(p_lower, b_beta, o_i, o_p, C, HALF, GROUP) * b_beta_c[None, :] * b_norm[:, None]
-    b_Xn = narrow(b_X, GRADIENT_DTYPE)
-    return b_Xn, narrow(b_X - b_Xn.to(tl.float32), GRADIENT_DTYPE)
+    b_Xn = round_to(b_X, GRADIENT_DTYPE)
+    return b_Xn, round_to(b_X - b_Xn.to(tl.float32), GRADIENT_DTYPE)
 
 
 @triton.jit
 def times_solved(b_x, X, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr = True):
     """b_x [M, R] -> b_x X^T [M, R]: what rounding takes from X is made good, and, if WHOLE, what it takes from b_x."""
-    b_xn = narrow(b_x, GRADIENT_DTYPE)
+    b_xn = round_to(b_x, GRADIENT_DTYPE)
     b_y = product(b_xn, tl.trans(X[0]), PRECISION)
     if not GRADIENT_DTYPE.is_fp32():
         b_y = product_add(b_xn, tl.trans(X[1]), b_y, PRECISION)
         if WHOLE:
-            b_y = product_add(narrow(b_x - b_xn.to(tl.float32), GRADIENT_DTYPE), tl.trans(X[0]), b_y, PRECISION)
+            b_y = product_add(round_to(b_x - b_xn.to(tl.float32), GRADIENT_DTYPE), tl.trans(X[0]), b_y, PRECISION)
     return b_y
 
 
@@ -130,11 +130,11 @@ def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexp
         bits = tl.minimum(tl.maximum(bits, 0x07800000), 0x7F000000) - 0x07000000  # the largest becomes 2^14 to 2^15
         tl.store(p_scales + i * KP + o_s, bits.to(tl.float32, bitcast=True), mask=o_s < KP)
         b_x = b_x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
-    b_x = narrow(b_x, p_part.dtype.element_ty)
+    b_x = round_to(b_x, p_part.dtype.element_ty)
     if BY_TOKEN:
         o_k = i_k + channel_rows(BK)
         p_part += o_k[:, None] * R + tl.arange(0, 32)[None, :]
-        b_x0, b_x1 = sides(b_x)
+        b_x0, b_x1 = split_sides(b_x)
         tl.store(p_part, in_order(b_x0), mask=(o_k < KP)[:, None])
         tl.store(p_part + 32, in_order(b_x1), mask=(o_k < KP)[:, None])
     else:
@@ -148,7 +148,7 @@ def finish_d_v(p_d_v, o_row, m_i, b_beta, V: tl.constexpr, BV: tl.constexpr):
     for i_v in tl.static_range((V + BV - 1) // BV):
         o_v = i_v * BV + tl.arange(0, BV)
         b_y = load_rows(p_d_v, o_row, m_i, o_v, V, BV).to(tl.float32) * b_beta[:, None]
-        tl.store(p_d_v + o_row[:, None] + o_v[None, :], narrow(b_y, p_d_v.dtype.element_ty), mask=m_i[:, None] & (o_v < V)[None, :])
+        tl.store(p_d_v + o_row[:, None] + o_v[None, :], round_to(b_y, p_d_v.dtype.element_ty), mask=m_i[:, None] & (o_v < V)[None, :])
 
 
 @kernel
@@ -176,7 +176,7 @@ def products_kernel(
     R: tl.constexpr = C if C > 32 else 32
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
-    i_b, i_n, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
     if start >= eos:
         return
@@ -209,16 +209,16 @@ def products_kernel(
     b_Aq = times_solved(b_Pq, X, GRADIENT_DTYPE, PRECISION) * b_norm_q[:, None]
     if BY_TOKEN:
         b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)
-    tl.store(p_pair, narrow(b_Aq, GRADIENT_DTYPE))
+    tl.store(p_pair, round_to(b_Aq, GRADIENT_DTYPE))
     b_Ak = times_solved(b_Pk, X, GRADIENT_DTYPE, PRECISION, False) * (-b_beta_y * b_norm_k)[:, None]
     if BY_TOKEN:
         b_Ak = tl.where(o_i[:, None] > o_i[None, :], b_Ak, 0.0)
-    tl.store(p_pair + R * R, narrow(b_Ak, GRADIENT_DTYPE))
+    tl.store(p_pair + R * R, round_to(b_Ak, GRADIENT_DTYPE))
     m_N = (o_i < C)[:, None] & (o_p < C)[None, :]
     p_N = p_lower + i_p * C * C + row_of_token(o_i, HALF, GROUP)[:, None] * C + o_p[None, :]
     b_T = tl.where(o_i[:, None] == o_c[None, :], 1.0, 0.0) - tl.load(p_N, mask=m_N, other=0.0).to(tl.float32) * b_beta_c[None, :]
     b_d_beta = write_strength_backward(tl.load(p_beta + o_i * s_bt, mask=m_i, other=0.0).to(tl.float32), tl.sum(b_Pk * b_T, 1), BETA)
-    tl.store(p_d_beta + i_row + o_i * HV, narrow(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
+    tl.store(p_d_beta + i_row + o_i * HV, round_to(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
 
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)

@@ -10,19 +10,19 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.channel_tiles import (
-    decays,
     from_start,
-    identity,
+    identity_matrix,
     load_decay,
     load_span,
+    octet_decays,
     side_by_side,
     span_tokens,
     to_end,
 )
 from kdakit.backends.triton_gpu.device.gate import gate_slope, inverse_norm, write_strength
 from kdakit.backends.triton_gpu.device.inverse import load_inverse
-from kdakit.backends.triton_gpu.device.matrix import narrow, product
-from kdakit.backends.triton_gpu.device.program import locate, row_of_token, row_tokens
+from kdakit.backends.triton_gpu.device.matrix import product, round_to
+from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token, row_tokens
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -63,7 +63,7 @@ def unit_span(p_x, p_norm, o_t, o_r, m_r, s_t, o_k, eos, b_I, K: tl.constexpr, K
 @triton.jit
 def store_span(p_tile, o_r, m_r, o_k, b_x, KP: tl.constexpr):
     """b_x [BK, R] -> rows o_r, channels o_k of a tile [C, KP]."""
-    b_x = narrow(tl.trans(b_x), p_tile.dtype.element_ty)
+    b_x = round_to(tl.trans(b_x), p_tile.dtype.element_ty)
     tl.store(p_tile + o_r[:, None] * KP + o_k[None, :], b_x, mask=m_r[:, None] & (o_k < KP)[None, :])
 
 
@@ -82,9 +82,9 @@ def rebuild_span(
     store_span(p_tile + C * KP, o_r, m_r, o_k, b_q, KP)
     if HAS_FIRST:  # noqa: SIM102 - the compiler decides the one, the device the other
         if first:
-            store_span(p_first, o_r, m_r, o_k, b_in - narrow(b_in, DTYPE).to(tl.float32), KP)
-            store_span(p_first + C * KP, o_r, m_r, o_k, b_q - narrow(b_q, DTYPE).to(tl.float32), KP)
-    return narrow(b_k * b_to, SOLVE_DTYPE)
+            store_span(p_first, o_r, m_r, o_k, b_in - round_to(b_in, DTYPE).to(tl.float32), KP)
+            store_span(p_first + C * KP, o_r, m_r, o_k, b_q - round_to(b_q, DTYPE).to(tl.float32), KP)
+    return round_to(b_k * b_to, SOLVE_DTYPE)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def rebuild_chunk(
     b_beta = write_strength(tl.load(p_beta + (start + o_i) * s_bt, mask=start + o_i < eos, other=0.0).to(tl.float32), BETA)
     b_beta = tl.where(start + o_i < eos, b_beta, 0.0)
     b_T = load_inverse(p_lower, b_beta, o_i, o_c, C, HALF, GROUP).to(SOLVE_DTYPE)  # [R, R]
-    b_I = identity(32)
+    b_I = identity_matrix(32)
     p_norms = p_factors + C
     if BK < KP:
         if L2NORM:
@@ -127,11 +127,11 @@ def rebuild_chunk(
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
-        b_prefix, b_suffix, c, b_decay0 = decays(b_e)
+        b_prefix, b_suffix, c, b_decay0 = octet_decays(b_e)
         b_from0, b_to0 = from_start(b_prefix, c), to_end(b_suffix, c)
         if C > 32:
             b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t1, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
-            b_prefix, b_suffix, c, b_decay1 = decays(b_e)
+            b_prefix, b_suffix, c, b_decay1 = octet_decays(b_e)
             b_to0 = b_to0 * b_decay1
         b_k_decayed = rebuild_span(
             p_q, p_k, p_tile, p_norms, p_first, b_I, b_from0, b_to0, scale, o_t0, o_r0, m_r0, o_k, s_qt, s_kt, eos, first,
@@ -161,7 +161,7 @@ def rebuild_kernel(
     """The tiles of a chunk (see `prepare_kernel`) from its inputs and its saved inverse. Grid: (slots * HV,), heads fastest."""
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
-    i_b, i_n, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
     if start >= eos:
         return

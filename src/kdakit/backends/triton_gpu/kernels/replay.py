@@ -9,8 +9,8 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add
-from kdakit.backends.triton_gpu.device.program import locate, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.program import locate_chunk, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -38,14 +38,14 @@ def replay_states(
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_solved = tl.load(p_solved)
         if b_solved.dtype != DTYPE:
-            b_solved = narrow(b_solved.to(tl.float32), DTYPE)
+            b_solved = round_to(b_solved.to(tl.float32), DTYPE)
         b_decay = tl.load(p_decay + o_k)
         b_beta = tl.load(p_factors + o_c)
-        b_Sn = narrow(b_S, DTYPE)
+        b_Sn = round_to(b_S, DTYPE)
         tl.store(p_state, b_Sn, mask=m_v[:, None])
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
-        tl.store(p_r, narrow(tl.trans(b_r), DTYPE), mask=m_cv)
-        b_S = product_add(narrow(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
+        tl.store(p_r, round_to(tl.trans(b_r), DTYPE), mask=m_cv)
+        b_S = product_add(round_to(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
@@ -72,7 +72,7 @@ def replay_kernel(
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_p = i_p % NV, i_p // NV
     i_s, i_h = i_p // HV, i_p % HV
-    i_b, i_n, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
     if (start >= eos) | ((i_c > 0) & (i_s % CHECKPOINT > 0)):
         return

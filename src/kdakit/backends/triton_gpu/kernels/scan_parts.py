@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, padded
-from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, narrow, product, product_add
+from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, product, product_add, round_to
 from kdakit.backends.triton_gpu.device.program import let_next_begin, part_of, row_tokens, sequence_of, wait_for_last
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -64,17 +64,17 @@ def parts_kernel(
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_decay = tl.load(p_decay)  # [KP]
         b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
-        b_r = product_add(narrow(b_S, DTYPE), tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
-        b_S = product_add(narrow(-b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
+        b_r = product_add(round_to(b_S, DTYPE), tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
+        b_S = product_add(round_to(-b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
     p_maps += (i_nh * (PARTS - 1) + i_part) * (VP + KP) * KP
     if i_row >= VP:
-        b_high = narrow(b_S, tl.bfloat16)
+        b_high = round_to(b_S, tl.bfloat16)
         p_M = (p_maps + VP * KP).to(tl.pointer_type(tl.bfloat16)) + (o_v - VP)[:, None] * KP + o_k[None, :]
         tl.store(p_M, b_high)
-        tl.store(p_M + KP * KP, narrow(b_S - b_high.to(tl.float32), tl.bfloat16))
+        tl.store(p_M + KP * KP, round_to(b_S - b_high.to(tl.float32), tl.bfloat16))
     else:
         tl.store(p_maps + o_v[:, None] * KP + o_k[None, :], b_S)
     wait_for_last(not INTERPRETED)
@@ -104,8 +104,8 @@ def combine_kernel(
         p_M += 2 * (VP + KP) * KP
         b_b = tl.load(p_b)
         b_high, b_low = tl.load(p_M), tl.load(p_M + KP * KP)
-        b_S_high = narrow(b_S, tl.bfloat16)
-        b_S_low = narrow(b_S - b_S_high.to(tl.float32), tl.bfloat16)
+        b_S_high = round_to(b_S, tl.bfloat16)
+        b_S_low = round_to(b_S - b_S_high.to(tl.float32), tl.bfloat16)
         b_S = product_add(b_S_low, b_high, b_b, "tf32")
         b_S = product_add(b_S_high, b_low, b_S, "tf32")
         b_S = product_add(b_S_high, b_high, b_S, "tf32")
