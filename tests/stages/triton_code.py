@@ -35,9 +35,11 @@ def of_compiled(kernel) -> str:
 
 
 def of_representation(text: str) -> str:
-    """Of MLIR, whose locations may hold parentheses within parentheses."""
+    """Of MLIR, whose locations may hold parentheses within parentheses, and whose values are named after variables: here by their order."""
     text = re.sub(r"^#loc.*$", "", text, flags=re.MULTILINE)
-    return digest(re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", text))
+    text = re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", text)
+    order: dict[str, int] = {}
+    return digest(re.sub(r"%\w+", lambda name: f"%{order.setdefault(name[0], len(order))}", text))
 
 
 def stop_after_first_stage(codes: list[str]) -> None:
