@@ -302,8 +302,8 @@ def test_launchers_are_made_beside_kernels_which_run_python_in_turn(monkeypatch)
 
 def test_triton_hands_over_the_source_of_a_kernel(monkeypatch):
     """What `Compilers` looks for: the rest works without it, slower."""
-    from test_triton_offline import offline_driver
     from triton.runtime import driver
+    from triton_offline import offline_driver
 
     from kdakit.backends.triton_gpu import config as configs
 

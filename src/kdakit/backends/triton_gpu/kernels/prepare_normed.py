@@ -253,7 +253,7 @@ def store_swapped(p_x, b_x):
 
 @triton.jit
 def both_tails(b_x, b_tails, b_decay, SOLVE_DTYPE: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
-    """k decayed to the chunk's end [64, KP], columns swapped, b_x of the second half first; the other's, b_tails, decays by b_decay more."""
+    """k decayed to the chunk's end [64, KP], columns swapped, b_x of the second half first; b_tails, the other's, decays by b_decay more."""
     b_decay = b_decay[:, None, :]
     b_tails = round_to(b_tails.to(tl.float32) * b_decay, SOLVE_DTYPE) if INTERPRETED else b_tails * b_decay.to(SOLVE_DTYPE)
     b_k = swapped_columns(by_token(stack_rows(b_x, b_tails)))

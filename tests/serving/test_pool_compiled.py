@@ -50,9 +50,9 @@ def compile_all(target: str) -> None:
     from kdakit.problem import Arrays
     from kdakit.serving.torch import Draft, StatePool
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "stages"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
     import triton_code
-    from test_triton_offline import offline_driver, resources
+    from triton_offline import offline_driver, resources
 
     chip = configs.CHIPS[target]
     run, size = JITFunction.run, 0

@@ -1,10 +1,10 @@
 """Hashes of what the Triton kernels compile to, without line information: moves and new names leave them as they are.
 
-    python tests/stages/triton_code.py sm_90 gfx942 > before.jsonl
+    python tests/helpers/triton_code.py sm_90 gfx942 > before.jsonl
 
 prints a JSON line per launch of many problems. `launch`: its grid, numbers, constants and options. `code`: Triton's first representation
 of the kernel, of which all further ones are made; `of_compiled` is the hash of PTX or AMD's assembly, which `test_triton_compiled.py` and
-`test_pool_offline.py` print.
+`test_pool_compiled.py` print.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def launches_of_pools(chip):
 
 def print_codes(target: str, known: dict) -> None:
     """known: codes by what they were compiled for, NVIDIA's chips alike."""
-    from test_triton_offline import offline_driver
     from triton.runtime import driver
+    from triton_offline import offline_driver
 
     from kdakit.backends.triton_gpu import call
     from kdakit.backends.triton_gpu import config as configs
