@@ -164,6 +164,31 @@ class Norm:
         return {"y": y} | {f"d_{name}": g for name, g in zip(given, grads, strict=True)}
 
 
+class Swiglu:
+    """silu(a) b of any number of numbers, some of them large."""
+
+    def __init__(self, seed: int, large: bool = False):
+        form, rng = np.random.default_rng(seed // ALIKE), np.random.default_rng(seed)
+        self.dtype = DTYPES[form.integers(len(DTYPES))]
+        shape = tuple(int(rng.integers(0, most)) for most in ((3, 300, 700) if large else (3, 9, 400)))
+        draw = lambda by: round_to(rng.normal(size=shape) * by, self.dtype)
+        self.a, self.b, self.d_y = draw(float(10.0 ** rng.integers(-3, 3))), draw(1.0), draw(1.0)
+        self.name = f"swiglu {seed}: {self.dtype} {shape}"
+
+    def formula(self, kind) -> dict[str, np.ndarray]:
+        a, b, d_y = (x.astype(kind) for x in (self.a, self.b, self.d_y))
+        s = sigmoid(a)
+        return {"y": a * s * b, "d_a": d_y * b * s * (1 + a * (1 - s)), "d_b": d_y * a * s}
+
+    def run(self, device) -> dict[str, torch.Tensor]:
+        from kdakit.layers.torch.fused.swiglu import OPERATOR
+
+        a, b, d_y = (torch.as_tensor(x, device=device).to(getattr(torch, self.dtype)) for x in (self.a, self.b, self.d_y))
+        y = OPERATOR(a.requires_grad_(), b.requires_grad_())[0]
+        d_a, d_b = torch.autograd.grad(y, (a, b), d_y)
+        return {"y": y, "d_a": d_a, "d_b": d_b}
+
+
 class Step:
     """A few tokens of sequences in a cache, or in slots of a pool, moved or drafted."""
 
@@ -278,7 +303,7 @@ class Step:
         return out
 
 
-KINDS: dict[str, Any] = {"convolution": Convolution, "norm": Norm, "step": Step}
+KINDS: dict[str, Any] = {"convolution": Convolution, "norm": Norm, "swiglu": Swiglu, "step": Step}
 
 
 def dtype_of(problem, name: str) -> str:

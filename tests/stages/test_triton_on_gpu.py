@@ -18,6 +18,9 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
+import not_finite  # noqa: E402
+
 from kdakit import torch as kt  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case  # noqa: E402
 from kdakit.measure import checking  # noqa: E402
@@ -398,6 +401,69 @@ def test_later_lengths_compile_nothing(name):
         triton.knobs.compilation.listener = kept
     finally:
         triton.knobs.compilation.listener = kept
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_not_finite_stays_where_it_is(seed):
+    """NaN and infinity in any element of any input of drawn problems: no bit of another sequence or head changes, and NaN is not lost."""
+    case, dtype = not_finite.draw(seed)
+    run = lambda arrays, cotangents: checking.run_arrays("triton_gpu", case, dtype, arrays, cotangents)
+    not_finite.check(case, dtype, run, seed)
+
+
+FIRST_CALLS = """
+import sys, threading
+sys.path[:0] = {path!r}
+import torch
+import test_triton_on_gpu as here
+from dataclasses import replace
+
+def results(n):
+    case = replace(here.CASES_HERE["model"], T=1 + 37 * n, H=1 + n % 3, HV=1 + n % 3)
+    x = here.checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cuda")
+    for field in here.DIFFERENTIABLE:
+        getattr(x, field).requires_grad_()
+    cotangents = [torch.as_tensor(d).cuda() for d in case.cotangents("bfloat16")]
+    return here.train(case, x, (cotangents[0].to(x.v.dtype), cotangents[1].float()))
+
+found, barrier = {{}}, threading.Barrier({threads})
+def work(me):
+    barrier.wait()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for n in range(me, 24, {threads}):
+            found[n] = results(n)
+        torch.cuda.current_stream().synchronize()
+workers = [threading.Thread(target=work, args=(n,)) for n in range({threads})]
+[x.start() for x in workers]; [x.join() for x in workers]
+print("same", sum(here.same(found[n], results(n)) for n in range(24)))
+"""
+
+
+def test_first_calls_from_threads():
+    """From the first call on, eight threads on streams of their own: the bits of one thread."""
+    path = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)), os.path.dirname(os.path.dirname(kt.__file__))]
+    program = FIRST_CALLS.format(path=path, threads=8)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "same 24" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+def test_a_first_step_compiles_before_its_backward():
+    """Whatever a loss is made of, and whatever needs gradients: nothing is left to compile when the backward comes."""
+    import triton
+
+    case = replace(CASES_HERE["model"], name="first_step", K=64, V=64)
+    x = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cuda")
+    for name in "qkv":
+        getattr(x, name).requires_grad_()
+    compiled, kept = [], triton.knobs.compilation.listener
+    out = call(case, x)
+    triton.knobs.compilation.listener = lambda *, metadata, **_: compiled.append(metadata["name"])
+    try:
+        torch.autograd.grad(out[0].float().sum(), (x.q, x.k, x.v), retain_graph=True)
+        torch.autograd.grad([o.float().sum() for o in out], (x.q, x.k, x.v))
+    finally:
+        triton.knobs.compilation.listener = kept
+    assert not compiled
 
 
 SANITIZED = """

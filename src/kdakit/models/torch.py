@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kdakit.layers.sizes import check_context
 from kdakit.layers.torch import FullAttention, KimiDeltaAttention, Rows
+from kdakit.layers.torch.fused.swiglu import swiglu
 from kdakit.layers.torch.norm import RMSNorm
 from kdakit.models.captured import CapturedStep
 from kdakit.models.config import ModelConfig
@@ -36,7 +37,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):

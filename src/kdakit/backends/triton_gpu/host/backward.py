@@ -96,7 +96,7 @@ def launches(problem: Problem, config: Config, layout: Layout, has_final: bool =
         V_FIRST=o.state_v_first, PRECISION=config.precision, ALIGN=layout.align, BK=config.slice_k, GATE=o.gate, BETA=o.beta,
         L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state,
         HAS_FINAL=has_final, HAS_FIRST=corrected(problem), SOLVE=DTYPES[config.solve], SMALL=DTYPES[config.small],
-        PTX=config.ptx, HIP=config.hip, BOUNDED=bounded(problem), NORMED=joint(problem, config),
+        PTX=config.ptx, HIP=config.hip, BOUNDED=differences(problem), NORMED=joint(problem, config),
     )  # fmt: skip
     limit = {"maxnreg": config.registers} if config.registers else {}
     q, k, v, g, b = (layout.strides[n] for n in "qkvgb")
@@ -234,6 +234,12 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, y: Replayed, z: Produc
     if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
         d_q, d_k = (w.view(problem.B, problem.T, problem.H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     return d_q, d_k, d_g, d_A_log, d_dt_bias
+
+
+def differences(problem: Problem) -> bool:
+    """Whether a gate's gradient may be a difference of two sums, which a bounded gate allows: not in float32, where saturated gates have
+    gradients far below the sums, nor in float16, whose gradients are float32's."""
+    return bounded(problem) and problem.dtype == "bfloat16"
 
 
 def joint(problem: Problem, config: Config) -> bool:

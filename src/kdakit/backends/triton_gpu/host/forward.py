@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,13 +18,14 @@ from kdakit.backends.triton_gpu.kernels.scan_parts import combine_kernel, parts_
 from kdakit.backends.triton_gpu.kernels.scan_staged import staged_scan_kernel
 from kdakit.backends.triton_gpu.kernels.step import step_kernel
 from kdakit.backends.triton_gpu.kernels.tail import tail_kernel
+from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES, Launch, is_recording, on_device
 from kdakit.backends.triton_gpu.runtime.layout import Layout, Views, contiguous_parameters, views
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 SECOND = 2**15  # the most programs along a grid's second axis
-TAIL_PROGRAMS, TAIL_BLOCK = 128, 2048  # the latter in elements
+TAIL_PROGRAMS, TAIL_BLOCK = 1 if INTERPRETED else 128, 2048  # the latter in elements
 
 
 class Workspace(NamedTuple):
@@ -95,18 +97,35 @@ class Scan(NamedTuple):
     combine: Launch | None = None
 
 
+class Paged(NamedTuple):
+    """Where a scan finds and leaves states: in pages, by slot."""
+
+    states: torch.Tensor  # [pages, HV, K, V] or [pages, HV, V, K], pages apart
+    slots: torch.Tensor  # [N]
+    known: torch.Tensor | None  # [N]: 0 where a sequence begins with zeros, whatever its page holds
+    marks: torch.Tensor | None  # [chunk slots]: the page for the state before that chunk, or nobody's
+    first: int  # slots below are nobody's
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """FIRST, CAPACITY, s_page and PAGE of the kernels."""
+        unit = math.gcd(16, self.states.stride(0))
+        return self.first, len(self.states), self.states.stride(0) // unit, unit
+
+
 @lru_cache(maxsize=1024)
-def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpoint: int) -> Scan:
-    """In `number` parts."""
+def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpoint: int, paged: tuple[int, ...] = ()) -> Scan:
+    """In `number` parts. paged: as of `Paged.numbers`."""
     o, NT, HV, KP, VP = problem.options, -(-problem.T // config.chunk), problem.HV, padded(problem.K), padded(problem.V)
     constants = dict(
         K=problem.K, V=problem.V, KP=KP, VP=VP, C=config.chunk, S=config.half, GROUP=config.group,
         ALIGN=layout.align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
         PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v,
         HAS_FINAL=o.output_final_state, HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, PART="whole",
+        PAGED=bool(paged), PAGE=paged[3] if paged else 1,
     )  # fmt: skip
     options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {})
     numbers = problem.T, problem.N, NT, HV, *layout.strides["v"], max(1, o.chunk_size // config.chunk), checkpoint
+    numbers = *numbers, *(paged[:3] or (0, 0, 0))
     rows, blocks = problem.N * HV, problem.N * HV * -(-problem.V // config.block_v)
     if not config.staged:
         return Scan(Launch(scan_kernel, blocks, numbers, constants, **options))
@@ -127,18 +146,22 @@ def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpo
     )
 
 
-def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
-    """Stages state and output of every sequence."""
+def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, paged: Paged | None = None) -> Result:
+    """Stages state and output of every sequence. paged: states come from pages and stay there."""
     o, device = problem.options, arrays.q.device
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
-    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
+    initial, final, held = arrays.initial_state, None, (None, None, None)
+    if paged is not None:
+        initial = final = paged.states
+        held = paged.slots, paged.known, paged.marks
+    elif o.output_final_state:
+        final = torch.empty(problem.state_shape, dtype=torch.float32, device=device)
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
     if problem.N:
         number = parts(problem, config) if config.split else 1
-        launches = _scan(problem, config, x.layout, number, configs.CHECKPOINT)
+        launches = _scan(problem, config, x.layout, number, configs.CHECKPOINT, () if paged is None else paged.numbers())
         tensors = (
-            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states, offsets,
-            space.checkpoints,
+            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, initial, final, states, offsets, space.checkpoints, *held,
         )  # fmt: skip
         if config.staged:
             tensors = *tensors, space.decay if config.split else None
@@ -157,14 +180,18 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
 def intermediate_states(problem: Problem, arrays: Arrays):
     """The buffer for the states before each chunk, and per sequence the index of its first one. The number of chunks of packed sequences is
     known only to whoever reads cu_seqlens: the one place where the host waits, unless cu_seqlens_cpu is given."""
-    offsets, chunks = None, problem.chunks
-    if problem.varlen:
-        cu = arrays.cu_seqlens if arrays.cu_seqlens_cpu is None else arrays.cu_seqlens_cpu
-        counts = (cu.diff() + problem.options.chunk_size - 1) // problem.options.chunk_size
-        ends = counts.cumsum(0)
-        chunks = int(ends[-1])
-        offsets = (ends - counts).to(device=arrays.q.device, dtype=torch.int64)
-    return torch.empty((problem.B, chunks, *problem.state_shape[1:]), dtype=arrays.q.dtype, device=arrays.q.device), offsets
+    like = dict(dtype=arrays.q.dtype, device=arrays.q.device)
+    if not problem.varlen:
+        return torch.empty((problem.B, problem.chunks, *problem.state_shape[1:]), **like), None
+    size, host = problem.options.chunk_size, arrays.cu_seqlens_cpu
+    counts = (arrays.cu_seqlens.diff() + size - 1) // size
+    ends = counts.cumsum(0)
+    offsets = (ends - counts).to(torch.int64)
+    if host is None:
+        return torch.empty((problem.B, int(ends[-1]), *problem.state_shape[1:]), **like), offsets
+    # Room for as many as there can be, whatever the two copies say: kernels go by the one on the device.
+    chunks = int(((host.diff() + size - 1) // size).sum())
+    return torch.zeros((problem.B, problem.chunks, *problem.state_shape[1:]), **like)[:, :chunks], offsets
 
 
 @lru_cache(maxsize=1024)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, padded
+from kdakit.backends.triton_gpu.config import Config, chip_of, chunk_slots, padded
+from kdakit.backends.triton_gpu.host import forward
 from kdakit.backends.triton_gpu.kernels.pool_decode import decode_kernel
 from kdakit.backends.triton_gpu.kernels.pool_draft import commit_kernel, draft_kernel, tokens_kernel
 from kdakit.backends.triton_gpu.runtime import launch as launches
@@ -36,9 +38,8 @@ TOKEN_WARPS = 2
 FETCHED = (8 << 20, 32 << 20)  # bytes of the states, in the order of the rows, that `tokens_kernel` asks for: the first are read at once
 
 
-def cut_for(call: str, pool: Any) -> Cut:
-    """Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
-    s = pool.sizes
+def cut_for(call: str, s: Any) -> Cut:
+    """For a pool of sizes s. Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
     if s.dtype == "int8":
         return Cut(s.scale_group, 2)
     cut = CUTS[call, s.state_v_first]
@@ -77,26 +78,86 @@ def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
     if problem.N and problem.T:
         with on_device(arrays.q):
-            _decode(problem, x.layout, pool.sizes, pool.capacity, cut_for("decode", pool))(
+            held = Held(0, pool.capacity, storage.states.stride(0), 1, out.stride()[:3])
+            _decode(problem, x.layout, pool.sizes, held, cut_for("decode", pool.sizes))(
                 x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, storage.states, storage.scales, storage.residual,
-                slots.contiguous(), pool.generation,
+                slots.contiguous(), pool.generation, None, None,
             )  # fmt: skip
     return out
 
 
+class Held(NamedTuple):
+    """Where a decode finds states and leaves outputs."""
+
+    first: int  # slots below are nobody's
+    capacity: int  # and from this on
+    page: int  # elements from one state to the next
+    slot: int  # elements from one row's slots to the next row's
+    out: tuple[int, ...]  # strides of o: row, token, head
+    owned: bool = True
+    drafted: bool = False
+    span: int = 1  # entries of cu_seqlens from one row's first token to the next row's
+
+
+def decode_pages(problem: Problem, arrays: Arrays, pages: Any, slots, accepted, out: torch.Tensor | None) -> None:
+    """One launch over memory that somebody else owns: see kdakit.serving.torch.pages.decode. out: None where only states are wanted;
+    cu_seqlens may then be [N, 2], the first and last token + 1 of each row."""
+    arrays = contiguous_parameters(arrays)
+    x = views(arrays)
+    if not (problem.N and problem.T):
+        return
+    drafted = slots.dim() == 2
+    strides = (0, 0, 0) if out is None else out.stride()[:3]
+    span = arrays.cu_seqlens.stride(0) if problem.varlen else 1
+    held = Held(pages.first, len(pages.states), pages.states.stride(0), slots.stride(0), strides, False, drafted, span)
+    with on_device(arrays.q):
+        _decode(problem, x.layout, pages.sizes, held, cut_for("decode", pages.sizes))(
+            x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, pages.states, None, None, slots, None, accepted,
+            arrays.cu_seqlens,
+        )  # fmt: skip
+        if out is not None and problem.varlen:
+            _clear(problem, arrays, out)
+
+
 @functools.lru_cache(maxsize=1024)
-def _decode(problem: Problem, layout: Layout, sizes: Any, capacity: int, cut: Cut) -> launches.Launch:
-    o, strides = problem.options, layout.strides
+def _decode(problem: Problem, layout: Layout, sizes: Any, held: Held, cut: Cut) -> launches.Launch:
+    o, strides, unit = problem.options, layout.strides, math.gcd(16, held.page)
     numbers = (
-        problem.T, problem.H, problem.HV, capacity, o.scale, o.lower_bound or 0.0,
-        *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["b"],
+        problem.T, problem.H, problem.HV, held.first, held.capacity, held.page // unit, held.slot, held.span, o.scale, o.lower_bound or 0.0,
+        *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["b"], *held.out,
     )  # fmt: skip
     constants = _activations(problem) | dict(
-        K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v, ALIGN=layout.align, V_FIRST=sizes.state_v_first,
-        FEEDBACK=sizes.feedback, SINGLE=problem.T == 1,
+        K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v, ALIGN=layout.align, PAGE=unit,
+        V_FIRST=sizes.state_v_first, FEEDBACK=sizes.feedback, SINGLE=problem.T == 1 and not problem.varlen, OWNED=held.owned,
+        DRAFTED=held.drafted, VARLEN=bool(problem.varlen),
     )  # fmt: skip
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
     return launches.Launch(decode_kernel, grid, numbers, constants, num_warps=cut.warps)
+
+
+def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
+    """Rows past the last sequence; of an `out` that is part of a wider one by PyTorch."""
+    if out.is_contiguous():
+        forward.clear_output(problem, arrays, out)
+    else:
+        out.masked_fill_((torch.arange(problem.T, device=out.device) >= arrays.cu_seqlens[-1])[:, None, None], 0)
+
+
+def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, out: torch.Tensor, config: Config) -> None:
+    """Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
+    arrays = contiguous_parameters(arrays)
+    x, C = views(arrays), config.chunk
+    with on_device(arrays.q):
+        placed = None if marks is None else marks.by_chunk(chunk_slots(problem, C), C, arrays.cu_seqlens, problem.T)
+        paged = forward.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
+        space = forward.prepare(problem, arrays, x, config)
+        o = forward.scan(problem, arrays, x, space, config, paged).o
+    out.copy_(o)
+    if marks is not None and not marks.aligned:
+        spans, left = marks.left_over(C, arrays.cu_seqlens, problem.T)
+        step = problem.replace(op="recurrent", B=1, N=len(left), varlen="cu_seqlens", T=problem.B * problem.T)
+        flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
+        decode_pages(step, flat, pages, left, None, None)
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
@@ -149,7 +210,7 @@ def _fetched(pool: Any) -> tuple[int, int, int]:
 
 
 def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, out, past, sizes: dict[str, Any], config: Config) -> None:
-    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool)
+    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool.sizes)
     before = (None,) * 5 if past is None else (*past[0].log, past[0].generation, past[1].contiguous())
     tokens = 0 if past is None else past[0].tokens
     args = (x.v, out, storage.states, storage.scales, storage.residual, slots, pool.generation, *made, log.u, generation, *before,
@@ -167,7 +228,7 @@ def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, ou
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
     """One launch."""
-    s, storage, cut = pool.sizes, pool.storage, cut_for("commit", pool)
+    s, storage, cut = pool.sizes, pool.storage, cut_for("commit", pool.sizes)
     N, T, HV, V = draft.log.u.shape
     args = (storage.states, storage.scales, storage.residual, draft.slots.contiguous(), pool.generation, accepted.contiguous(),
             *draft.log, draft.generation, T, HV)  # fmt: skip

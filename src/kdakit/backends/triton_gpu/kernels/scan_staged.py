@@ -10,17 +10,19 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, narrow, product, product_add, traded
+from kdakit.backends.triton_gpu.device.pages import load_page, slot_at, store_page
 from kdakit.backends.triton_gpu.device.program import let_next_begin, part_of, row_tokens, sequence_of, state_offsets, wait_for_last
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "FIRST", "CAPACITY",
+                               "s_page", "PARTS"])  # fmt: skip
 def staged_scan_kernel(
-    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
-    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
+    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots, p_known,
+    p_marks, p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page, PARTS,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `scan_kernel`. Grid: (N * HV * n * cdiv(V, BV),), blocks of V fastest, then n parts of a sequence, then heads.
 
@@ -49,7 +51,10 @@ def staged_scan_kernel(
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
     b_S = tl.zeros([BV, KP], tl.float32)
-    if HAS_INITIAL:
+    if PAGED:
+        b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
+        _, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
+    elif HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
     if PART == "later":  # noqa: SIM102
         if i_part > 0:
@@ -68,6 +73,8 @@ def staged_scan_kernel(
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
+        if p_marks is not None:
+            store_page(p_final, p_marks + i_chunks + i_c, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
         if HAS_CHECKPOINTS:
             i_at = i_chunks + i_c
             if (i_at % CHECKPOINT == 0) & (i_c > 0):
@@ -87,6 +94,8 @@ def staged_scan_kernel(
         b_r = narrow(-b_r, DTYPE)
         b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
+        if PAGED:
+            b_o = tl.where(real, b_o, 0.0)
         m_o = (o_out < length - i_c * C) & m_v[None, :]
         tl.store(p_o, narrow(traded(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
@@ -94,7 +103,9 @@ def staged_scan_kernel(
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
-    if HAS_FINAL:
+    if PAGED:
+        store_page(p_final, p_slots + i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state & last, PAGE, K, V, V_FIRST)
+    elif HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
         tl.store(p_final + o_state, b_S, mask=m_state & last)
     if PART == "first":

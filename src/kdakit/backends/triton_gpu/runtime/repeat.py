@@ -74,18 +74,26 @@ class Plan:
                 space = [torch.empty((size // 4,), dtype=torch.float32, device=first.device) for size in self.pieces]
                 starts = [x.data_ptr() for x in space]
                 values += [starts[i] + offset for i, offset in self.offsets]
-            here = second = None
+            self._start(values)
+        return self.shaped(made)
+
+    def _start(self, values: list) -> None:
+        fork = None
+        try:
             for step in self.steps:
                 if step is streams.FORK:
-                    here = streams.fork_here()
-                    here.fork()
-                    second = here.second.cuda_stream
+                    fork = streams.fork_here()
+                    fork.fork()
+                    second = fork.second.cuda_stream
                 elif step is streams.JOIN:
-                    here.join()
+                    fork.join()
+                    fork = None
                 else:
                     stream = (second,) if step.aside else ()
                     launch.start(step.compiled, step.grid, [values[i] for i in step.tensors], step.rest, *stream)
-        return self.shaped(made)
+        finally:
+            if fork is not None:  # as in `beside`
+                fork.join()
 
     def _make(self, how: Any, given: Tensors, device: torch.device) -> torch.Tensor | None:
         if how is None or isinstance(how, int):

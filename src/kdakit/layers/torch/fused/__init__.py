@@ -3,6 +3,7 @@
 short_convolution   convolution and SiLU of several tensors that lie in one row
 gated_norm          RMSNorm, times the sigmoid of a gate
 projection          one row from several matrices
+swiglu              silu(a) b
 step                one token, or a few, of sequences that carry a cache: everything between the projections
 """
 
