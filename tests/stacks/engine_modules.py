@@ -9,6 +9,10 @@ import types
 import zipfile
 from pathlib import Path
 
+import torch
+import triton
+import triton.language as tl
+
 VLLM = ("vllm/models/kimi_k3/nvidia/ops/third_party/kda/", "vllm/third_party/flash_linear_attention/")
 
 
@@ -35,10 +39,6 @@ def stub(name: str, folder: Path | None = None, **content) -> types.ModuleType:
 
 def load_vllm(folder: Path) -> types.ModuleType:
     """`vllm.models.kimi_k3.nvidia.ops.third_party.kda` with real kernels and nothing else of vLLM."""
-    import torch
-    import triton
-    import triton.language as tl
-
     stub("vllm", folder / "vllm")
     platform = types.SimpleNamespace(
         is_arch_support_pdl=lambda: False, is_rocm=lambda: False, is_cuda=lambda: torch.cuda.is_available(), is_xpu=lambda: False,
@@ -52,6 +52,7 @@ def load_vllm(folder: Path) -> types.ModuleType:
     numbers = dict(cdiv=lambda a, b: -(-a // b), next_power_of_2=triton.next_power_of_2, RCP_LN2=1 / math.log(2))
     stub("vllm.utils.math_utils", **numbers)
     stub("vllm.utils.gpu_sync_debug", gpu_sync_allowed=contextlib.nullcontext)
+    stub("vllm.utils.torch_utils", async_tensor_h2d=lambda x, dtype=None, device=None, **_: torch.tensor(x, dtype=dtype, device=device))
     stub("vllm.logger", init_logger=lambda name: __import__("logging").getLogger(name))
     stub("vllm.envs")
     parts = "models", "kimi_k3", "nvidia", "ops", "third_party"
@@ -60,4 +61,27 @@ def load_vllm(folder: Path) -> types.ModuleType:
     stub("vllm.third_party", folder / "vllm/third_party")
     stub("vllm.third_party.flash_linear_attention", folder / "vllm/third_party/flash_linear_attention")
     stub("vllm.third_party.flash_linear_attention.ops", folder / "vllm/third_party/flash_linear_attention/ops")
+    if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter knows functions of triton.language by that name alone
+        functions = dict(exp=exp, exp2=exp2, log=log, log2=log2, gather=tl.gather, make_tensor_descriptor=None)
+        stub("vllm.third_party.flash_linear_attention.ops.op", **functions)
     return importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
+
+
+@triton.jit
+def exp(x):
+    return tl.exp(x)
+
+
+@triton.jit
+def exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def log(x):
+    return tl.log(x)
+
+
+@triton.jit
+def log2(x):
+    return tl.log2(x)

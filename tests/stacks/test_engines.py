@@ -21,7 +21,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 H, K, V = (4, 128, 128) if DEVICE == "cuda" else (2, 16, 16)
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-needs_kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1: see test_in_the_interpreter")
+needs_kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1, as in the last test")
 
 
 @pytest.fixture(scope="module")
@@ -172,15 +172,15 @@ def test_sglang_methods():
         torch.testing.assert_close(again, out)
         memory.copy_(before)
         cu = torch.tensor([0, 40, 40, 90], device=DEVICE, dtype=torch.int32)
-        x = dict(q=draw(rng, 1, 90, H, K), k=draw(rng, 1, 90, H, K), v=draw(rng, 1, 90, H, V), g=draw(rng, 1, 90, H, K), beta=draw(rng, 1, 90, H))
+        x = {name: draw(rng, 1, 90, H, K) for name in "qkvg"} | dict(beta=draw(rng, 1, 90, H))
         initial = pages.Pages(states(memory), True).read(slots)
-        out, _ = made.extend(**x, ssm_states=states(memory), cache_indices=slots, query_start_loc=cu, A_log=A_log, dt_bias=bias, beta_is_raw=True)
+        where = dict(ssm_states=states(memory), cache_indices=slots, query_start_loc=cu)
+        out, _ = made.extend(**x, **where, A_log=A_log, dt_bias=bias, beta_is_raw=True)
         want, final = chunk_kda(**x, A_log=A_log, dt_bias=bias, initial_state=initial, cu_seqlens=cu, output_final_state=True,
                                 use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True)  # fmt: skip
         same(out, want, DTYPE)
         same(states(memory)[4], final[0].mT, torch.float32)
-        tracked = made.extend(**x, ssm_states=states(memory), cache_indices=slots, query_start_loc=cu, track_state=memory)
-        assert tracked == "sglang"
+        assert made.extend(**x, **where, track_state=memory) == "sglang"
         found = stacks.report()["sglang"]
         assert found["taken"] == {"packed_decode": 1, "decode": 1, "extend": 1} and len(found["passed on"]) == 2
     finally:
