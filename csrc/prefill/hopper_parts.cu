@@ -1,13 +1,7 @@
 // Stage state, in parts: b and M of every part but the last (hopper_links.cuh), the scan without outputs. M is the state that grows from
 // the identity with values of zero. One block of two warp groups per part and half of [b | M].
-//
-// Most of a part need not be walked along where its last chunks forget everything: over a chunk the state goes from S to
-// (Diag(decay) - k_solved^T k_in) S + k_solved^T v, and by the triangle inequality, for any keys and write strengths,
-//
-//   |Diag(decay) - k_solved^T k_in| <= max decay + sum_t |k_solved_t| |k_in_t|
-//
-// Where the product of these bounds over the part's last few chunks is below kForgotten, what was before them is below float32's resolution:
-// b is that of those chunks alone, and M is zero. The bound is found on the device, per part; no assumption about the gates is made.
+// Where the last chunks of a part forget all that was before them (hopper_forgetting.cuh), b is that of these chunks alone, and M is zero.
+#include "hopper_forgetting.cuh"
 #include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
 
@@ -15,8 +9,6 @@ namespace kda::hopper {
 namespace {
 
 constexpr int kGroups = 2, kFetchers = 128, kThreads = kGroups * 128 + kFetchers, kStages = 4;
-constexpr float kForgotten = 0x1p-40f, kPromising = 0x1p-8f;  // one chunk's bound above the second: nothing is tried further
-constexpr int kTries = 3;                                       // chunks
 // A stage: k_in, k_solved, decay, values.
 constexpr int kSolvedAt = kTileBytes, kDecayAt = 2 * kTileBytes, kValuesAt = (kDecayAt + kHead * 4 + 1023) / 1024 * 1024;
 constexpr int kValuesPitch = kHead * 2 + 16, kStage = kValuesAt + kChunk * kValuesPitch;
@@ -30,54 +22,6 @@ struct Task {
   int part, chunks;
   bool matrix;  // M, not b
 };
-
-// The bound of one chunk's matrix, by the threads of the two groups; all threads of the block ask.
-__device__ __forceinline__ float bound(const uint8_t* record, float* scratch) {
-  const int thread = threadIdx.x, lane = thread % 32;
-  __syncthreads();
-  if (thread < kGroups * 128) {
-    const int token = thread / 4, quarter = thread % 4, at = quarter / 2 * 8192 + token * 128 + quarter % 2 * 64;
-    float squares[2] = {};
-#pragma unroll
-    for (int which = 0; which < 2; ++which)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4 x = *reinterpret_cast<const uint4*>(record + (which ? kKSolved : kKIn) + at + i * 16);
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) squares[which] = fmaf(low(words[j]), low(words[j]), fmaf(high(words[j]), high(words[j]), squares[which]));
-      }
-#pragma unroll
-    for (int which = 0; which < 2; ++which)
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) squares[which] += __shfl_xor_sync(~0u, squares[which], step);
-    float sum = sqrtf(squares[0]) * sqrtf(squares[1]);
-    float largest = thread < kHead ? reinterpret_cast<const float*>(record + kRecordDecay)[thread] : 0.0f;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      if (step >= 4) sum += __shfl_xor_sync(~0u, sum, step);
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-    }
-    if (lane == 0) scratch[thread / 32] = sum, scratch[8 + thread / 32] = largest;
-  }
-  __syncthreads();
-  float sum = 0.0f, largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum += scratch[i], largest = fmaxf(largest, scratch[8 + i]);
-  return 1.0001f * (sum + largest);  // and what these sums were rounded by
-}
-
-// How many of the last chunks of a part decide about the state after it; 0: all of them. NaN decides for all.
-__device__ __forceinline__ int deciding(const uint8_t* last, int64_t step, int chunks, float* scratch) {
-  float product = 1.0f;
-  for (int i = 0; i < min(chunks, kTries); ++i) {
-    const float one = bound(last - i * step, scratch);
-    product *= one;
-    if (product < kForgotten) return i + 1;
-    if (!(one < kPromising)) return 0;
-  }
-  return 0;
-}
 
 __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
   constexpr int kRowUnits = kHead / 8, kStep = kFetchers / kRowUnits;  // units of 16 bytes; rows per round
@@ -141,7 +85,9 @@ __device__ void walk(const HopperForward& p, const Task& task, bool from_zero, c
     if (task.matrix)
       S[i] = v == k ? 1.0f : 0.0f;
     else
-      S[i] = !from_zero && p.initial_state ? p.initial_state[task.row * kHead * kHead + (p.state_v_first ? v * kHead + k : k * kHead + v)] : 0.0f;
+      S[i] = from_zero || !p.initial_state
+                 ? 0.0f
+                 : p.initial_state[task.row * kHead * kHead + (p.state_v_first ? v * kHead + k : k * kHead + v)];
   }
   for (int i = 0; i < task.chunks; ++i) {
     const int stage = i % kStages;
