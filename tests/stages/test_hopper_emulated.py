@@ -209,7 +209,7 @@ def _attack(kind):
     elif kind == "reflections":  # beta 2 and identical keys: the state is reflected, not damped
         g[:], k[:], beta[:] = -0.01, k[:, :1], 2.0
     elif kind == "grows":  # write strengths beyond the contract: the state grows
-        g[:], beta[:] = -0.5, 9.0
+        g[:], beta[:] = -0.05, 9.0
     elif kind == "late":  # the last chunk is slow, those before it strong
         g[:, :128], g[:, 128:] = -5.0, -1e-3
     return case, arrays._replace(g=round_to(g, "float32"), k=round_to(k, "bfloat16"), beta=round_to(beta, "bfloat16"))
