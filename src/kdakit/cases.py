@@ -141,7 +141,7 @@ BETAS = {
     "uniform": lambda rng, shape: rng.uniform(size=shape),
     "one": lambda rng, shape: np.ones(shape),
     "up_to_two": lambda rng, shape: rng.uniform(0, 2, size=shape),
-    "some_zero": lambda rng, shape: np.where(rng.uniform(size=shape) < 0.3, rng.choice([0.0, 1e-30, 1e-3], size=shape), rng.uniform(size=shape)),
+    "some_zero": lambda rng, shape: rng.uniform(size=shape) * rng.choice([0.0, 1e-30, 1e-3, 1.0, 1.0, 1.0], size=shape),
     "logits": lambda rng, shape: rng.normal(size=shape),
     "logits_high": lambda rng, shape: rng.normal(6, 1, size=shape),
 }
@@ -206,6 +206,21 @@ SEGMENT_CASES = {
              A_log=True, options=FUSED),
     )
 }  # fmt: skip
+
+
+# Head sizes as models have them, past a checkpoint, grouped, with heads enough to fill a chip: minutes on a CPU.
+_BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True, "chunk_size": 64}
+_MODEL = dict(K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True)
+MODEL_CASES = {
+    case.name: case
+    for case in (
+        Case("model_long", "K = V = 128, scanned in parts", T=2500, H=1, HV=1, options=_BOUNDED, **_MODEL),
+        Case("model_many", "K = V = 128, many heads", T=130, H=70, HV=70, options=_BOUNDED, **_MODEL),
+        Case("model", "K = V = 128, bounded", T=600, options=_BOUNDED, **_MODEL),
+        Case("model_softplus", "K = V = 128, softplus", T=600, options=FUSED, **_MODEL),
+        Case("model_grouped", "K = V = 128, packed, grouped", T=300, HV=4, lengths=(0, 130, 5, 165), options=_BOUNDED, **_MODEL),
+    )
+}
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ SAVE_EVERY = 5.0  # seconds
 
 
 def run(args) -> int:
-    from kdakit.cli import checking, console
-    from kdakit.cli.choices import pick
+    from kdakit.cli import console
     from kdakit.dispatch import names
+    from kdakit.measure import checking
+    from kdakit.measure.choices import pick
 
     backends = pick("backend", args.backend or checking.native_backends(), names())
     if args.problem:
@@ -85,8 +86,8 @@ def campaign(args, backend: str) -> list[Verdict]:
 def wanted_numbers(args, backend: str):
     """Numbers that share compiled programs where a compiler takes seconds for each."""
     from kdakit.cases import DTYPES
-    from kdakit.cli import checking
-    from kdakit.cli.choices import pick
+    from kdakit.measure import checking
+    from kdakit.measure.choices import pick
     from kdakit.measure.random_problems import numbers
 
     dtypes = pick("dtype", args.dtype, DTYPES)
@@ -125,7 +126,7 @@ def command(verdict: Verdict) -> str:
 
 def write(args, backend: str, verdicts: list[Verdict], begun: float, smaller: list[Verdict] = ()) -> None:  # type: ignore[assignment]
     """Everything so far, in one piece."""
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     rows = [row(v) for v in verdicts]
     counts = Counter(f"{v.dtype} {v.call}" for v in verdicts if v.ok and not v.refused)

@@ -66,29 +66,41 @@ def _cut(problem: Problem, result: Result) -> Result:
 
 
 def forward(problem: Problem, arrays: Arrays, c: Config) -> tuple[Result, list]:
-    from kdakit.backends.triton_gpu import launch
+    from kdakit.backends.triton_gpu import call
 
     wide, own = wide_problem(problem, c)
-    result, saved = launch.forward(wide, wide_arrays(problem, arrays, c), own)
+    result, saved = call.forward(wide, wide_arrays(problem, arrays, c), own)
     return _cut(problem, result), saved
 
 
 def step(problem: Problem, arrays: Arrays, c: Config, final_state: Any = None) -> Result:
-    from kdakit.backends.triton_gpu import launch
+    from kdakit.backends.triton_gpu import call
 
     wide, own = wide_problem(problem if final_state is None else problem.replace(output_final_state=True), c)
-    result = _cut(problem, launch.step(wide, wide_arrays(problem, arrays, c), own))
+    result = _cut(problem, call.step(wide, wide_arrays(problem, arrays, c), own))
     return result if final_state is None else result._replace(final_state=final_state.copy_(result.final_state))
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, c: Config) -> Arrays:
-    from kdakit.backends.triton_gpu import training
+    from kdakit.backends.triton_gpu import call
 
     wide, own = wide_problem(problem, c)
     K, V = c.wide_K - problem.K, c.wide_V - problem.V
-    found = training.backward(wide, wide_arrays(problem, arrays, c), saved, _pad(d_o, V), _wide_state(problem, d_final, K, V), own)
+    found = call.backward(wide, wide_arrays(problem, arrays, c), saved, _pad(d_o, V), _wide_state(problem, d_final, K, V), own)
     q, k, v, g = (x[..., :n].contiguous() for x, n in zip(found[:4], (problem.K, problem.K, problem.V, problem.K), strict=True))
     bias = found.dt_bias
     if bias is not None:
         bias = bias.reshape(problem.HV, c.wide_K)[:, : problem.K].reshape(arrays.dt_bias.shape)
     return found._replace(q=q, k=k, v=v, g=g, dt_bias=bias, initial_state=_cut_state(problem, found.initial_state))
+
+
+def planned(problem: Problem, arrays: Arrays, c: Config, final_state: Any = None) -> tuple[Any, None]:
+    """A call that cannot be repeated: each pads its tensors anew."""
+    if problem.op == "recurrent":
+        return step(problem, arrays, c, final_state), None
+    result, saved = forward(problem, arrays, c)
+    return (result, saved) if problem.needs_grad else result, None
+
+
+def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, c: Config) -> tuple[Arrays, None]:
+    return backward(problem, arrays, saved, d_o, d_final, c), None

@@ -12,6 +12,7 @@ from torch import Tensor
 from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, check_cu_seqlens, check_devices, checks_enabled
 from kdakit.serving.arguments import check_checkpoints, describe
+from kdakit.serving.torch.pages import Pages
 from kdakit.serving.torch.pool import Rows, Slots, Snapshot, StatePool
 
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -41,16 +42,27 @@ def prefill(
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_devices(arrays)
+    if q.device != pool.device:
+        raise ValueError(f"q must be on the pool's device {pool.device}, got {q.device}")
     given = pool.device_slots(slots)
     problem = describe("prefill", "chunk", pool.sizes, arrays, len(given), options, chunk_size=chunk_size)
-    for name in ("cu_seqlens", "cu_seqlens_cpu"):
-        cu = getattr(arrays, name)
-        if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
-            check_cu_seqlens(cu.cpu().numpy(), problem.T, name)
-    rows, inputs = pool.rows(given), dict(window_inputs or {})
+    _check_edges(problem, arrays)
+    rows, inputs = pool.rows(given), pool.check_inputs(window_inputs, problem.B, problem.T)
     if checkpoints is None:
         return _run(pool, rows, problem, arrays, inputs, deterministic, backend), []
     return _rounds(pool, rows, problem, arrays, inputs, deterministic, backend, checkpoints)
+
+
+def _check_edges(problem: Problem, arrays: Arrays) -> None:
+    """Where the sequences begin and end, as far as the host can see it."""
+    seen = []
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        cu = getattr(arrays, name)
+        if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
+            seen.append(cu.cpu())
+            check_cu_seqlens(seen[-1].numpy(), problem.T, name, padding=False)
+    if len(seen) == 2 and seen[0].tolist() != seen[1].tolist():
+        raise ValueError(f"cu_seqlens_cpu must be cu_seqlens on the host, {seen[0].tolist()}, got {seen[1].tolist()}")
 
 
 def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: dict[str, Tensor], deterministic: bool, backend: str):
@@ -59,14 +71,18 @@ def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: 
     device = arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     config = module.default_config(problem.replace(N=CONFIGURED_FOR) if deterministic else problem, device)
+    if module.pooled is not None and pool.sizes.dtype != "int8":  # the kernels find and leave states themselves
+        held = Pages(pool.storage.states[: pool.capacity], pool.sizes.state_v_first)
+        own = problem.replace(state_v_first=held.state_v_first)
+        o = module.pooled().prefill_pages(own, arrays, held, rows.place, None, None, config)
+        _shift(pool, rows, arrays.cu_seqlens, inputs)
+        return o
     state = pool.storage.read(rows.place)
     result, _ = module.forward(problem, arrays._replace(initial_state=state), config)
     pool.storage.write(rows.place, result.final_state)
+    _shift(pool, rows, arrays.cu_seqlens, inputs)
     if arrays.cu_seqlens is None:
-        pool.shift(rows, inputs)
-        o = result.o
-        return torch.where(rows.valid[:, None, None, None], o, 0)
-    _shift_packed(pool, rows, arrays.cu_seqlens, inputs)
+        return torch.where(rows.valid[:, None, None, None], result.o, 0)
     t = torch.arange(problem.T, device=device)
     owner = torch.searchsorted(arrays.cu_seqlens[1:].contiguous(), t, right=True).clamp(max=problem.N - 1)
     return torch.where(rows.valid[owner][None, :, None, None], result.o, 0)
@@ -81,8 +97,11 @@ def _rounds(pool, rows: Rows, problem: Problem, arrays: Arrays, inputs, determin
     cuts = [[start, *(start + p for p in own), end] for own, (start, end) in zip(wanted, pairwise(edges), strict=True)]
     o = torch.empty_like(arrays.v)
     made: list[list[Snapshot]] = [[] for _ in wanted]
-    for r in range(max(map(len, cuts)) - 1):
-        members = [n for n, own in enumerate(cuts) if r + 1 < len(own)]
+    rounds = [[n for n, own in enumerate(cuts) if r + 1 < len(own)] for r in range(max(map(len, cuts)) - 1)]
+    for r, members in enumerate(rounds):  # who refuses any of them does so before the first
+        tokens = sum(cuts[n][r + 1] - cuts[n][r] for n in members)
+        dispatch.select("torch", problem.replace(T=tokens, N=len(members), deterministic=deterministic), arrays.q.device, backend)
+    for r, members in enumerate(rounds):
         spans = [(cuts[n][r], cuts[n][r + 1]) for n in members]
         token = torch.tensor(list(chain(*(range(*span) for span in spans))), dtype=torch.int64, device=o.device)
         lengths = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
@@ -115,10 +134,17 @@ def _lengths_on_host(arrays: Arrays) -> list[int]:
     raise ValueError("checkpoints need cu_seqlens_cpu, the copy of cu_seqlens on the host, got None")
 
 
+def _shift(pool: StatePool, rows: Rows, cu_seqlens: Tensor | None, inputs: dict[str, Tensor]) -> None:
+    if cu_seqlens is None:
+        pool.shift(rows, inputs)
+    else:
+        _shift_packed(pool, rows, cu_seqlens, inputs)
+
+
 def _shift_packed(pool: StatePool, rows: Rows, cu_seqlens: Tensor, inputs: dict[str, Tensor]) -> None:
     """Windows [N, keep, D] move on by the tokens of their sequence; a short one keeps part of its old window."""
     for name, x in inputs.items():
-        window = pool.window(name, x)
+        window = pool.windows[name]
         keep = window.shape[1]
         place = cu_seqlens.diff()[:, None] - keep + torch.arange(keep, device=x.device)  # [N, keep], within the sequence
         old = window[rows.place].gather(1, (place + keep).clamp(0, max(keep - 1, 0))[..., None].expand(-1, -1, x.shape[2]))
