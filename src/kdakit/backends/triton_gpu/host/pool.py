@@ -112,8 +112,8 @@ def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
         out.masked_fill_((torch.arange(problem.T, device=out.device) >= arrays.cu_seqlens[-1])[:, None, None], 0)
 
 
-def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, out: torch.Tensor, config: Config) -> None:
-    """Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
+def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, config: Config) -> torch.Tensor:
+    """o. Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
     arrays = contiguous_parameters(arrays)
     x, C = views(arrays), config.chunk
     with on_device(arrays.q):
@@ -121,12 +121,12 @@ def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, ma
         paged = forward.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
         space = forward.prepare(problem, arrays, x, config)
         o = forward.scan(problem, arrays, x, space, config, paged).o
-    out.copy_(o)
     if marks is not None and not marks.aligned:
         spans, left = marks.left_over(C, arrays.cu_seqlens, problem.T)
         step = problem.replace(op="recurrent", B=1, N=len(left), varlen="cu_seqlens", T=problem.B * problem.T)
         flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
         decode_pages(step, flat, pages, left, None, None)
+    return o
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
