@@ -124,6 +124,21 @@ def test_rooms_stay_small(path):
     assert len(path.read_text().splitlines()) <= 400
 
 
+NATIVE = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".c", ".cpp"))
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=lambda p: p.name)
+def test_lines_of_native_code_fit(path):
+    long = [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 140]
+    assert not long, f"{path.name}:{long}: lines have up to 140 characters"
+
+
+def test_the_map_of_native_code_names_every_kernel_file():
+    text = (ROOT / "csrc" / "README.md").read_text()
+    kernels = {path.name for path in NATIVE if path.parent.name == "prefill" and path.suffix in (".cu", ".cuh")}
+    assert not {name for name in kernels - {"ptx.cuh", "gate.cuh"} if name not in text}
+
+
 def test_no_assert_on_user_input():
     for path in FILES:
         bare = [n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)]

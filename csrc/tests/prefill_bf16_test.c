@@ -118,7 +118,8 @@ static arrays make_arrays(const problem *p, int poison) {
   const size_t tokens = (size_t)p->B * p->T, states = (size_t)sequences(p) * p->HV * D * D;
   uint64_t seed = 7;
   const double size = p->l2norm ? 1 : 0.15; /* keys of about unit length where nothing normalises them */
-  const double low = p->gate != KDA_GATE_LOG_DECAY ? -2 : p->safe == 2 ? -0.02 : p->safe ? -5 : -300, high = p->gate != KDA_GATE_LOG_DECAY ? 2 : 0;
+  const double low = p->gate != KDA_GATE_LOG_DECAY ? -2 : p->safe == 2 ? -0.02 : p->safe ? -5 : -300;
+  const double high = p->gate != KDA_GATE_LOG_DECAY ? 2 : 0;
   arrays x;
   x.q = filled(tokens * p->H * D, 0, -size, size, &seed), x.k = filled(tokens * p->H * D, 0, -size, size, &seed);
   x.v = filled(tokens * p->HV * D, 0, -1, 1, &seed), x.g = filled(tokens * p->HV * D, p->wide, low, high, &seed);
