@@ -110,13 +110,13 @@ def launches_of_pools(chip):
     import torch
 
     from kdakit.backends.triton_gpu import config as configs
-    from kdakit.backends.triton_gpu.host import pool as pool_launch
+    from kdakit.backends.triton_gpu.host import pool as pools
     from kdakit.backends.triton_gpu.runtime import launch
     from kdakit.cases import FUSED, Case
     from kdakit.problem import Arrays
     from kdakit.serving.torch import Draft, StatePool
 
-    pool_launch.chained = lambda device: chip.wgmma
+    pools.chained = lambda device: chip.wgmma
     for dtype, feedback, v_first, K, V, T in (("float32", False, False, 128, 128, 4), ("float32", False, True, 256, 256, 8),
                                               ("bfloat16", False, False, 128, 128, 8), ("bfloat16", False, True, 64, 64, 4),
                                               ("int8", False, False, 128, 128, 4), ("int8", True, True, 64, 48, 4)):  # fmt: skip
@@ -128,11 +128,11 @@ def launches_of_pools(chip):
         pool = StatePool(2, 2, K, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback)
         config = configs.choose(problem, chip)
         with launch.recording() as recorded:
-            pool_launch.decode(problem, arrays, pool, slots, config)
-            _, owners, log = pool_launch.verify(problem, arrays, pool, slots, config)
+            pools.decode(problem, arrays, pool, slots, config)
+            _, owners, log = pools.verify(problem, arrays, pool, slots, config)
             draft = Draft(pool, None, *owners, log, {}, None, T)
-            pool_launch.verify(problem, arrays, pool, slots, config, (draft, slots))
-            pool_launch.commit(pool, draft, slots)
+            pools.verify(problem, arrays, pool, slots, config, (draft, slots))
+            pools.commit(pool, draft, slots)
         yield f"pool {dtype}{' feedback' * feedback} {'VK' if v_first else 'KV'} {K} {V} T{T}", recorded
 
 

@@ -187,8 +187,8 @@ def half_factors(
     KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Gate, norms, pair factors and tiles of a half, of which `left` tokens are there, after a log2-decay of b_before [8 J, c]. Returns
-    also the log2-decay over it, and for `unbounded_pairs` those over 8 tokens and the 8 beside them, and the decay from the half's start. Of the
-    second half (FLIP) it returns the decay instead, and stores that of the chunk.
+    also the log2-decay over it, and for `unbounded_pairs` those over 8 tokens and the 8 beside them, and the decay from the half's start.
+    Of the second half (FLIP) it returns the decay instead, and stores that of the chunk.
 
     Gates come before norms: behind them the compiler would ask for g when q and k are there."""
     J: tl.constexpr = b_g.shape[0] // 8
