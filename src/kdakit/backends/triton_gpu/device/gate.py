@@ -130,19 +130,6 @@ def gate_backward(b_x, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
 
 
 @triton.jit
-def gate_backward_quickly(b_x, b_d, a, lower_bound, GATE: tl.constexpr, PTX: tl.constexpr):
-    """`gate_backward` of bfloat16 inputs, in fewer steps where the gate is bounded."""
-    if GATE == "bounded":
-        b_e = power_of_2(-tl.abs(b_x * (a * LOG2E)), PTX)
-        b_r = reciprocal(1.0 + b_e, PTX)
-        b_d = (b_e * b_r) * (b_r * (b_d * (a * lower_bound)))
-        b_A = b_x * b_d
-    else:
-        b_d, b_A = gate_backward(b_x, b_d, a, lower_bound, GATE, False, PTX)
-    return b_d, b_A
-
-
-@triton.jit
 def write_strength_backward(b_beta, b_d, BETA: tl.constexpr):
     """From d, the gradient of the strength. given: d. Else from d times the strength, which is s = 1 / (1 + e^-beta) or 2 s: (1 - s) d."""
     if BETA == "given":
