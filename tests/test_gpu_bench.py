@@ -518,3 +518,16 @@ def test_tuning_is_shown(capsys):
     bench.show(record)
     out = capsys.readouterr().out
     assert "tile sizes of sm_90" in out and "taken" in out and "in use" in out
+
+
+@pytest.mark.parametrize("ms, shown", [(0.0374, "37.4 us"), (0.667, "0.667 ms"), (85.63, "85.6 ms"), (3939.3, "3.94 s")])
+def test_times_in_units_that_people_read(ms, shown):
+    assert plots.duration(ms) == shown
+
+
+def test_a_chart_has_at_most_six_panels(tmp_path):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    record = suite_record("gpu", lambda entry, contestant: 1.0) | dict(machine=dict(device="a GPU"), date="today")
+    figure = plots._bars(plt, record)
+    assert sum(panel.get_visible() for panel in figure.axes) == 6
+    plt.close(figure)
