@@ -15,7 +15,7 @@ import torch
 from kdakit.torch import chunk_kda
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-B, T, H, K = 1, 512 if DEVICE == "cpu" else 4096, 4, 64
+B, T, H, K = 1, 256 if DEVICE == "cpu" else 4096, 4, 64
 
 
 def step(chunk_kda, q, k, v, g, beta):
@@ -52,7 +52,7 @@ def flash_linear_attention():
         return None, f"flash-linear-attention does not run here: {problem}"
 
 
-def milliseconds(call, *inputs, repeat=3):
+def milliseconds(call, *inputs, repeat=2):
     taken = []
     for _ in range(repeat + 1):
         begin = time.perf_counter()
