@@ -69,7 +69,7 @@ def _cell(title: str, row: Row | None, ours: Row) -> str:
 
 def time_and_error(row: Row, bold: bool = False) -> str:
     time = f"{row['median_ms']:.4f}" if row["median_ms"] < 0.1 else f"{row['median_ms']:.3f}"
-    error = "" if row.get("error_o") is None else f" ({row['error_o']:.1e})"
+    error = "" if row.get("error_o") is None else f" ({row['error_o']:.1e})".replace("e-0", "e-")
     return f"**{time}**{error}" if bold else f"{time}{error}"
 
 
