@@ -214,6 +214,12 @@ def test_links_between_repository_files_resolve():
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def test_anchors_of_the_readme_exist():
+    for page, anchor in re.findall(r"\]\((docs/[\w/-]+\.md)#([\w-]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings], f"{page}#{anchor}"
+
+
 def test_readme_works_outside_the_repository():
     """What a release puts on PyPI has no relative link or picture left, and every project.urls entry that it promises."""
     spec = importlib.util.spec_from_file_location("release", ROOT / ".ci/release.py")
