@@ -222,7 +222,7 @@ def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, 
 def untested(problem: Problem, chip: Chip) -> str | None:
     """Why a problem's gradients wait for a GPU to show them right: being right in the interpreter and compiling has not been enough.
 
-    On sm_90 an H200 has, for every case, dtype and operation of benchmarks/gpu_check.py.
+    On sm_90 an H200 has, for every case, dtype and operation of `make gpu-cases`.
     """
     if not problem.needs_grad or UNCHECKED or INTERPRETED:
         return None
