@@ -1,5 +1,5 @@
-// kda_prefill_f32 and kda_prefill_bf16 as one XLA custom call: [B, T, H, D] row-major buffers, an empty buffer where an optional one is absent.
-// q's dtype chooses. Built with the headers that ship with jaxlib and linked to libkdakit.so; no CUDA headers.
+// kda_prefill_f32 and kda_prefill_bf16 as one XLA custom call: [B, T, H, D] row-major buffers, an empty buffer where an optional one is
+// absent. q's dtype chooses. Built with the headers that ship with jaxlib and linked to libkdakit.so; no CUDA headers.
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
@@ -18,7 +18,9 @@ static const int32_t UNKNOWN = -1;  // a dtype that the library refuses by name
 static kda_tensor tokens_first(const Any &x) {
   const auto dims = x.dimensions();
   const int64_t T = dims[1], H = dims[2], D = dims.size() > 3 ? dims[3] : 1;
-  const int32_t dtype = x.element_type() == ffi::F32 ? int32_t(KDA_FLOAT32) : x.element_type() == ffi::BF16 ? int32_t(KDA_BFLOAT16) : UNKNOWN;
+  const int32_t dtype = x.element_type() == ffi::F32    ? int32_t(KDA_FLOAT32)
+                        : x.element_type() == ffi::BF16 ? int32_t(KDA_BFLOAT16)
+                                                        : UNKNOWN;
   kda_tensor tensor = {x.untyped_data(), dtype, 0, T * H * D, D, H * D};
   return tensor;
 }
@@ -32,7 +34,8 @@ static std::string shape_text(ffi::Span<const int64_t> dims) {
 // Empty, or what is wrong with the shape of a buffer: XLA gives a handler whatever the program says.
 static std::string wrong_shape(const char *name, ffi::Span<const int64_t> dims, std::initializer_list<int64_t> want) {
   if (dims.size() == want.size() && std::equal(want.begin(), want.end(), dims.begin())) return "";
-  return std::string("kdakit: ") + name + " must be " + shape_text(ffi::Span<const int64_t>(want.begin(), want.size())) + ", got " + shape_text(dims);
+  return std::string("kdakit: ") + name + " must be " + shape_text(ffi::Span<const int64_t>(want.begin(), want.size())) +
+         ", got " + shape_text(dims);
 }
 
 static std::string wrong_count(const char *name, size_t found, int64_t want) {
@@ -52,12 +55,14 @@ static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, An
                           int32_t state_v_first) {
   kda_prefill_args args = KDA_PREFILL_ARGS_INIT;
   const auto shape = q.dimensions(), values = v.dimensions();
-  if (shape.size() != 4 || values.size() != 4) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]");
+  if (shape.size() != 4 || values.size() != 4)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]");
   const int64_t B = shape[0], T = shape[1], H = shape[2], K = shape[3], HV = values[2], V = values[3];
   const bool packed = cu_seqlens.element_count() != 0;
   const int64_t N = packed ? int64_t(cu_seqlens.element_count()) - 1 : B, rows = state_v_first ? V : K, columns = state_v_first ? K : V;
   for (const std::string &wrong : {
-         wrong_shape("k", k.dimensions(), {B, T, H, K}), wrong_shape("v", values, {B, T, HV, V}), wrong_shape("g", g.dimensions(), {B, T, HV, K}),
+         wrong_shape("k", k.dimensions(), {B, T, H, K}), wrong_shape("v", values, {B, T, HV, V}),
+         wrong_shape("g", g.dimensions(), {B, T, HV, K}),
          wrong_shape("beta", beta.dimensions(), {B, T, HV}), wrong_shape("o", o->dimensions(), {B, T, HV, V}),
          wrong_shape("final_state", final_state->dimensions(), {N, HV, rows, columns}),
          initial_state.element_count() ? wrong_shape("initial_state", initial_state.dimensions(), {N, HV, rows, columns}) : std::string(),
@@ -80,11 +85,14 @@ static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, An
     args.cu_seqlens_64 = cu_seqlens.element_type() == ffi::S64;
     args.sequences = int64_t(cu_seqlens.element_count()) - 1;
   }
-  kda_status status = half ? kda_prefill_workspace_bf16(&args, &args.workspace_size) : kda_prefill_workspace_f32(&args, &args.workspace_size);
+  kda_status status = half ? kda_prefill_workspace_bf16(&args, &args.workspace_size)
+                           : kda_prefill_workspace_f32(&args, &args.workspace_size);
   if (status != KDA_OK) return failure(status);
   if (args.workspace_size) {
     auto memory = scratch.Allocate(args.workspace_size + 255);  // XLA's allocator promises less than the 256 bytes that are needed
-    if (!memory.has_value()) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kdakit: no memory for a workspace of " + std::to_string(args.workspace_size) + " bytes");
+    if (!memory.has_value())
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "kdakit: no memory for a workspace of " + std::to_string(args.workspace_size) + " bytes");
     args.workspace = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(*memory) + 255) / 256 * 256);
   }
   args.stream = stream;

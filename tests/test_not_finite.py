@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kdakit.cases import CASES, FUSED, SEGMENT_CASES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 
 FULL = os.environ.get("KDAKIT_FULL") == "1"
 ROWS = Case(

@@ -1,6 +1,10 @@
 // bfloat16 KDA forward for sm_90a, K = V = 128: what its two kernels are given.
 #pragma once
+#ifdef KDA_EMULATE
+#include "../tests/emulate_hopper.h"
+#else
 #include <cuda_runtime.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>

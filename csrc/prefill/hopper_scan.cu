@@ -83,8 +83,8 @@ __device__ __forceinline__ int64_t state_offset(const HopperForward& p, const Ta
   return task.state * kHead * kHead + (p.state_v_first ? value * kHead + key : key * kHead + value);
 }
 
-// A warp group's output of one chunk: transposed into `out`, then rows of 128 bytes to memory. `out` alternates between two buffers, so that
-// one barrier separates this chunk's writes from its reads and from the writes two chunks on.
+// A warp group's output of one chunk: transposed into `out`, then rows of 128 bytes to memory. `out` alternates between two buffers, so
+// that one barrier separates this chunk's writes from its reads and from the writes two chunks on.
 __device__ __forceinline__ void write_output(const HopperForward& p, const Task& task, int chunk, const uint32_t (&o)[16], uint32_t out,
                                              int warp, int lane) {
   const int quarter = warp % 4;  // of the group: 16 value channels, then 16 tokens
@@ -96,7 +96,8 @@ __device__ __forceinline__ void write_output(const HopperForward& p, const Task&
   asm volatile("bar.sync %0, 128;" ::"r"(warp / 4 + 1) : "memory");
   const int first = quarter * 16 + lane / 8, left = static_cast<int>(task.span.length - static_cast<int64_t>(chunk) * kChunk);
   auto* to = static_cast<__nv_bfloat16*>(p.o) + task.span.batch * p.o_strides.batch + task.head * p.o_strides.head +
-             (task.span.first + static_cast<int64_t>(chunk) * kChunk + first) * p.o_strides.token + task.channel + warp / 4 * kSlice + lane % 8 * 8;
+             (task.span.first + static_cast<int64_t>(chunk) * kChunk + first) * p.o_strides.token + task.channel + warp / 4 * kSlice +
+                 lane % 8 * 8;
 #pragma unroll
   for (int i = 0; i < 4; ++i, to += 4 * p.o_strides.token)
     if (first + 4 * i < left) *reinterpret_cast<uint4*>(to) = load_shared(out + (first + 4 * i) * kOutPitch + lane % 8 * 16);
@@ -188,7 +189,8 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = shared_address(shared);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < L::stages; ++i) barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
+    for (int i = 0; i < L::stages; ++i)
+      barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   constexpr int kUnits = kChunk * kChunk * 2 / 16;

@@ -139,7 +139,8 @@ static kda_status call(const problem *p, arrays *x, int poison) {
   kda_prefill_args args = KDA_PREFILL_ARGS_INIT;
   args.batch = p->B, args.tokens = p->T, args.heads = p->H, args.value_heads = p->HV, args.key_dim = args.value_dim = D;
   args.q = tokens_first(x->q, p, p->H, D, 0), args.k = tokens_first(x->k, p, p->H, D, 0), args.v = tokens_first(x->v, p, p->HV, D, 0);
-  args.g = tokens_first(x->g, p, p->HV, D, p->wide), args.beta = tokens_first(x->beta, p, p->HV, 1, p->wide), args.o = tokens_first(x->o, p, p->HV, D, 0);
+  args.g = tokens_first(x->g, p, p->HV, D, p->wide), args.beta = tokens_first(x->beta, p, p->HV, 1, p->wide),
+      args.o = tokens_first(x->o, p, p->HV, D, 0);
   args.A_log = guarded_inside(x->A_log), args.dt_bias = guarded_inside(x->bias);
   args.initial_state = p->states ? guarded_inside(x->first) : NULL, args.final_state = guarded_inside(x->last);
   args.gate = p->gate, args.safe_gate = p->safe, args.lower_bound = -5, args.beta_kind = p->beta, args.l2norm = p->l2norm;

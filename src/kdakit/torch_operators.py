@@ -118,7 +118,11 @@ def run(arrays: Arrays, op: str, options: Options, backend: str, needs_grad: boo
     _check_values(problem, arrays)
     config = module.default_config(problem, device)
     with _without_autocast(device.type):
-        if key is not None and hasattr(module, "planned_backward" if needs_grad else "planned") and (op == "chunk" or not needs_grad):
+        if (
+            key is not None
+            and (module.planned_backward if needs_grad else module.planned) is not None
+            and (op == "chunk" or not needs_grad)
+        ):
             found = _planned(key, module.planned, problem, arrays, config)
             return found if needs_grad else (found, [])
         if op == "recurrent":
@@ -188,7 +192,7 @@ def run_in_place(arrays: Arrays, options: Options, backend: str) -> Tensor:
     torch.autograd.graph.increment_version(arrays.initial_state)
     config = module.default_config(problem, device)
     with _without_autocast(device.type):
-        if key is not None and hasattr(module, "planned"):
+        if key is not None and module.planned is not None:
             return _planned(key, module.planned, problem, arrays, config, arrays.initial_state).o
         return module.step(problem, arrays, config, final_state=arrays.initial_state).o
 
@@ -215,7 +219,7 @@ def _backward(
         module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
         given = problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device)
         with _without_autocast(q.device.type):
-            can = key is not None and hasattr(module, "planned_backward")
+            can = key is not None and module.planned_backward is not None
             grads = _planned(key, module.planned_backward, *given) if can else module.backward(*given)
     return [_empty(q) if x is None else x.contiguous() for x in grads[: len(DIFFERENTIABLE)]]
 

@@ -44,12 +44,14 @@ def compile_all(target: str) -> None:
     from triton.runtime.jit import JITFunction
 
     from kdakit.backends.triton_gpu import config as configs
-    from kdakit.backends.triton_gpu import launch, pool_launch
+    from kdakit.backends.triton_gpu.host import pool as pooled
+    from kdakit.backends.triton_gpu.runtime import launch
     from kdakit.cases import FUSED, Case
     from kdakit.problem import Arrays
     from kdakit.serving.torch import Draft, StatePool
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "stages"))
+    import triton_code
     from test_triton_offline import offline_driver, resources
 
     chip = configs.CHIPS[target]
@@ -58,11 +60,12 @@ def compile_all(target: str) -> None:
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         row = dict(kernel=self.__name__, K=size, shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
+        row["code"] = triton_code.of_compiled(kernel)
         print(json.dumps(row), flush=True)
 
     driver.set_active(offline_driver(chip))
     JITFunction.run = compile_only
-    pool_launch.chained = lambda device: chip.wgmma
+    pooled.chained = lambda device: chip.wgmma
     launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)
     for dtype, feedback, v_first, size, V in (POOLS[i] for i in TAKEN[target]):
         case = Case("offline", "", B=2, T=4, H=2, HV=2, K=size, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True,
@@ -73,12 +76,12 @@ def compile_all(target: str) -> None:
         pool = StatePool(2, 2, size, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback)
         slots = torch.zeros(2, dtype=torch.int64)
         config = configs.choose(problem, chip)
-        pool_launch.decode(problem, arrays, pool, slots, config)
-        _, owners, log = pool_launch.verify(problem, arrays, pool, slots, config)
+        pooled.decode(problem, arrays, pool, slots, config)
+        _, owners, log = pooled.verify(problem, arrays, pool, slots, config)
         draft = Draft(pool, None, *owners, log, {}, None, 4)
         if not v_first:
-            pool_launch.verify(problem, arrays, pool, slots, config, (draft, slots))
-        pool_launch.commit(pool, draft, slots)
+            pooled.verify(problem, arrays, pool, slots, config, (draft, slots))
+        pooled.commit(pool, draft, slots)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from kdakit import chunked
 from kdakit.backends.cuda import CHUNK_64_BYTES, build, library
 from kdakit.cases import CASES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.reference import activate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

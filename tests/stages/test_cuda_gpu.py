@@ -10,7 +10,7 @@ import pytest
 from kdakit import chunked
 from kdakit.backends.cuda import library
 from kdakit.cases import CASES, FUSED, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import not_finite  # noqa: E402

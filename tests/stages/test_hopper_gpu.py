@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kdakit.cases import CASES, FUSED, SHAPES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 
 torch = pytest.importorskip("torch")
 

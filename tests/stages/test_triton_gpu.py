@@ -19,8 +19,10 @@ torch = pytest.importorskip("torch")
 
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
-from kdakit.backends.triton_gpu import ahead, launch  # noqa: E402
+from kdakit.backends.triton_gpu import call  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
+from kdakit.backends.triton_gpu.host import forward  # noqa: E402
+from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 from kdakit.rounding import round_to  # noqa: E402
@@ -153,9 +155,9 @@ def test_in_parts(name, number, monkeypatch):
     case = FEW[name]
     problem, arrays = case.problem("bfloat16").replace(T=case.T), tensors(case, "bfloat16")
     config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=True, staged=True, block_v=16, part_block=16)
-    monkeypatch.setattr(launch, "parts", lambda problem, config: 1)
+    monkeypatch.setattr(forward, "parts", lambda problem, config: 1)
     want = triton_gpu.forward(problem, arrays, config)[0]
-    monkeypatch.setattr(launch, "parts", lambda problem, config: number)
+    monkeypatch.setattr(forward, "parts", lambda problem, config: number)
     got = triton_gpu.forward(problem, arrays, config)[0]
     truth = accuracy.truths(problem, case.arrays("bfloat16"))
     plain = accuracy.plain_errors(problem, case.arrays("bfloat16"), truth, operand_dtype="bfloat16")
@@ -183,11 +185,11 @@ def test_more_slots_than_a_grid_is_high(sizes, monkeypatch):
     case = Case("high", "", H=1, HV=1, K=16, V=16, gate="bounded", options=NORMED | BOUND, **sizes)
     problem, arrays = case.problem("bfloat16"), tensors(case, "bfloat16")
     want = run(problem, arrays)
-    monkeypatch.setattr(launch, "SECOND", 3)
-    launch._prepare.cache_clear()
+    monkeypatch.setattr(forward, "SECOND", 3)
+    forward._prepare.cache_clear()
     got = run(problem, arrays)
-    grid = launch._prepare(problem, triton_gpu.default_config(problem, "cpu"), launch.views(arrays).layout).grid
-    launch._prepare.cache_clear()
+    grid = forward._prepare(problem, triton_gpu.default_config(problem, "cpu"), layout.views(arrays).layout).grid
+    forward._prepare.cache_clear()
     assert grid == (1, 3, 2) and triton_gpu.default_config(problem, "cpu").normed
     assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
 
@@ -357,7 +359,7 @@ def test_gradients_have_no_scale_of_their_own():
 @interpreter
 def test_gradients_across_checkpoints(monkeypatch):
     """States are replayed from checkpoints, here one for every second slot, wherever in a sequence that lies."""
-    monkeypatch.setattr(launch, "CHECKPOINT", 2)
+    monkeypatch.setattr(configs, "CHECKPOINT", 2)
     case = FEW["chunk128"]
     assert_right(case, "float32", case.arrays("float32"), gradients(case, "float32", tensors(case, "float32")))
 
@@ -386,13 +388,13 @@ def test_launches_known_ahead(name, dtype, monkeypatch):
     case, launched = CASES[name], []
 
     def look(kernel, grid, args, constants, **options):
-        launched.append((kernel, list(map(launch._specialised, args)), {n: constants[n] for n in kernel.arg_names[len(args) :]}, options))
+        launched.append((kernel, list(map(launch.specialised, args)), {n: constants[n] for n in kernel.arg_names[len(args) :]}, options))
 
     arrays, problem = tensors(case, dtype), case.problem(dtype, needs_grad=True)
-    known = ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))
+    known = call.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))
     monkeypatch.setattr(launch, "launch", look)
     gradients(case, dtype, arrays)
-    known = [(kernel, list(map(launch._specialised, args)), constants, options) for kernel, args, constants, options in known]
+    known = [(kernel, list(map(launch.specialised, args)), constants, options) for kernel, args, constants, options in known]
     only_longer = [x for x in known if x[0].__name__ in ("parts_kernel", "combine_kernel") or x[2].get("PART") == "first"]
     assert [x for x in known if x not in only_longer] == launched and len(launched) >= 7
 
@@ -417,13 +419,13 @@ def test_configurations_hold_together():
 @interpreter
 def test_tuning_refuses_what_is_wrong(monkeypatch):
     """`kdakit bench --tune` holds every candidate against float64: here a decoding step, right and then with a dropped update."""
-    from kdakit.cli import tuned_calls
-    from kdakit.cli.contestants import Job
+    from kdakit.measure import tuned_calls
+    from kdakit.measure.contestants import Job
 
     calls = tuned_calls.Calls(torch.device("cpu"))
     job = Job(Shape(1, 1, 32), "decode", "bfloat16")
     assert calls.verify(job, dict(step_block_v=16)) is None
-    monkeypatch.setattr(triton_gpu, "step", lambda problem, x, config: launch.step(problem, x._replace(beta=x.beta - 9), config))
+    monkeypatch.setattr(triton_gpu, "step", lambda problem, x, config: call.step(problem, x._replace(beta=x.beta - 9), config))
     assert calls.verify(job, dict(step_block_v=16)).startswith("wrong: ")
     monkeypatch.setattr(triton_gpu, "step", None)
     assert calls.verify(job, dict(step_block_v=16)).startswith("raised TypeError")

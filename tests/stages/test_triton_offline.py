@@ -61,8 +61,9 @@ def test_every_row_of_tile_sizes_compiles(target):
 
 NAMES = """
 import sys
-from kdakit.backends.triton_gpu import launch, names, training
-kernels = [x for m in (launch, training) for n, x in sorted(vars(m).items()) if n.endswith("_kernel")]
+from kdakit.backends.triton_gpu.host import backward, forward
+from kdakit.backends.triton_gpu.runtime import names
+kernels = [x for m in (backward, forward) for n, x in sorted(vars(m).items()) if n.endswith("_kernel")]
 for kernel in kernels[:: int(sys.argv[1])]:
     names.settle(kernel)
 print(len(kernels), *(kernel.cache_key for kernel in kernels))
@@ -158,18 +159,20 @@ def problem_of(dtype: str, K: int, V: int, bounded: bool, H: int, T: int):
 
 
 def compile_all(target: str, every: bool = False) -> None:
+    import triton_code
     from triton.runtime import driver
 
-    from kdakit.backends.triton_gpu import ahead, launch
+    from kdakit.backends.triton_gpu import call
     from kdakit.backends.triton_gpu import config as configs
+    from kdakit.backends.triton_gpu.runtime import launch
 
     chip, seen = configs.CHIPS[target], set()
     driver.set_active(offline_driver(chip))
 
     def launches(problem, arrays, chip):
         """[(what is compiled, how it is launched)]."""
-        known = ahead.launches(problem, arrays, configs.choose(problem, chip))
-        return [((x[0].__name__, list(map(launch._specialised, x[1])), *x[2:]), x) for x in known]
+        known = call.launches(problem, arrays, configs.choose(problem, chip))
+        return [((x[0].__name__, list(map(launch.specialised, x[1])), *x[2:]), x) for x in known]
 
     def launched_by(what, problem, arrays, chips):
         return [c for c in chips if what in [w for w, _ in launches(problem, arrays, configs.CHIPS[c])]]
@@ -187,7 +190,7 @@ def compile_all(target: str, every: bool = False) -> None:
                 seen.add(id(made))
                 alike = (target, *launched_by(what, problem, arrays, others))
                 limit = min(configs.CHIPS[c].shared_memory for c in alike)
-                facts |= dict(shared=made.metadata.shared, limit=limit, **resources(made))
+                facts |= dict(shared=made.metadata.shared, limit=limit, code=triton_code.of_compiled(made), **resources(made))
             print(json.dumps(facts), flush=True)
 
     for index, sizes in enumerate(covering(target) if every else PROBLEMS):

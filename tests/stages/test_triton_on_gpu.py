@@ -23,7 +23,7 @@ import not_finite  # noqa: E402
 
 from kdakit import torch as kt  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case  # noqa: E402
-from kdakit.cli import checking  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 from kdakit.problem import DIFFERENTIABLE  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -256,7 +256,7 @@ def test_graph_capture(name, what):
 @pytest.mark.parametrize("T", [1, 3, 8])
 def test_decoding_in_place(T, dtype):
     """One launch of T tokens that moves the state on, captured: replays go on from where the last one ended."""
-    from kdakit.backends.triton_gpu import launch
+    from kdakit.backends.triton_gpu.runtime import launch
 
     case, x, _ = inputs("model")
     x = x._replace(**{n: getattr(x, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")})

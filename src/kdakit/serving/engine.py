@@ -2,63 +2,39 @@
 
 A turn admits who is waiting while slots are free, reads the next slice of every unread prompt in one packed call, and makes tokens for all
 that have read theirs: one each, or several where guesses turn out right. Prompts that begin like an earlier one start from its state.
+
+Whatever raises inside a turn, a request's step happens whole or not at all. States are changed in place, layer by layer, so a step that
+broke off may have moved some of them. Nothing is copied against that: a request's text says everything that its states hold. Before a step
+moves states its requests forget how far they are (`read = None`), and learn it again when all is done; who does not, reads its text again
+from the longest prefix that is kept. A step that goes well pays one assignment a request, a fault the reading of the texts it took part in.
+
+After a fault nobody knows whose it was. All who took part go on, but each alone until it is past the place; who fails there again ends
+with the error, and the others have not noticed.
 """
 
 from __future__ import annotations
 
+import threading
+import traceback
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from kdakit.serving.guesses import repeat_last
 from kdakit.serving.prefixes import PrefixCache
+from kdakit.serving.requests import Counts, Request, checked_prompt
 
+__all__ = ["Counts", "Engine", "Request"]
 
-@dataclass(eq=False)
-class Request:
-    prompt: list[int]
-    count: int  # tokens to make
-    made: list[int] = field(default_factory=list)
-    read: int = 0  # prompt tokens that are in the state
-    slot: int | None = None
-    cancelled: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.cancelled or len(self.made) >= self.count
-
-    @property
-    def text(self) -> list[int]:
-        return self.prompt + self.made
-
-
-@dataclass
-class Counts:
-    turns: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    made: int = 0  # tokens
-    read: int = 0  # prompt tokens that were computed
-    remembered: int = 0  # prompt tokens that came from the prefix cache
-    guessed: int = 0
-    accepted: int = 0
-
-    @property
-    def acceptance(self) -> float:
-        """Of the guesses, how many were right."""
-        return self.accepted / self.guessed if self.guessed else 0.0
-
-    @property
-    def hits(self) -> float:
-        """Of the prompt tokens, how many need not have been read."""
-        return self.remembered / max(1, self.read + self.remembered)
+REMEMBERED_FAULTS = 16
 
 
 class Engine:
-    """Greedy generation for many requests.
+    """Greedy generation for many requests. submit, cancel and turn may come from different threads; a turn makes the others wait.
 
     served: a ServedModel. piece: prompt tokens a turn and request. guesses: draft tokens a turn and request, at most 7.
     entries, block: the prefix cache's size and the multiples at which prefixes end.
+    faults: the latest exceptions inside turns, whether or not they ended a request.
     """
 
     def __init__(self, served: Any, piece: int = 64, guesses: int = 3, entries: int = 64, block: int = 16):
@@ -69,97 +45,217 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.counts = Counts()
+        self.faults: deque[Exception] = deque(maxlen=REMEMBERED_FAULTS)
+        self._leaving: list[int] = []  # slots whose requests have ended and that are not free yet
+        self._lock = threading.RLock()
 
     def submit(self, request: Request) -> None:
-        if not request.prompt or request.count < 1:
-            raise ValueError(f"a request must have a prompt and count at least 1, got {len(request.prompt)} tokens and {request.count}")
-        if min(request.prompt) < 0 or max(request.prompt) >= self.served.vocabulary:
-            raise ValueError(
-                f"a prompt must hold tokens 0 .. {self.served.vocabulary - 1}, got {min(request.prompt)} .. {max(request.prompt)}"
-            )
-        self.waiting.append(request)
+        with self._lock:
+            if request.owner is not None:
+                raise ValueError("a request must be submitted once, got one that was before: make another with the same prompt")
+            prompt = checked_prompt(request, self.served.vocabulary)
+            request.text, request.asked, request.owner = prompt, len(prompt), self
+            self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
         """Its slot is free at once, and it makes no more tokens."""
-        if request.done:
-            return
-        request.cancelled = True
-        self.counts.cancelled += 1
-        if request.slot is None:
-            self.waiting.remove(request)
-        else:
+        with self._lock:
+            if request.owner is not self:
+                raise ValueError("a request must have been submitted to this engine to be cancelled, got one that was not")
+            if request.done:
+                return
+            request.cancelled = True
+            self.counts.cancelled += 1
             self._leave(request)
+            self._give_back()
 
     def turn(self) -> bool:
-        """One step for everybody; False when nothing is left to do."""
-        self._admit()
-        reading = [r for r in self.running if r.read < len(r.prompt)]
-        writing = [r for r in self.running if r.read == len(r.prompt)]
-        if reading:
-            self._read(reading)
-        if writing:
-            self._write(writing)
+        """One step for everybody; False when nothing is left to do.
+
+        Raises only if it can do nothing at all: nobody runs, and slots of requests that have ended cannot be freed.
+        """
+        with self._lock:
+            self._dismiss()  # whom an interrupted turn has left
+            stuck = self._give_back()
+            self._admit()
+            for request in self.running[:]:
+                if not request.read:
+                    self._attempt(self._begin, [request])
+            reading = [r for r in self.running if r.read is not None and r.reading]
+            writing = [r for r in self.running if not r.reading]
+            for step, members in ((self._read, reading), (self._write, writing)):
+                for group in ([r for r in members if r.suspect is None], *([r] for r in members if r.suspect is not None)):
+                    if group:
+                        self._attempt(step, group)
+            self._dismiss()
+            self.counts.turns += bool(reading or writing)
+            again = self._give_back()
+            if stuck and again and not self.running and not (self.waiting and self.served.free_slots):
+                raise RuntimeError(f"slots {self._leaving} of requests that have ended cannot be freed: {again!r}") from again
+            return bool(self.running or self.waiting or self._leaving)
+
+    # Faults
+
+    def _attempt(self, step: Callable[[list[Request]], None], requests: list[Request]) -> None:
+        """A step of some requests. Those that it did not carry past `reach` are under suspicion, or end if they were before."""
+        reach = [self._reach(r) for r in requests]
+        try:
+            step(requests)
+        except Exception as error:  # of whatever kind: it is kept, and it ends who raises it alone
+            self._note(error)
+            for request, place in zip(requests, reach, strict=True):
+                if request.done or (request.read is not None and request.read >= place):
+                    continue
+                if request.suspect is None:
+                    request.suspect = place
+                else:
+                    self._end(request, error)
+        for request in requests:
+            if request.suspect is not None and request.read is not None and request.read >= request.suspect:
+                request.suspect = None
+
+    def _reach(self, request: Request) -> int:
+        """How much of its text will be in a request's slot, at least, after its next step."""
+        if request.read is None:
+            return 1
+        return min(request.read + self.piece, request.goal) if request.reading else request.read + 1
+
+    def _note(self, error: Exception) -> None:
+        traceback.clear_frames(error.__traceback__)  # else it would hold the tensors of the step
+        self.faults.append(error)
+        self.counts.faults += 1
+
+    def _end(self, request: Request, error: Exception) -> None:
+        request.error = error
+        self.counts.failed += 1
+        self._leave(request)
+
+    # Slots
+
+    def _admit(self) -> None:
+        while self.waiting:
+            request, expected = self.waiting[0], None
+            try:
+                if not self.served.free_slots:
+                    return
+                expected = self.served.next_slot
+                request.slot = self.served.allocate()
+            except Exception as error:  # whoever is first in the line gets another chance, then it is the next one's turn
+                self._note(error)
+                if expected is not None and self.served.taken(expected):
+                    self._leaving.append(expected)
+                if request.suspect is None:
+                    request.suspect = 1
+                    return
+                self._end(request, error)
+                continue
+            request.read = 0
+            self.running.append(request)
+            self.waiting.popleft()
+
+    def _dismiss(self) -> None:
+        """Those that have all their tokens."""
         for request in [r for r in self.running if r.done]:
             self.counts.finished += 1
             self._leave(request)
-        self.counts.turns += bool(reading or writing)
-        return bool(self.running or self.waiting)
 
-    def _admit(self) -> None:
-        while self.waiting and self.served.free_slots:
-            request = self.waiting.popleft()
-            request.slot = self.served.allocate()
-            request.read, state = self.prefixes.longest(request.prompt)
+    def _leave(self, request: Request) -> None:
+        if request.slot is None:
+            self.waiting.remove(request)
+            return
+        self._leaving.append(request.slot)
+        self.running.remove(request)
+        request.slot = None
+
+    def _give_back(self) -> Exception | None:
+        """Free the slots of those that have left. One that cannot be freed now is tried again next turn."""
+        failed = None
+        for slot in self._leaving[:]:
+            try:
+                if self.served.taken(slot):
+                    self.served.free(slot)
+                self._leaving.remove(slot)
+            except Exception as error:  # nobody's who is still here
+                self._note(error)
+                failed = error
+        return failed
+
+    # Steps: each sets `read` of its requests to None before the first state moves, and to where they are after the last one has
+
+    def _begin(self, requests: list[Request]) -> None:
+        """An empty slot, or the longest prefix of its text that is kept."""
+        for request in requests:
+            length, state = self.prefixes.longest(request.text[: request.goal])
             if state is not None:
+                request.read = None
                 self.served.restore(request.slot, state)
-                self.counts.remembered += request.read
-            self.running.append(request)
+                self.counts.remembered += length
+            elif request.read is None:
+                self.served.reset(request.slot)
+            request.read = length
 
     def _read(self, requests: list[Request]) -> None:
-        """The next slice of every prompt; states at the ends of new blocks go into the cache."""
-        slices = [r.prompt[r.read : r.read + self.piece] for r in requests]
-        places = [self._new_blocks(r, len(s)) for r, s in zip(requests, slices, strict=True)]
+        """The next slice of every text; states at the ends of new blocks go into the cache."""
+        starts = [r.read or 0 for r in requests]
+        slices = [r.text[a : min(a + self.piece, r.goal)] for a, r in zip(starts, requests, strict=True)]
+        places = [self._new_blocks(r, a, len(s)) for r, a, s in zip(requests, starts, slices, strict=True)]
+        for request in requests:
+            request.read = None
         logits, states = self.served.prefill([r.slot for r in requests], slices, places)
-        chosen = logits.argmax(-1).tolist()
-        for request, piece, place, kept, token in zip(requests, slices, places, states, chosen, strict=True):
+        chosen = self.served.choose(logits)
+        for request, start, piece, place, kept, token in zip(requests, starts, slices, places, states, chosen, strict=True):
+            if token < 0:
+                self._end(request, _not_finite(request))
+                continue
             for p, state in zip(place, kept, strict=True):
-                self.prefixes.put(request.prompt[: request.read + p], state)
-            request.read += len(piece)
+                self.prefixes.put(request.text[: start + p], state)
             self.counts.read += len(piece)
-            if request.read == len(request.prompt):
-                self._say(request, [token])
+            end = start + len(piece)
+            self._say(request, [token] if end == request.asked == len(request.text) else [], end)
 
-    def _new_blocks(self, request: Request, count: int) -> list[int]:
+    def _new_blocks(self, request: Request, start: int, count: int) -> list[int]:
         """Positions in the next `count` tokens that end a block not yet kept."""
-        block, start = self.prefixes.block, request.read
+        block = self.prefixes.block
         ends = range(-(-(start + 1) // block) * block, start + count + 1, block)
-        return [e - start for e in ends if self.prefixes.entries and request.prompt[:e] not in self.prefixes]
+        return [e - start for e in ends if self.prefixes.entries and request.text[:e] not in self.prefixes]
 
     def _write(self, requests: list[Request]) -> None:
         """One token each, and as many more as were guessed right."""
-        slots = [r.slot for r in requests]
-        drafts = [repeat_last(r.text, min(self.guesses, r.count - len(r.made) - 1)) for r in requests]
+        slots, starts = [r.slot for r in requests], [r.read or 0 for r in requests]
+        drafts = [repeat_last(r.text, min(self.guesses, r.count - (len(r.text) - r.asked) - 1)) for r in requests]
         longest = max(map(len, drafts))
         if longest == 0:
-            for request, token in zip(requests, self.served.decode(slots, [r.made[-1] for r in requests]).argmax(-1).tolist(), strict=True):
-                self._say(request, [token])
-            return
-        rows = [[r.made[-1], *d, *[0] * (longest - len(d))] for r, d in zip(requests, drafts, strict=True)]
-        logits, log = self.served.verify(slots, rows)
-        accepted = []
-        for request, draft, chosen in zip(requests, drafts, logits.argmax(-1).tolist(), strict=True):
-            right = next((i for i, (a, b) in enumerate(zip(draft, chosen, strict=False)) if a != b), len(draft))
+            for request in requests:
+                request.read = None
+            rows = [[token] for token in self.served.choose(self.served.decode(slots, [r.text[-1] for r in requests]))]
+            accepted = [1] * len(requests)
+        else:
+            given = [[r.text[-1], *d, *[0] * (longest - len(d))] for r, d in zip(requests, drafts, strict=True)]
+            logits, log = self.served.verify(slots, given)  # moves nothing
+            rows = self.served.choose(logits)
+            accepted = [_right(draft, row) + 1 for draft, row in zip(drafts, rows, strict=True)]
+            for request in requests:
+                request.read = None
+            self.served.commit(log, accepted)
+        for request, start, draft, row, count in zip(requests, starts, drafts, rows, accepted, strict=True):
             self.counts.guessed += len(draft)
-            self.counts.accepted += right
-            accepted.append(right + 1)
-            self._say(request, chosen[: right + 1])
-        self.served.commit(log, accepted)
+            self.counts.accepted += count - 1
+            if min(row[:count]) < 0:
+                self._end(request, _not_finite(request))
+                continue
+            self._say(request, row[:count], start + count)
 
-    def _say(self, request: Request, tokens: list[int]) -> None:
-        request.made += tokens
+    def _say(self, request: Request, tokens: list[int], read: int) -> None:
+        """The end of a step for one request: as much of its text is in its slot, and it has grown by these tokens."""
+        request.text += tokens
         self.counts.made += len(tokens)
+        request.read = read
 
-    def _leave(self, request: Request) -> None:
-        self.running.remove(request)
-        self.served.free(request.slot)
-        request.slot = None
+
+def _right(draft: list[int], chosen: list[int]) -> int:
+    """How many guesses were right."""
+    return next((i for i, (a, b) in enumerate(zip(draft, chosen, strict=False)) if a != b), len(draft))
+
+
+def _not_finite(request: Request) -> FloatingPointError:
+    return FloatingPointError(f"the logits after {len(request.text)} tokens must be finite, and are not: the weights or the prompt's states")

@@ -112,6 +112,8 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, N
         beta_kind=np.int32(gates[1]), l2norm=np.int32(o.l2norm), state_v_first=np.int32(o.state_v_first),
     )  # fmt: skip
     rows, columns = problem.state_shape[2:]
+    if arrays.cu_seqlens is not None:
+        out = jnp.where((jnp.arange(problem.T) < arrays.cu_seqlens[-1])[:, None, None], out, 0)
     return Result(out[..., : problem.V], final[..., :rows, :columns] if o.output_final_state else None), None
 
 

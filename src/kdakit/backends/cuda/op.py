@@ -40,7 +40,8 @@ def _forward(problem: Problem, arrays: Arrays, config) -> Result:
     D = config.head_dim
     q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
     v, beta = _aligned(arrays.v), arrays.beta
-    o = v.new_empty(problem.B, problem.T, problem.HV, D)
+    new = v.new_zeros if problem.varlen else v.new_empty  # tokens past the last sequence stay zero
+    o = new(problem.B, problem.T, problem.HV, D)
     final = v.new_empty((problem.N, problem.HV, D, D), dtype=torch.float32) if problem.options.output_final_state else None
     cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
     A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))

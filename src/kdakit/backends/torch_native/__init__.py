@@ -139,10 +139,10 @@ def step(problem: Problem, arrays: Arrays, config: Any = None, final_state: torc
     q, k = (a.repeat_interleave(problem.group, 2) for a in (x.q * problem.options.scale, x.k))
     x = x._replace(q=q, k=k)
     if problem.varlen:
-        x, place = _pad_sequences(problem, arrays, x)
+        x, place, real = _pad_sequences(problem, arrays, x)
     o, final = recurrence(x, initial_states(problem, arrays)[: problem.N])
     if problem.varlen:
-        o = o.flatten(0, 1).index_select(0, place)[None]
+        o = o.flatten(0, 1).index_select(0, place).masked_fill(~real[:, None, None], 0)[None] if o.numel() else torch.zeros_like(arrays.v)
     return Result(o.to(arrays.v.dtype), _final_state(problem, final))
 
 
@@ -216,7 +216,7 @@ def _final_state(problem, final):
 
 
 def _pad_sequences(problem, arrays, x: Activated):
-    """Packed [1, T, ..] -> one padded row per sequence [N, L, ..], and for each token its place among N * L."""
+    """Packed [1, T, ..] -> one padded row per sequence [N, L, ..]; for each token its place among N * L, and whether it has one."""
     visible = visible_cu_seqlens(arrays)
     L = problem.T if visible is None else int((visible[1:] - visible[:-1]).max())
     cu = arrays.cu_seqlens.long()
@@ -231,4 +231,4 @@ def _pad_sequences(problem, arrays, x: Activated):
         return a.masked_fill(padding.view(problem.N, L, *[1] * (a.ndim - 2)), 0)
 
     # Within bounds even where cu_seqlens_cpu, which gave L, is not cu_seqlens.
-    return Activated(*map(pad, x)), (owner * L + t - cu[owner]).clamp(max=max(problem.N * L - 1, 0))
+    return Activated(*map(pad, x)), (owner * L + t - cu[owner]).clamp(max=max(problem.N * L - 1, 0)), t < cu[-1]

@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 from kdakit.backends.triton_gpu import tiles
-from kdakit.problem import Problem
+from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
+from kdakit.problem import SAFE_BOUND, Problem
 
 # Gradients that no GPU has shown to be right yet run only where this is asked for, see `untested`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+CHECKPOINT = 8  # chunks between the states that a backward starts from
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Config:
     """How one problem is cut. Every field is a compile key except those of the grid."""
 
     chunk: int  # tokens per chunk of the kernels; a divisor of the problem's chunk_size where its states are asked for
-    group: int  # consecutive tokens in one thread's registers, see tile.row_tokens
+    group: int  # consecutive tokens in one thread's registers, see device.program.row_tokens
     diagonal: int  # blocks of so many tokens are one product with one-sided factors
     floor: float  # log2-decays are raised to this, 0: not; keeps the one-sided factors finite
     half: int  # the prepare kernel works on a chunk in two parts of so many tokens, or in one
@@ -35,7 +36,7 @@ class Config:
     ptx: bool = False  # single PTX instructions may be used
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
-    staged: bool = False  # the scan of `staged`
+    staged: bool = False  # the scan of `scan_staged`
     split: bool = False  # so few heads that long sequences are scanned in parts
     part_block: int = 64  # rows of b or M per program of the scan of parts
     part_warps: int = 4
@@ -45,8 +46,8 @@ class Config:
     combine_warps: int = 4
     combine_stages: int = 3
     processors: int = 132  # of the chip; not a compile key
-    normed: bool = False  # the prepare kernel of `normed`
-    gradient_registers: int = 0  # per thread at most, of the gradient kernel of `normed_gradient`; 0: the compiler's choice
+    normed: bool = False  # the prepare kernel of `prepare_normed`
+    gradient_registers: int = 0  # per thread at most, of the kernel of `gradient_normed`; 0: the compiler's choice
     small: str = "float32"  # operand dtype of the backward's gradients within a chunk
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two
@@ -116,10 +117,15 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def chunk_slots(problem: Problem, C: int) -> int:
+    """Places for chunks: with cu_seqlens a bound that needs no look at them, see device.program.first_slot."""
+    return problem.T // C + problem.N if problem.varlen else problem.B * -(-problem.T // C)
+
+
 def bounded(problem: Problem) -> bool:
     """The log-decay is known to be at least -5 per token."""
     o = problem.options
-    return o.lower_bound is not None and (o.gate == "bounded" or o.safe_gate)
+    return o.lower_bound is not None and o.lower_bound >= SAFE_BOUND and (o.gate == "bounded" or o.safe_gate)
 
 
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
@@ -144,29 +150,30 @@ def tile_sizes(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def parts(problem: Problem, config: Config) -> int:
-    """Into how many parts the scan of each sequence is split, by the microseconds that an H200 takes; 1: not at all.
+    """Into how many parts the scan of each sequence is split: what takes the least time; 1: not at all."""
+    blocks = padded(problem.V) // config.block_v
+    most = config.processors // (problem.N * problem.HV * blocks)  # so many programs with outputs have a processor each
+    return min((1, *range(3, min(32, most + 1) + 1)), key=lambda n: scan_us(problem, config, n))
+
+
+def scan_us(problem: Problem, config: Config, n: int) -> float:
+    """The microseconds that an H200 takes for the scan in n parts.
 
     All parts but the first and the last are scanned twice, first without outputs but with K more rows than V, while the first is scanned
     with outputs; then the states between them are combined, one after the other, and the others scanned. A processor holds one program.
     """
     again, outputs, link = 1.36 if config.part_block > 64 else 0.87, 1.5, 2.2  # a chunk, a chunk, a part
-    rows, block = problem.N * problem.HV, config.part_block
-    more, blocks = (padded(problem.V) + padded(problem.K)) // block, padded(problem.V) // config.block_v
     chunks = problem.T / config.chunk / (problem.N if problem.varlen else 1)
-
-    def time(n: int) -> float:
-        if n == 1:
-            return chunks * outputs
-        rounds = -(-rows * (blocks + (n - 2) * more) // config.processors)
-        return chunks / n * (max(again * rounds, outputs) + outputs) + (n - 2) * link + 13
-
-    most = config.processors // (rows * blocks)  # so many programs with outputs have a processor each
-    return min((1, *range(3, min(32, most + 1) + 1)), key=time)
+    if n == 1:
+        return chunks * outputs
+    more, blocks = (padded(problem.V) + padded(problem.K)) // config.part_block, padded(problem.V) // config.block_v
+    rounds = -(-problem.N * problem.HV * (blocks + (n - 2) * more) // config.processors)
+    return chunks / n * (max(again * rounds, outputs) + outputs) + (n - 2) * link + 13
 
 
 def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Config for the scan of `staged`, in parts or not: where one program of 64 channels has a processor for itself, and its
-    shared memory, which other chips have less of."""
+    """The fields of Config for the scan of `scan_staged`, in parts or not: where one program of 64 channels has a processor for itself, and
+    its shared memory, which other chips have less of."""
     KP, VP = padded(problem.K), padded(problem.V)
     if not chip.wgmma or problem.dtype == "float32" or KP not in (64, 128) or VP < 64:
         return {}

@@ -37,7 +37,8 @@ def decode(
     q, k [N, T, H, K], v [N, T, HV, V], g [N, T, HV, K], beta [N, T, HV], row n for slots[n]. `options` are those of `fused_recurrent_kda`.
     """
     given, problem, arrays = prepare("decode", "recurrent", pool, slots, Arrays(q, k, v, g, beta, A_log, dt_bias), options)
-    o, moved = _decode(pool.bare(), given, arrays, dict(window_inputs or {}), problem, backend, device_of(arrays.q))
+    inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
+    o, moved = _decode(pool.bare(), given, arrays, inputs, problem, backend, device_of(arrays.q))
     return o, moved.of(pool)
 
 
@@ -49,7 +50,7 @@ def verify(
     given, problem, arrays = prepare("verify", "recurrent", pool, slots, Arrays(q, k, v, g, beta, A_log, dt_bias), options)
     check_drafts(problem.T)
     dispatch.select("jax", problem, device_of(arrays.q), backend)
-    return _verify(pool.bare(), given, arrays, dict(window_inputs or {}), problem)
+    return _verify(pool.bare(), given, arrays, pool.check_inputs(window_inputs, problem.B, problem.T), problem)
 
 
 def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Any) -> StatePool:
@@ -58,6 +59,8 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Any) -> Stat
     A draft does not count for a slot that has been freed or restored since `verify`. Between the two, no other call may move its rows, and
     each draft is to be committed once.
     """
+    if not isinstance(draft, Draft):
+        raise TypeError(f"draft must be what verify returned, got {type(draft).__name__}")
     N, T = draft.log.u.shape[:2]
     if not isinstance(accepted, jax.Array):
         accepted = jnp.asarray(check_accepted(accepted, N, T), jnp.int32)

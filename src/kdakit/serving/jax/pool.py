@@ -98,21 +98,32 @@ class StatePool:
 
     def allocate(self, count: int = 1) -> tuple[list[int], StatePool]:
         """Slots of `count` new sequences, their states and windows zero, and the pool in which they are."""
-        slots = self.table.take(count)
+        slots = self.table.following(count)
         zero = lambda x: x.at[np.array(slots, np.int32)].set(0)
-        return slots, self._with(jax.tree.map(zero, self._kept()), slots)
+        pool = self._with(jax.tree.map(zero, self._kept()), slots, 1)
+        return self.table.take(count), pool  # last, as it cannot fail: a pool that is used up takes no slot
 
     def free(self, slots: Iterable[int] | int) -> StatePool:
         listed = self.table.check(slots)
+        pool = self._with(self._kept(), listed, 1)
         self.table.release(listed)
-        return self._with(self._kept(), listed)
+        return pool
+
+    def reset(self, slots: Iterable[int] | int) -> StatePool:
+        """States and windows of slots are zero again; their owners stay."""
+        listed = self.table.check(slots)
+        zero = lambda x: x.at[np.array(listed, np.int32)].set(0)
+        pool = self._with(jax.tree.map(zero, self._kept()), listed, 2)
+        self.table.renew(listed)
+        return pool
 
     def fork(self, slot: int, count: int = 1) -> tuple[list[int], StatePool]:
         """`count` new slots with copies of one."""
         (source,) = self.table.check(slot)
-        slots = self.table.take(count)
+        slots = self.table.following(count)
         copy = lambda x: x.at[np.array(slots, np.int32)].set(x[source])
-        return slots, self._with(jax.tree.map(copy, self._kept()), slots)
+        pool = self._with(jax.tree.map(copy, self._kept()), slots, 1)
+        return self.table.take(count), pool
 
     def snapshot(self, slots: Iterable[int] | int) -> Snapshot:
         index = np.array(self.table.check(slots), np.int32)
@@ -121,14 +132,17 @@ class StatePool:
     def restore(self, slots: Iterable[int] | int, snapshot: Snapshot) -> StatePool:
         """Slots overwritten with a snapshot's rows, in order."""
         listed = self.table.check(slots)
-        rows = snapshot.storage.states.shape[0]
-        if rows != len(listed):
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot must be a Snapshot of a pool, got {type(snapshot).__name__}")
+        describe = lambda tree: jax.tree.map(lambda x: (x.shape[1:], x.dtype.name), tree)
+        if describe(snapshot) != describe(self._kept()):
+            raise ValueError(f"snapshot must be of a pool of the same sizes and dtypes {describe(self._kept())}, got {describe(snapshot)}")
+        for rows in {x.shape[0] for x in jax.tree.leaves(snapshot)} - {len(listed)}:
             raise ValueError(f"snapshot must hold {len(listed)} rows, one for each slot, got {rows}")
-        if jax.tree.map(lambda x: x.shape[1:], snapshot) != jax.tree.map(lambda x: x.shape[1:], self._kept()):
-            raise ValueError("snapshot must be of a pool of the same sizes")
-        self.table.renew(listed)
         put = lambda x, rows: x.at[np.array(listed, np.int32)].set(rows)
-        return self._with(jax.tree.map(put, self._kept(), snapshot), listed)
+        pool = self._with(jax.tree.map(put, self._kept(), snapshot), listed, 2)
+        self.table.renew(listed)
+        return pool
 
     def states(self, slots: Iterable[int] | int):
         """The states [n, HV, K, V] of some slots, in the compute dtype."""
@@ -157,26 +171,34 @@ class StatePool:
         """Windows moved on by the first accepted[n] of inputs [N, T, D]."""
         windows = dict(self.contents.windows)
         for name, x in inputs.items():
-            window = self.window(name, x)
+            window = windows[name]
             keep = window.shape[1]
             line = jnp.concatenate([window[rows.place], x.astype(window.dtype)], 1)  # [N, keep + T, D]
             place = accepted[:, None] + jnp.arange(keep)  # [N, keep]
             windows[name] = window.at[rows.place].set(jnp.take_along_axis(line, place[..., None], 1))
         return windows
 
-    def window(self, name: str, x):
-        if name not in self.contents.windows:
-            names = ", ".join(self.contents.windows) or "none: the pool has no windows"
-            raise ValueError(f"window inputs must be of {names}, got {name!r}")
-        window = self.contents.windows[name]
-        if x.ndim != 3 or x.shape[2] != window.shape[2]:
-            raise ValueError(f"the inputs of window {name!r} must be [N, T, D] with D = {window.shape[2]}, got {x.shape}")
-        return window
+    def check_inputs(self, inputs: Mapping[str, Any] | None, rows: int, tokens: int) -> dict[str, Any]:
+        """Inputs of the convolutions: [rows, tokens, D] as q has them, for windows that the pool has."""
+        if inputs is not None and not isinstance(inputs, Mapping):
+            raise TypeError(f"window_inputs must be a mapping of names to arrays, got {type(inputs).__name__}")
+        windows = self.contents.windows
+        made = {name: jnp.asarray(x) for name, x in (inputs or {}).items()}
+        for name, x in made.items():
+            if name not in windows:
+                raise ValueError(f"window inputs must be of {', '.join(windows) or 'none: the pool has no windows'}, got {name!r}")
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise TypeError(f"the inputs of window {name!r} must be floats, got {x.dtype}")
+            want = (rows, tokens, windows[name].shape[2])
+            if x.shape != want:
+                raise ValueError(f"the inputs of window {name!r} must be [B, T, D] = {want}, got {x.shape}")
+        return made
 
     def _kept(self) -> Snapshot:
         return Snapshot(self.contents.storage, self.contents.windows)
 
-    def _with(self, kept: Snapshot, slots: list[int]) -> StatePool:
-        new = np.array([self.table.generation[s] for s in slots], np.int32)
+    def _with(self, kept: Snapshot, slots: list[int], changes: int) -> StatePool:
+        """The next pool, the slots' generations as they will be after so many changes of the table."""
+        new = np.array(self.table.after(slots, changes), np.int32)
         generation = self.contents.generation.at[np.array(slots, np.int32)].set(new)
         return StatePool(Contents(kept.storage, kept.windows, generation), self.sizes, self.table)

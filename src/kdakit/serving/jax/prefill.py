@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdakit import dispatch
-from kdakit.problem import Arrays, Problem, check_cu_seqlens
+from kdakit.problem import Arrays, Problem, check_cu_seqlens, checks_enabled
 from kdakit.serving.arguments import check_checkpoints
 from kdakit.serving.jax import storage as storages
 from kdakit.serving.jax.calls import device_of, prepare
@@ -34,22 +34,29 @@ def prefill(
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens)
     given, problem, arrays = prepare("prefill", "chunk", pool, slots, arrays, options, chunk_size=chunk_size)
-    inputs, place = dict(window_inputs or {}), dict(backend=backend, device=device_of(arrays.q))
+    inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
+    place = dict(backend=backend, device=device_of(arrays.q))
+    shape = arrays.v.shape
     problem, arrays, inputs = _packed(problem, arrays, inputs)
-    shape = (*q.shape[:2], *v.shape[2:])
+    visible = not isinstance(arrays.cu_seqlens, jax.core.Tracer)
+    if visible and (place["device"] == "cpu" or checks_enabled()):
+        check_cu_seqlens(np.asarray(arrays.cu_seqlens), problem.T)
     if checkpoints is None and not deterministic:
         o, moved = _run(pool.bare(), given, arrays, inputs, problem=problem, **place)
         return o.reshape(shape), moved.of(pool), []
-    if isinstance(arrays.cu_seqlens, jax.core.Tracer):
+    if not visible:
         raise ValueError("cu_seqlens must be known on the host with checkpoints or deterministic=True, got a traced one")
     edges = np.asarray(arrays.cu_seqlens)
-    check_cu_seqlens(edges, problem.T)
+    check_cu_seqlens(edges, problem.T, padding=False)
     lengths = np.diff(edges).tolist()
     wanted = check_checkpoints(checkpoints if checkpoints is not None else [[]] * len(lengths), lengths)
     step = problem.options.chunk_size
     cuts = [[0, *own, length] for own, length in zip(wanted, lengths, strict=True)]
     if deterministic:
         cuts = [list(chain(*([*range(a, b, step)] for a, b in pairwise(own)), own[-1:])) for own in cuts]
+    room = lambda a, b: -(-(b - a) // step) * step
+    for size in {room(a, b) for own in cuts for a, b in pairwise(own) if b > a}:  # who refuses any of them does so before the first
+        dispatch.select("jax", problem.replace(T=size, N=2), place["device"], backend)
     o, made = jnp.zeros((1, *arrays.v.shape[1:]), arrays.v.dtype), [[] for _ in wanted]  # type: ignore[var-annotated]
     rows, moved = pool.rows(given), pool.bare()
     named = jnp.where(rows.valid, given, -1)
@@ -58,8 +65,7 @@ def prefill(
         for a, b in pairwise(own):
             if b == a:
                 continue
-            room = -(-(b - a) // step) * step
-            o, moved = _slice(moved, o, named, n, int(edges[n]) + a, b - a, arrays, inputs, problem=problem, room=room, **place)
+            o, moved = _slice(moved, o, named, n, int(edges[n]) + a, b - a, arrays, inputs, problem=problem, room=room(a, b), **place)
             made[n] += [_kept(moved, rows.place, n)] * (b in wanted[n])
     return o.reshape(shape), moved.of(pool), made
 
@@ -104,7 +110,7 @@ def _shifted(pool: StatePool, rows: Rows, cu_seqlens, inputs) -> dict[str, Any]:
     """Windows moved on by the tokens of their sequence; a short one keeps part of its old window."""
     windows = dict(pool.contents.windows)
     for name, x in inputs.items():
-        window = pool.window(name, x)
+        window = windows[name]
         keep = window.shape[1]
         place = jnp.diff(cu_seqlens)[:, None] - keep + jnp.arange(keep)  # [N, keep], within the sequence
         old = jnp.take_along_axis(window[rows.place], jnp.clip(place + keep, 0, max(keep - 1, 0))[..., None], 1)

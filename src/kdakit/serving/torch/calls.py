@@ -45,14 +45,15 @@ def decode(
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
     problem, given, module = _prepare("decode", pool, slots, arrays, backend, options)
-    if hasattr(module, "pooled"):
+    inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
+    if module.pooled is not None:
         o = module.pooled().decode(problem, arrays, pool, given, module.default_config(problem, q.device))
-        if window_inputs:
-            pool.shift(pool.rows(given), window_inputs)
+        if inputs:
+            pool.shift(pool.rows(given), inputs)
         return o
     rows = pool.rows(given)
     o = _decode(problem, arrays, pool, rows, module)
-    pool.shift(rows, window_inputs)
+    pool.shift(rows, inputs)
     return o
 
 
@@ -82,21 +83,25 @@ def advance(
     windows, whose inputs depend on what was accepted, make the two calls instead.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
+    counted = check_commit(pool, draft, accepted)
     if draft.inputs or window_inputs:
         raise ValueError("window_inputs must go through commit and verify, one after the other: a window moves before it is read")
-    if not hasattr(draft.backend, "commit"):
-        commit(pool, draft, accepted)
-        return _verify("advance", pool, draft.slots, arrays, None, backend, options)
-    return _verify("advance", pool, draft.slots, arrays, None, backend, options, (draft, _count(pool, draft, accepted)))
+    return _verify("advance", pool, draft.slots, arrays, None, backend, options, (draft, counted))
 
 
 def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inputs, backend: str, options: dict[str, Any], past=None):
+    """past: an earlier draft of the same rows and what of it is to be committed first, once it is clear that nothing is refused."""
     problem, given, module = _prepare(call, pool, slots, arrays, backend, options)
     check_drafts(problem.T)
-    inputs = dict(window_inputs or {})
-    if past is not None and not hasattr(module, "pooled"):
-        raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
-    if hasattr(module, "pooled"):
+    inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
+    if past is not None and past[0].backend.commit is None:
+        _commit(pool, *past)
+        past = None
+    if past is not None:
+        if module.pooled is None:
+            raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
+        past[0].spent = True
+    if module.pooled is not None:
         kernels = module.pooled()
         o, (own, generation), log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
         return o, Draft(pool, pool.rows(given) if inputs else None, own, generation, log, inputs, kernels, problem.T)
@@ -112,14 +117,18 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
     As if those tokens had been decoded one by one; states in fewer bits are rounded once instead of once a token. A draft counts once, and
     not for a slot that has been freed or restored since `verify`. Between the two, no other call may move its rows.
     """
-    accepted = _count(pool, draft, accepted)
-    if hasattr(draft.backend, "commit"):
+    _commit(pool, draft, check_commit(pool, draft, accepted))
+
+
+def _commit(pool: StatePool, draft: Draft, accepted: Tensor) -> None:
+    draft.spent = True
+    if draft.backend.commit is not None:
         draft.backend.commit(pool, draft, accepted)
     rows = draft.rows
     if rows is None:
         return
     rows = _still(pool, rows)
-    if not hasattr(draft.backend, "commit"):
+    if draft.backend.commit is None:
         states = draft.backend.replay(pool.storage.read(rows.place), draft.log, accepted)
         decay = draft.backend.total_decay(draft.log, accepted)
         moved = rows._replace(place=torch.where(accepted > 0, rows.place, pool.capacity))
@@ -127,22 +136,21 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
     pool.shift(rows, draft.inputs, accepted)
 
 
-def _count(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> Tensor:
-    """accepted [N] on the device; the draft is spent."""
+def check_commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> Tensor:
+    """accepted [N] on the device, where the draft can be committed."""
+    if not isinstance(draft, Draft):
+        raise TypeError(f"draft must be what verify returned, got {type(draft).__name__}")
     if draft.pool is not pool:
         raise ValueError("draft must have been made of the same pool: its slots are others' elsewhere")
     if draft.spent:
         raise ValueError("draft must not have been committed before: verify again")
-    if isinstance(accepted, Tensor):
-        if tuple(accepted.shape) != tuple(draft.slots.shape) or accepted.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"accepted must be {tuple(draft.slots.shape)} int32 or int64, got {tuple(accepted.shape)} {accepted.dtype}")
-        if accepted.device != pool.device:
-            raise ValueError(f"accepted must be on the pool's device {pool.device}, got {accepted.device}; a list is taken too")
-        accepted = accepted.clamp(0, draft.tokens) if draft.rows is not None else accepted
-    else:
-        accepted = torch.tensor(check_accepted(accepted, len(draft.slots), draft.tokens), device=pool.device)
-    draft.spent = True
-    return accepted
+    if not isinstance(accepted, Tensor):
+        return torch.tensor(check_accepted(accepted, len(draft.slots), draft.tokens), dtype=torch.int64, device=pool.device)
+    if tuple(accepted.shape) != tuple(draft.slots.shape) or accepted.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"accepted must be {tuple(draft.slots.shape)} int32 or int64, got {tuple(accepted.shape)} {accepted.dtype}")
+    if accepted.device != pool.device:
+        raise ValueError(f"accepted must be on the pool's device {pool.device}, got {accepted.device}; a list is taken too")
+    return accepted.clamp(0, draft.tokens) if draft.rows is not None else accepted
 
 
 def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options: dict[str, Any]):

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from kdakit.layers.torch import Rows as Packing
 from kdakit.models.torch import KimiLinear
-from kdakit.serving.torch.calls import Draft, commit, decode, verify
+from kdakit.problem import checks_enabled
+from kdakit.serving.arguments import check_checkpoints, check_drafts
+from kdakit.serving.requests import check_tokens
+from kdakit.serving.torch import owners
+from kdakit.serving.torch.calls import Draft, check_commit, commit, decode, verify
+from kdakit.serving.torch.captured import CapturedCalls, CapturedDraft
+from kdakit.serving.torch.layer import Whole, in_one
 from kdakit.serving.torch.pool import Snapshot, StatePool
 from kdakit.serving.torch.prefill import prefill
 
@@ -20,9 +26,12 @@ WINDOWS = ("q", "k", "v")
 
 
 class ServedModel:
-    """Prefill, decode, verify and commit of whole sequences of tokens, by slot. The model must have KDA layers only."""
+    """Prefill, decode, verify and commit of whole sequences of tokens, by slot. The model must have KDA layers only.
 
-    def __init__(self, model: KimiLinear, slots: int, dtype: torch.dtype | None = None, backend: str = "auto"):
+    dtype: of the stored states. graphs: on a CUDA device decode, verify and commit are captured once for each size and replayed.
+    """
+
+    def __init__(self, model: KimiLinear, slots: int, dtype: torch.dtype | None = None, backend: str = "auto", graphs: bool = True):
         if any(model.config.is_attention(i) for i in range(model.config.num_layers)):
             raise ValueError("model must have attention_every=0: the pool holds KDA layers, whose state does not grow")
         self.model, self.backend = model.eval(), backend
@@ -32,35 +41,56 @@ class ServedModel:
         widths = (sizes.key_dim, sizes.key_dim, sizes.value_dim)
         windows = {n: (sizes.conv_size - 1, d) for n, d in zip(WINDOWS, widths, strict=True)} if sizes.use_short_conv else {}
         kind = dtype or (torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        self.pools = [
-            StatePool(slots, sizes.value_heads, sizes.head_dim, sizes.head_v_dim, kind, windows=windows, device=weight.device)
-            for _ in model.blocks()
-        ]
+        self.pools: list[StatePool] = []
+        for _ in model.blocks():
+            beside = self.pools[0] if self.pools else None
+            pool = StatePool(
+                slots, sizes.value_heads, sizes.head_dim, sizes.head_v_dim, kind, windows=windows, device=weight.device, beside=beside
+            )
+            self.pools.append(pool)
+        self.table = self.pools[0].table
+        self.captured: CapturedCalls | None = None
+        if graphs and self.device.type == "cuda" and not checks_enabled():  # whose checks wait for the device
+            self.captured = CapturedCalls(
+                lambda tokens, slots, *calls: self._forward(tokens, slots, Packing(), *calls), self.pools, self.device
+            )
 
     @property
     def free_slots(self) -> int:
-        return self.pools[0].free_slots
+        return self.table.free
+
+    @property
+    def next_slot(self) -> int:
+        """The one that `allocate` takes."""
+        return self.table.following(1)[0]
+
+    def taken(self, slot: int) -> bool:
+        return self.table.taken(slot)
 
     def bytes_per_slot(self) -> int:
         return sum(pool.bytes_per_slot() for pool in self.pools)
 
     def allocate(self) -> int:
-        """The same slot in every layer: all pools are asked for the same things in the same order."""
-        slots = [pool.allocate(1)[0] for pool in self.pools]
-        return slots[0]
+        """The same slot in every layer, empty."""
+        return owners.allocate(self.pools, 1)[0]
 
     def free(self, slot: int) -> None:
-        for pool in self.pools:
-            pool.free(slot)
+        owners.free(self.pools, self.table.check(slot))
+
+    def reset(self, slot: int) -> None:
+        """Empty again."""
+        owners.reset(self.pools, self.table.check(slot))
 
     def restore(self, slot: int, snapshots: list[Snapshot]) -> None:
-        for pool, snapshot in zip(self.pools, snapshots, strict=True):
-            pool.restore(slot, snapshot)
+        """What a checkpoint of `prefill` holds."""
+        owners.restore(self.pools, self.table.check(slot), snapshots)
 
     @torch.no_grad()
     def prefill(self, slots: list[int], tokens: Sequence[Sequence[int]], checkpoints: list[list[int]]):
         """The next tokens of each sequence, any number: logits [N, vocabulary] after each one's last, and its checkpoints, a list of
         (a snapshot a layer) for each."""
+        self._check(slots, tokens)
+        check_checkpoints(checkpoints, [len(own) for own in tokens])
         cu = torch.tensor([0, *map(len, tokens)]).cumsum(0)
         packed = torch.tensor([list(chain(*tokens))], device=self.device)
         on_device = cu.to(self.device)
@@ -79,12 +109,22 @@ class ServedModel:
     @torch.no_grad()
     def decode(self, slots: list[int], tokens: Sequence[int]) -> Tensor:
         """One token of each sequence: logits [N, vocabulary]."""
-        given = torch.tensor(tokens, device=self.device)[:, None]
-        return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x))[:, 0]
+        rows = [[token] for token in tokens]
+        self._check(slots, rows)
+        if self.captured is not None:
+            return self.captured.decode(slots, rows)[:, 0]
+        given = torch.tensor(rows, device=self.device)
+        return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x), in_one("decode", []))[:, 0]
 
     @torch.no_grad()
-    def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft]]:
+    def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft] | CapturedDraft]:
         """Guessed tokens, as many for each sequence: logits [N, T, vocabulary], and a draft a layer."""
+        self._check(slots, tokens)
+        if len({len(own) for own in tokens}) > 1:
+            raise ValueError(f"tokens must be as many for each sequence, got {[len(own) for own in tokens]}")
+        check_drafts(len(tokens[0]))
+        if self.captured is not None:
+            return self.captured.verify(slots, tokens)
         drafts = []
 
         def call(pool, **given):
@@ -92,22 +132,57 @@ class ServedModel:
             drafts.append(draft)
             return o
 
-        return self._forward(torch.tensor(tokens, device=self.device), slots, Packing(), call), drafts
+        given = torch.tensor(tokens, device=self.device)
+        return self._forward(given, slots, Packing(), call, in_one("verify", drafts)), drafts
 
-    def commit(self, drafts: list[Draft], accepted: list[int]) -> None:
+    @torch.no_grad()
+    def commit(self, drafts: list[Draft] | CapturedDraft, accepted: list[int]) -> None:
+        """The first accepted[n] tokens of each row, in every layer or in none."""
+        if isinstance(drafts, CapturedDraft):
+            if self.captured is None:
+                raise ValueError("drafts must have been made by this model's verify, got another's")
+            return self.captured.commit(drafts, accepted)
+        if len(drafts) != len(self.pools):
+            raise ValueError(f"drafts must be one for each of the {len(self.pools)} layers, got {len(drafts)}")
+        for pool, draft in zip(self.pools, drafts, strict=True):
+            check_commit(pool, draft, accepted)
         for pool, draft in zip(self.pools, drafts, strict=True):
             commit(pool, draft, accepted)
 
-    def _forward(self, tokens: Tensor, slots: list[int], packing: Packing, call: Callable[..., Tensor]) -> Tensor:
-        x = self.model.model.embeddings(tokens)
+    @staticmethod
+    def choose(logits: Tensor) -> list:
+        """The likeliest token of each row, [..] for logits [.., vocabulary]; -1 where one of them is not a finite number."""
+        largest, token = logits.max(-1)  # NaN and infinity are the largest where there are any
+        sane = largest.isfinite() & (logits.amin(-1) > -torch.inf)
+        return torch.where(sane, token, -1).tolist()
+
+    def _check(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Before anything moves in the first layer."""
+        self.table.check(slots)
+        if len(tokens) != len(slots):
+            raise ValueError(f"tokens must be given for each of the {len(slots)} slots, got {len(tokens)}")
+        for own in tokens:
+            if not len(own):
+                raise ValueError("tokens must be at least one for each sequence, got none")
+            check_tokens(own, self.vocabulary, "tokens")
+
+    def _forward(
+        self, tokens: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor], whole: Whole | None = None
+    ) -> Tensor:
+        """call: the operator over a pool. whole: a layer in one, where it can, see `in_one`."""
+        x, given = self.model.model.embeddings(tokens), self.pools[0].device_slots(slots)
         for block, pool in zip(self.model.blocks(), self.pools, strict=True):
-            x = x + self._mix(block.attn, pool, block.attn_norm(x), slots, packing, call)
+            normed = block.attn_norm(x)
+            o = None if whole is None else whole(block.attn, pool, given, normed)
+            x = x + (self._mix(block.attn, pool, normed, slots, packing, call) if o is None else o)
             x = x + block.mlp(block.mlp_norm(x))
         x = self.model.model.norm(x)
         head = self.model.model.embeddings.weight if self.model.config.tie_embeddings else self.model.lm_head.weight
         return F.linear(x, head)
 
-    def _mix(self, attn: Any, pool: StatePool, x: Tensor, slots: list[int], packing: Packing, call: Callable[..., Tensor]) -> Tensor:
+    def _mix(
+        self, attn: Any, pool: StatePool, x: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor]
+    ) -> Tensor:
         """KimiDeltaAttention.mix with states and windows in a pool."""
         s = attn.sizes
         inputs = dict(zip(WINDOWS, (attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)), strict=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 from kdakit.problem import checks_enabled
 from kdakit.serving.arguments import PoolSizes
 from kdakit.serving.slots import SlotTable
+from kdakit.serving.torch import owners
 from kdakit.serving.torch.storage import Storage
 
 Slots = Iterable[int] | Tensor
@@ -47,20 +48,22 @@ class StatePool:
         state_v_first: stored as [V, K].
         windows: {name: (width - 1, channels)} of the short convolutions whose last inputs each sequence keeps.
         feedback: 8-bit storage with a second byte for what rounding left.
+        beside: a pool whose slots are this one's too, as those of a model's layers are: a sequence has the same slot in all of them, one
+            table and one tensor say whose it is. Slots are then taken and given back for all at once (kdakit.serving.torch.owners).
     """
 
     def __init__(
         self, slots: int, HV: int, K: int, V: int, dtype: torch.dtype = torch.float32, state_v_first: bool = False,
         windows: Mapping[str, tuple[int, int]] | None = None, window_dtype: torch.dtype | None = None, feedback: bool = False,
-        device: Any = None,
+        device: Any = None, beside: StatePool | None = None,
     ):  # fmt: skip
         self.sizes = PoolSizes(HV, K, V, str(dtype).rpartition(".")[2], state_v_first, feedback)
-        self.table = SlotTable(slots)
+        self.table = SlotTable(slots) if beside is None else beside.table
         rows = self.table.capacity + 1
         self.storage = Storage(rows, self.sizes, device)
         kind = window_dtype or getattr(torch, self.sizes.compute_dtype)
         self.windows = {name: torch.zeros(rows, *shape, dtype=kind, device=device) for name, shape in (windows or {}).items()}
-        self.generation = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.generation = torch.zeros(rows, dtype=torch.int32, device=device) if beside is None else beside.generation
 
     @property
     def device(self) -> torch.device:
@@ -79,56 +82,50 @@ class StatePool:
 
     def allocate(self, count: int = 1) -> list[int]:
         """Slots of `count` new sequences, their states and windows zero. PoolFull where there are not as many."""
-        slots = self.table.take(count)
-        index = self._index(slots)
-        for x in self.tensors():
-            x[index] = 0
-        self._publish(slots, index)
-        return slots
+        return owners.allocate([self], count)
 
     def free(self, slots: Iterable[int] | int) -> None:
         """Give slots back. A call that still names one skips it."""
-        listed = self.table.check(slots)
-        self.table.release(listed)
-        self._publish(listed, self._index(listed))
+        owners.free([self], self.table.check(slots))
+
+    def reset(self, slots: Iterable[int] | int) -> None:
+        """States and windows of slots are zero again; their owners stay."""
+        owners.reset([self], self.table.check(slots))
 
     def fork(self, slot: int, count: int = 1) -> list[int]:
         """`count` new slots with copies of one."""
         (source,) = self.table.check(slot)
-        slots = self.table.take(count)
-        index = self._index(slots)
-        for x in self.tensors():
-            x[index] = x[source].clone()
-        self._publish(slots, index)
-        return slots
+        return owners.fork([self], source, count)
 
     def snapshot(self, slots: Iterable[int] | int) -> Snapshot:
         """A copy of some slots, to restore into any slots later."""
-        index = self._index(self.table.check(slots))
+        index = self.index(self.table.check(slots))
         return Snapshot([x[index] for x in self.tensors()])
 
     def restore(self, slots: Iterable[int] | int, snapshot: Snapshot) -> None:
         """Overwrite slots with a snapshot's rows, in order."""
-        listed, tensors = self.table.check(slots), self.tensors()
-        shapes = [tuple(x.shape[1:]) for x in tensors]
-        if [tuple(x.shape[1:]) for x in snapshot.tensors] != shapes:
-            raise ValueError(f"snapshot must be of a pool of the same sizes {shapes}, got {[tuple(x.shape[1:]) for x in snapshot.tensors]}")
-        if len(snapshot.tensors[0]) != len(listed):
-            raise ValueError(f"snapshot must hold {len(listed)} rows, one for each slot, got {len(snapshot.tensors[0])}")
-        index = self._index(listed)
-        for x, rows in zip(tensors, snapshot.tensors, strict=True):
-            x[index] = rows.to(x)
-        self.table.renew(listed)
-        self._publish(listed, index)
+        owners.restore([self], self.table.check(slots), [snapshot])
+
+    def check_snapshot(self, snapshot: Snapshot, count: int) -> None:
+        """`count` rows of a pool like this one."""
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"snapshot must be a Snapshot of a pool, got {type(snapshot).__name__}")
+        describe = lambda tensors: [(tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in tensors]
+        wanted, got = describe(self.tensors()), describe(snapshot.tensors)
+        if got != wanted:
+            raise ValueError(f"snapshot must be of a pool of the same sizes and dtypes {wanted}, got {got}")
+        for x in snapshot.tensors:
+            if len(x) != count:
+                raise ValueError(f"snapshot must hold {count} rows, one for each slot, got {len(x)}")
 
     def states(self, slots: Iterable[int] | int) -> Tensor:
         """The states [n, HV, K, V] of some slots, in the compute dtype."""
-        return self.storage.read(self._index(self.table.check(slots)))
+        return self.storage.read(self.index(self.table.check(slots)))
 
     def device_slots(self, slots: Slots) -> Tensor:
         """Slots as an integer tensor on the pool's device; what the host can see is checked."""
         if not isinstance(slots, Tensor):
-            return self._index(self.table.check(slots, skip=True))
+            return self.index(self.table.check(slots, skip=True))
         if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"slots must be [N] int32 or int64, got {tuple(slots.shape)} {slots.dtype}")
         if slots.device != self.device:
@@ -147,31 +144,40 @@ class StatePool:
         valid = inside & (generation % 2 == 1) & ~repeated
         return Rows(torch.where(valid, place, self.capacity), valid, torch.where(valid, generation, -1))
 
-    def shift(self, rows: Rows, inputs: Mapping[str, Tensor] | None, accepted: Tensor | None = None) -> None:
+    def shift(self, rows: Rows, inputs: Mapping[str, Tensor], accepted: Tensor | None = None) -> None:
         """Windows move on by the first `accepted` (all if None) of inputs [N, T, D]: the last width - 1 of (window, inputs) stay."""
-        for name, x in (inputs or {}).items():
-            window = self.window(name, x)
+        for name, x in inputs.items():
+            window = self.windows[name]
             keep = window.shape[1]
             line = torch.cat([window[rows.place], x.to(window.dtype)], 1)  # [N, keep + T, D]
             first = torch.full_like(rows.place, x.shape[1]) if accepted is None else accepted.long()
             place = first[:, None] + torch.arange(keep, device=x.device)  # [N, keep]
             window[rows.place] = line.gather(1, place[..., None].expand(-1, -1, x.shape[2]))
 
-    def window(self, name: str, x: Tensor) -> Tensor:
-        if name not in self.windows:
-            raise ValueError(f"window inputs must be of {', '.join(self.windows) or 'none: the pool has no windows'}, got {name!r}")
-        window = self.windows[name]
-        if x.dim() != 3 or x.shape[2] != window.shape[2]:
-            raise ValueError(f"the inputs of window {name!r} must be [N, T, D] with D = {window.shape[2]}, got {tuple(x.shape)}")
-        return window
+    def check_inputs(self, inputs: Mapping[str, Tensor] | None, rows: int, tokens: int) -> dict[str, Tensor]:
+        """Inputs of the convolutions: [rows, tokens, D] as q has them, for windows that the pool has. Looked at before any state moves."""
+        if inputs is not None and not isinstance(inputs, Mapping):
+            raise TypeError(f"window_inputs must be a mapping of names to tensors, got {type(inputs).__name__}")
+        for name, x in (inputs or {}).items():
+            if name not in self.windows:
+                raise ValueError(f"window inputs must be of {', '.join(self.windows) or 'none: the pool has no windows'}, got {name!r}")
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                raise TypeError(f"the inputs of window {name!r} must be floats, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+            want = (rows, tokens, self.windows[name].shape[2])
+            if tuple(x.shape) != want:
+                raise ValueError(f"the inputs of window {name!r} must be [B, T, D] = {want}, got {tuple(x.shape)}")
+            if x.device != self.device:
+                raise ValueError(f"the inputs of window {name!r} must be on the pool's device {self.device}, got {x.device}")
+        return dict(inputs or {})
 
     def tensors(self) -> list[Tensor]:
         """Everything that is kept by slot."""
         return [*self.storage.tensors(), *self.windows.values()]
 
-    def _index(self, slots: list[int]) -> Tensor:
+    def index(self, slots: list[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
-    def _publish(self, slots: list[int], index: Tensor) -> None:
-        """Generations to the device."""
-        self.generation[index] = torch.tensor([self.table.generation[s] for s in slots], dtype=torch.int32, device=self.device)
+    def publish(self, slots: list[int], changes: int) -> None:
+        """Generations to the device, as they will be after so many changes: the table follows when everything else has gone well."""
+        new = torch.tensor(self.table.after(slots, changes), dtype=torch.int32, device=self.device)
+        self.generation[self.index(slots)] = new

@@ -41,16 +41,27 @@ def prefill(
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_devices(arrays)
+    if q.device != pool.device:
+        raise ValueError(f"q must be on the pool's device {pool.device}, got {q.device}")
     given = pool.device_slots(slots)
     problem = describe("prefill", "chunk", pool.sizes, arrays, len(given), options, chunk_size=chunk_size)
-    for name in ("cu_seqlens", "cu_seqlens_cpu"):
-        cu = getattr(arrays, name)
-        if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
-            check_cu_seqlens(cu.cpu().numpy(), problem.T, name)
-    rows, inputs = pool.rows(given), dict(window_inputs or {})
+    _check_edges(problem, arrays)
+    rows, inputs = pool.rows(given), pool.check_inputs(window_inputs, problem.B, problem.T)
     if checkpoints is None:
         return _run(pool, rows, problem, arrays, inputs, deterministic, backend), []
     return _rounds(pool, rows, problem, arrays, inputs, deterministic, backend, checkpoints)
+
+
+def _check_edges(problem: Problem, arrays: Arrays) -> None:
+    """Where the sequences begin and end, as far as the host can see it."""
+    seen = []
+    for name in ("cu_seqlens", "cu_seqlens_cpu"):
+        cu = getattr(arrays, name)
+        if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
+            seen.append(cu.cpu())
+            check_cu_seqlens(seen[-1].numpy(), problem.T, name, padding=False)
+    if len(seen) == 2 and seen[0].tolist() != seen[1].tolist():
+        raise ValueError(f"cu_seqlens_cpu must be cu_seqlens on the host, {seen[0].tolist()}, got {seen[1].tolist()}")
 
 
 def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: dict[str, Tensor], deterministic: bool, backend: str):
@@ -81,8 +92,11 @@ def _rounds(pool, rows: Rows, problem: Problem, arrays: Arrays, inputs, determin
     cuts = [[start, *(start + p for p in own), end] for own, (start, end) in zip(wanted, pairwise(edges), strict=True)]
     o = torch.empty_like(arrays.v)
     made: list[list[Snapshot]] = [[] for _ in wanted]
-    for r in range(max(map(len, cuts)) - 1):
-        members = [n for n, own in enumerate(cuts) if r + 1 < len(own)]
+    rounds = [[n for n, own in enumerate(cuts) if r + 1 < len(own)] for r in range(max(map(len, cuts)) - 1)]
+    for r, members in enumerate(rounds):  # who refuses any of them does so before the first
+        tokens = sum(cuts[n][r + 1] - cuts[n][r] for n in members)
+        dispatch.select("torch", problem.replace(T=tokens, N=len(members), deterministic=deterministic), arrays.q.device, backend)
+    for r, members in enumerate(rounds):
         spans = [(cuts[n][r], cuts[n][r + 1]) for n in members]
         token = torch.tensor(list(chain(*(range(*span) for span in spans))), dtype=torch.int64, device=o.device)
         lengths = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
@@ -118,7 +132,7 @@ def _lengths_on_host(arrays: Arrays) -> list[int]:
 def _shift_packed(pool: StatePool, rows: Rows, cu_seqlens: Tensor, inputs: dict[str, Tensor]) -> None:
     """Windows [N, keep, D] move on by the tokens of their sequence; a short one keeps part of its old window."""
     for name, x in inputs.items():
-        window = pool.window(name, x)
+        window = pool.windows[name]
         keep = window.shape[1]
         place = cu_seqlens.diff()[:, None] - keep + torch.arange(keep, device=x.device)  # [N, keep], within the sequence
         old = window[rows.place].gather(1, (place + keep).clamp(0, max(keep - 1, 0))[..., None].expand(-1, -1, x.shape[2]))

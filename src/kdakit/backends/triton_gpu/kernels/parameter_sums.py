@@ -1,0 +1,34 @@
+"""Backward, last launch: gradients of the gate's parameters from what each chunk adds to them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdakit.backends.triton_gpu.device.matrix import narrow
+
+
+@triton.jit
+def over_slots(p_shares, i_h, slots, HV, KP: tl.constexpr, R: tl.constexpr):
+    """shares [slots, HV, KP] of a head, summed over slots -> [KP]: R sums beside each other, then those."""
+    o_s, o_k = tl.arange(0, R), tl.arange(0, KP)
+    b_sum = tl.zeros([R, KP], tl.float32)
+    for i in range(0, slots, R):
+        i_row = (tl.cast(i, tl.int64) + o_s) * HV + i_h
+        b_sum += tl.load(p_shares + i_row[:, None] * KP + o_k[None, :], mask=(i + o_s < slots)[:, None], other=0.0)
+    return tl.sum(b_sum, 0)
+
+
+@triton.jit(do_not_specialize=["slots", "HV"])
+def sums_kernel(
+    p_d_g, p_A_shares, p_bias_shares, p_d_A_log, p_d_dt_bias, slots, HV,
+    K: tl.constexpr, KP: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
+):  # fmt: skip
+    """d_A_log [HV], d_dt_bias [HV, K] from shares [slots, HV, KP]. Grid: (HV,). d_g is there for its device."""
+    i_h, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, KP)
+    if HAS_A_LOG:
+        d_A = tl.sum(over_slots(p_A_shares, i_h, slots, HV, KP, 32), 0)
+        tl.store(p_d_A_log + i_h, narrow(d_A, p_d_A_log.dtype.element_ty))
+    if HAS_DT_BIAS:
+        b_d = over_slots(p_bias_shares, i_h, slots, HV, KP, 32)
+        tl.store(p_d_dt_bias + i_h * K + o_k, narrow(b_d, p_d_dt_bias.dtype.element_ty), mask=o_k < K)
