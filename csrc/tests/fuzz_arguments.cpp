@@ -13,9 +13,9 @@ static int64_t accepted = 0;
 
 static void require(bool ok, const char *what, const kda_prefill_args &args) {
   if (ok) return;
-  fprintf(stderr, "%s: batch %lld tokens %lld heads %lld value_heads %lld dims %lld %lld chunk %lld sequences %lld packed %d\n", what, (long long)args.batch,
-          (long long)args.tokens, (long long)args.heads, (long long)args.value_heads, (long long)args.key_dim, (long long)args.value_dim, (long long)args.chunk_size,
-          (long long)args.sequences, args.cu_seqlens != nullptr);
+  fprintf(stderr, "%s: batch %lld tokens %lld heads %lld value_heads %lld dims %lld %lld chunk %lld sequences %lld packed %d\n",
+          what, (long long)args.batch, (long long)args.tokens, (long long)args.heads, (long long)args.value_heads, (long long)args.key_dim,
+          (long long)args.value_dim, (long long)args.chunk_size, (long long)args.sequences, args.cu_seqlens != nullptr);
   abort();
 }
 
@@ -37,15 +37,18 @@ kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes) {
 
 // Where the kernels would run: every element that they would touch has an address.
 kda_status prefill_f32(const kda_prefill_args &args) {
-  const struct { const kda_tensor *x; int64_t heads, dim; } tensors[] = {{&args.q, args.heads, args.key_dim}, {&args.k, args.heads, args.key_dim},
-    {&args.v, args.value_heads, args.value_dim}, {&args.g, args.value_heads, args.key_dim}, {&args.beta, args.value_heads, 1}, {&args.o, args.value_heads, args.value_dim}};
+  const struct { const kda_tensor *x; int64_t heads, dim; } tensors[] = {
+    {&args.q, args.heads, args.key_dim}, {&args.k, args.heads, args.key_dim}, {&args.v, args.value_heads, args.value_dim},
+    {&args.g, args.value_heads, args.key_dim}, {&args.beta, args.value_heads, 1}, {&args.o, args.value_heads, args.value_dim}};
   if (args.batch > 0 && args.tokens > 0)
     for (const auto &t : tensors) {
-      const Wide last = Wide(args.batch - 1) * t.x->batch_stride + Wide(t.heads - 1) * t.x->head_stride + Wide(args.tokens - 1) * t.x->token_stride + t.dim;
+      const Wide rows = Wide(args.batch - 1) * t.x->batch_stride + Wide(t.heads - 1) * t.x->head_stride;
+      const Wide last = rows + Wide(args.tokens - 1) * t.x->token_stride + t.dim;
       require(last * 4 <= INT64_MAX, "an address wrapped", args);
       require(t.x->data != nullptr && reinterpret_cast<uintptr_t>(t.x->data) % 4 == 0, "a pointer is misaligned", args);
     }
-  for (const void *x : {(const void *)args.initial_state, (const void *)args.final_state, (const void *)args.A_log, (const void *)args.dt_bias})
+  for (const void *x : {(const void *)args.initial_state, (const void *)args.final_state, (const void *)args.A_log,
+                        (const void *)args.dt_bias})
     require(reinterpret_cast<uintptr_t>(x) % 4 == 0, "a pointer is misaligned", args);
   require(Wide(args.sequences) * args.value_heads * args.key_dim * args.value_dim * 4 <= INT64_MAX, "the states wrapped", args);
   ++accepted;
@@ -85,16 +88,19 @@ int main(int argc, char **argv) {
       x->data = pointer();
       if (!below(40)) x->dtype = int32_t(below(4)) - 1;
       if (below(8)) continue;
-      x->batch_stride = size_from({0, 1, 64, 640000}), x->head_stride = size_from({0, 64, 6400}), x->token_stride = size_from({64, 128, 256});
+      x->batch_stride = size_from({0, 1, 64, 640000}), x->head_stride = size_from({0, 64, 6400});
+      x->token_stride = size_from({64, 128, 256});
     }
     args.initial_state = static_cast<float *>(pointer()), args.final_state = static_cast<float *>(pointer());
     if (!below(8)) args.w = pointer(), args.u = pointer();
-    args.gate = int32_t(below(3)), args.lower_bound = -float(below(7)), args.beta_kind = int32_t(below(3)), args.safe_gate = int32_t(below(2));
+    args.gate = int32_t(below(3)), args.lower_bound = -float(below(7)), args.beta_kind = int32_t(below(3));
+    args.safe_gate = int32_t(below(2));
     args.A_log = static_cast<float *>(pointer()), args.dt_bias = static_cast<float *>(pointer());
     if (!below(3)) args.cu_seqlens = pointer(), args.cu_seqlens_64 = int32_t(below(2)), args.sequences = size_from({1, 2, 9});
     size_t bytes = 0;
     const kda_status asked = kda_prefill_workspace_f32(&args, &bytes);
-    args.workspace = below(20) ? reinterpret_cast<void *>(uintptr_t(1) << 30) : pointer(), args.workspace_size = below(20) ? bytes : bytes / 2;
+    args.workspace = below(20) ? reinterpret_cast<void *>(uintptr_t(1) << 30) : pointer();
+    args.workspace_size = below(20) ? bytes : bytes / 2;
     const kda_status ran = kda_prefill_f32(&args);
     if (asked != KDA_OK && ran == KDA_OK) require(false, "runs what has no workspace", args);
     if (ran == KDA_OK) continue;
