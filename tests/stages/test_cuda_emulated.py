@@ -20,7 +20,7 @@ from kdakit.measure import checking
 from kdakit.reference import activate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import not_finite  # noqa: E402
+import not_finite
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
 GUARD = 64  # floats of NaN around every output

@@ -13,7 +13,7 @@ from kdakit.cases import CASES, FUSED, Case
 from kdakit.measure import checking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import not_finite  # noqa: E402
+import not_finite
 
 torch = pytest.importorskip("torch")
 
