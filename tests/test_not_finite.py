@@ -1,6 +1,6 @@
 """What is not finite stays in its own sequence and head: NaN and infinity into every input of every backend that runs here.
 
-Triton's kernels do it in stages/test_triton_gpu.py, in their interpreter, and in stages/test_triton_on_gpu.py; those of CUDA in
+Triton's kernels do it in stages/test_triton_interpreted.py and in stages/test_triton_gpu.py; those of CUDA in
 stages/test_cuda_emulated.py.
 """
 

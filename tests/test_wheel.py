@@ -58,7 +58,7 @@ def test_installed_in_an_empty_environment(built, tmp_path):
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     (Path(site) / "frameworks.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    examples = run(python, ROOT / "tests" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=environment)
+    examples = run(python, ROOT / "tests" / "helpers" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=environment)
     assert f"examples run with {site}" in examples
     kdakit = tmp_path / "empty" / "bin" / "kdakit"
     assert "kdakit" in run(kdakit, "--version", cwd=tmp_path, env=environment)

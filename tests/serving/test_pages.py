@@ -181,3 +181,46 @@ def test_prefill(backend, seed):
     touched |= set(places) if wanted else set()  # of nobody's sequence: nothing is promised
     others = [i for i in range(len(before)) if i not in touched]
     assert torch.equal(memory[others], kept[others]), "pages of others"
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: real head sizes")
+@pytest.mark.parametrize("heads", [4, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes(dtype, heads):
+    """K = V = 128 in bfloat16, where other kernels serve: pages against our own calls on states of their own."""
+    from kdakit.torch import chunk_kda, fused_recurrent_kda
+
+    rng = np.random.default_rng(5)
+    lengths, K = [1024, 100, 0, 700], 128
+    total, N = sum(lengths), len(lengths)
+    x = packed_rows(rng, 1, total, heads, heads, K, K, torch.bfloat16)
+    cu = torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), device=DEVICE)
+    memory = torch.tensor(rng.standard_normal((12, heads * K * K + 32)), dtype=dtype, device=DEVICE)
+    pages = engine.Pages(memory[:, : heads * K * K].unflatten(1, (heads, K, K)), state_v_first=True, first=1)
+    slots = torch.tensor([3, 1, 2, 7], device=DEVICE, dtype=torch.int32)
+    wanted = [(0, 64), (0, 512), (0, 1000), (1, 100), (3, 130)]
+    marks = engine.Marks(*(torch.tensor(c, device=DEVICE) for c in (*zip(*wanted, strict=True), [4, 5, 6, 8, 9])))
+    initial = pages.states[slots.long()].float()
+    o = engine.prefill(pages, slots, **x, cu_seqlens=cu, marks=marks, **OPTIONS)
+    common = dict(**x, **OPTIONS, output_final_state=True, state_v_first=True, backend="triton_gpu")
+    want, final = chunk_kda(initial_state=initial, cu_seqlens=cu, **common)
+    bound = 8e-3 if dtype == torch.bfloat16 else 1e-6
+    assert torch.equal(o, want)
+    assert (pages.states[slots.long()].float() - final).abs().max() <= bound * final.abs().max()
+    for (n, p), place in zip(wanted, [4, 5, 6, 8, 9], strict=True):
+        row = {
+            name: a if name in ("A_log", "dt_bias") else a[:, cu[n] : cu[n] + p]
+            for name, a in common.items()
+            if isinstance(a, torch.Tensor)
+        }
+        flags = {name: a for name, a in common.items() if not isinstance(a, torch.Tensor)}
+        _, S = chunk_kda(**row, **flags, initial_state=initial[n : n + 1])
+        assert (pages.states[place].float() - S[0]).abs().max() <= 1e-2 * S.abs().max(), (n, p)
+    one = packed_rows(rng, N, 1, heads, heads, K, K, torch.bfloat16)
+    before = pages.states[slots.long()].float()
+    o = engine.decode(pages, slots, **one, **OPTIONS)
+    want, final = fused_recurrent_kda(
+        **one, **OPTIONS, initial_state=before, output_final_state=True, state_v_first=True, backend="triton_gpu"
+    )
+    assert torch.equal(o, want)
+    assert (pages.states[slots.long()].float() - final).abs().max() <= bound * final.abs().max()

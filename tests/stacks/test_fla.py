@@ -39,7 +39,8 @@ def inputs(T=37, H=2, K=16, V=8, **options):
     torch.manual_seed(0)
     return dict(
         q=torch.randn(1, T, H, K), k=torch.randn(1, T, H, K), v=torch.randn(1, T, H, V), g=torch.randn(1, T, H, K),
-        beta=torch.rand(1, T, H), A_log=torch.randn(H), dt_bias=torch.randn(H * K), use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, output_final_state=True,
+        beta=torch.rand(1, T, H), A_log=torch.randn(H), dt_bias=torch.randn(H * K), use_gate_in_kernel=True,
+        use_qk_l2norm_in_kernel=True, output_final_state=True,
     ) | options  # fmt: skip
 
 

@@ -6,10 +6,9 @@ Shared memory starts as NaN, copies land as late as they may, and the order of t
 import ctypes
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import not_finite
 import numpy as np
 import pytest
 
@@ -19,8 +18,6 @@ from kdakit.cases import CASES, Case
 from kdakit.measure import checking
 from kdakit.reference import activate
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import not_finite
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
 GUARD = 64  # floats of NaN around every output

@@ -1,9 +1,7 @@
 """The native library on a GPU, beyond the contract test: `make test-cuda`. Skipped, with the reason, where it cannot run."""
 
-import sys
-from pathlib import Path
-
 import c_programs
+import not_finite
 import numpy as np
 import pytest
 
@@ -12,8 +10,6 @@ from kdakit.backends.cuda import library
 from kdakit.cases import CASES, FUSED, Case
 from kdakit.measure import checking
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import not_finite
 
 torch = pytest.importorskip("torch")
 

@@ -135,17 +135,17 @@ def prefill(
     if slots.dim() != 1:
         raise ValueError(f"slots must be [N] for a prefill, got {tuple(slots.shape)}")
     problem = _describe("prefill", "chunk", pages, arrays, rows, options, chunk_size=chunk_size).replace(state_v_first=pages.state_v_first)
-    out = _output(problem, v, out)
+    out = None if out is None else _output(problem, v, out)
     module = dispatch.select("torch", problem, q.device, backend)
     if module.pooled is not None:
         flags = None if known is None else known.to(torch.int8) if known.dtype == torch.bool else known
-        module.pooled().prefill_pages(problem, arrays, pages, slots, flags, marks, out, module.default_config(problem, q.device))
+        o = module.pooled().prefill_pages(problem, arrays, pages, slots, flags, marks, module.default_config(problem, q.device))
     else:
-        _prefill(problem, arrays, pages, slots, known, marks, out, module)
-    return out
+        o = _prefill(problem, arrays, pages, slots, known, marks, module)
+    return o if out is None else out.copy_(o)
 
 
-def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, known, marks: Marks | None, out: Tensor, module: Any) -> None:
+def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, known, marks: Marks | None, module: Any) -> Tensor:
     """With any backend's chunked call: states out of their pages and back; one call more for each mark."""
     real, state = pages.inside(slots), pages.read(slots)
     if known is not None:
@@ -156,9 +156,9 @@ def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, know
     if problem.varlen:
         t = torch.arange(problem.T, device=slots.device)
         owner = torch.searchsorted(arrays.cu_seqlens[1:].contiguous(), t, right=True).clamp(max=problem.N - 1)
-        out.copy_(torch.where(real[owner][None, :, None, None], result.o, 0))
+        o = torch.where(real[owner][None, :, None, None], result.o, 0)
     else:
-        out.copy_(torch.where(real[:, None, None, None], result.o, 0))
+        o = torch.where(real[:, None, None, None], result.o, 0)
     for n, p, slot in () if marks is None else zip(*(x.tolist() for x in (marks.sequence, marks.position, marks.slot)), strict=True):
         row, start = (0, int(arrays.cu_seqlens[n])) if problem.varlen else (n, 0)
         part = Arrays(
@@ -168,6 +168,7 @@ def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, know
         found = module.forward(own, part, module.default_config(own, slots.device))[0].final_state
         pages.write(torch.where(real[n : n + 1], torch.tensor([slot], device=slots.device, dtype=slots.dtype), -1), found)
     pages.write(slots, result.final_state)
+    return o
 
 
 @torch.no_grad()
@@ -210,10 +211,7 @@ def _decode(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, accep
         from_slots = slots.gather(1, column[:, None].long())[:, 0]
     taken, state = pages.inside(from_slots), pages.read(from_slots)
     native = dispatch.load("torch_native")
-    if problem.varlen:
-        spans = list(pairwise(arrays.cu_seqlens.tolist()))
-    else:
-        spans = [(0, problem.T)] * problem.N
+    spans = list(pairwise(arrays.cu_seqlens.tolist())) if problem.varlen else [(0, problem.T)] * problem.N
     out.zero_()
     one = problem.replace(B=1, N=1, T=1, varlen="", state_v_first=False, has_initial_state=True, state_dtype="float32")
     for n, (start, end) in enumerate(spans):
