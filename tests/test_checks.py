@@ -8,7 +8,8 @@ import pytest
 from kdakit import dispatch
 from kdakit.cases import CASES
 from kdakit.measure import checking
-from kdakit.problem import Arrays, check_values
+from kdakit.problem import Arrays
+from kdakit.values import check_values
 
 BAD = [
     ("q", (0, 3, 1, 5), np.nan, r"q\[0, 3, 1, 5\] must be finite, got nan \(1 of"),

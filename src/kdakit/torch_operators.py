@@ -22,11 +22,10 @@ from kdakit.problem import (
     Spec,
     check_cu_seqlens,
     check_devices,
-    check_same_cu_seqlens,
-    check_values,
     checks_enabled,
     make_problem,
 )
+from kdakit.values import check_same_cu_seqlens, check_values
 
 _SCHEMA_ARRAYS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
