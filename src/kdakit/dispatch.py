@@ -224,8 +224,11 @@ def _warn_if_slow(name: str, device: Any, refusals: list[str]) -> None:
     if name not in SLOW or kind not in ("cuda", "gpu", "rocm") or reasons in _warned:
         return
     _warned.add(reasons)
-    warnings.warn(f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. `kdakit doctor` "
-                  f"shows what this machine can run; name backend={name!r} to say that you mean it", RuntimeWarning, stacklevel=3)  # fmt: skip
+    message = (
+        f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. "
+        f"`kdakit doctor` shows what this machine can run; name backend={name!r} to say that you mean it"
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:
