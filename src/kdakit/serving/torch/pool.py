@@ -58,12 +58,13 @@ class StatePool:
         device: Any = None, beside: StatePool | None = None,
     ):  # fmt: skip
         self.sizes = PoolSizes(HV, K, V, str(dtype).rpartition(".")[2], state_v_first, feedback)
-        self.table = SlotTable(slots) if beside is None else beside.table
+        self.table: SlotTable = SlotTable(slots) if beside is None else beside.table
         rows = self.table.capacity + 1
         self.storage = Storage(rows, self.sizes, device)
         kind = window_dtype or getattr(torch, self.sizes.compute_dtype)
         self.windows = {name: torch.zeros(rows, *shape, dtype=kind, device=device) for name, shape in (windows or {}).items()}
-        self.generation = torch.zeros(rows, dtype=torch.int32, device=device) if beside is None else beside.generation
+        fresh = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.generation: Tensor = fresh if beside is None else beside.generation
 
     @property
     def device(self) -> torch.device:
