@@ -21,17 +21,21 @@ kda_status fail(kda_status status, const char *format, ...) {
 static constexpr int64_t MAX_SIZE = int64_t(1) << 40;
 static constexpr size_t MAX_STRUCT = 4096;  // no struct of any version is larger: a size beyond it was never set
 
-static kda_status check_tensor(const char *name, kda_tensor &x, int64_t heads, int64_t tokens, int64_t dim, const int32_t *dtypes, int count, bool pointers) {
+static kda_status check_tensor(const char *name, kda_tensor &x, int64_t heads, int64_t tokens, int64_t dim, const int32_t *dtypes,
+                               int count, bool pointers) {
   bool known = false;
   for (int i = 0; i < count; ++i) known = known || x.dtype == dtypes[i];
-  if (!known) return fail(KDA_INVALID_ARGUMENT, "%s.dtype must be %d%s, got %d", name, dtypes[0], count > 1 ? " or another listed dtype" : "", x.dtype);
+  if (!known)
+    return fail(KDA_INVALID_ARGUMENT, "%s.dtype must be %d%s, got %d", name, dtypes[0], count > 1 ? " or another listed dtype" : "",
+                x.dtype);
   if (x.batch_stride == 0 && x.head_stride == 0 && x.token_stride == 0) {
     x.token_stride = dim;
     x.head_stride = dim * tokens;
     x.batch_stride = dim * tokens * heads;
   }
   if (x.batch_stride < 0 || x.head_stride < 0 || x.token_stride < 0)
-    return fail(KDA_INVALID_ARGUMENT, "%s must have strides >= 0, got %lld, %lld, %lld", name, (long long)x.batch_stride, (long long)x.head_stride, (long long)x.token_stride);
+    return fail(KDA_INVALID_ARGUMENT, "%s must have strides >= 0, got %lld, %lld, %lld", name, (long long)x.batch_stride,
+                (long long)x.head_stride, (long long)x.token_stride);
   if (pointers && x.data == nullptr && tokens > 0) return fail(KDA_INVALID_ARGUMENT, "%s.data must not be NULL", name);
   return KDA_OK;
 }
@@ -43,14 +47,17 @@ static kda_status check_size(const char *name, int64_t value, int64_t least) {
 }
 
 static kda_status check_options(const kda_prefill_args &args) {
-  if (args.gate < KDA_GATE_LOG_DECAY || args.gate > KDA_GATE_BOUNDED) return fail(KDA_INVALID_ARGUMENT, "gate must be 0, 1 or 2, got %d", args.gate);
+  if (args.gate < KDA_GATE_LOG_DECAY || args.gate > KDA_GATE_BOUNDED)
+    return fail(KDA_INVALID_ARGUMENT, "gate must be 0, 1 or 2, got %d", args.gate);
   if (args.beta_kind < KDA_BETA_GIVEN || args.beta_kind > KDA_BETA_DOUBLE_SIGMOID)
     return fail(KDA_INVALID_ARGUMENT, "beta_kind must be 0, 1 or 2, got %d", args.beta_kind);
-  if (args.gate == KDA_GATE_SOFTPLUS && args.A_log == nullptr) return fail(KDA_INVALID_ARGUMENT, "A_log is required with the softplus gate, got NULL");
+  if (args.gate == KDA_GATE_SOFTPLUS && args.A_log == nullptr)
+    return fail(KDA_INVALID_ARGUMENT, "A_log is required with the softplus gate, got NULL");
   if ((args.gate == KDA_GATE_BOUNDED || args.safe_gate) && !(args.lower_bound >= -5.0f && args.lower_bound < 0.0f))
     return fail(KDA_INVALID_ARGUMENT, "lower_bound must lie in [-5, 0), got %g", args.lower_bound);
   if (!std::isfinite(args.scale)) return fail(KDA_INVALID_ARGUMENT, "scale must be finite, got %g", args.scale);
-  if (args.cu_seqlens != nullptr && args.batch != 1) return fail(KDA_INVALID_ARGUMENT, "batch must be 1 with cu_seqlens, got %lld", (long long)args.batch);
+  if (args.cu_seqlens != nullptr && args.batch != 1)
+    return fail(KDA_INVALID_ARGUMENT, "batch must be 1 with cu_seqlens, got %lld", (long long)args.batch);
   if (args.cu_seqlens != nullptr && (args.w != nullptr || args.u != nullptr))
     return fail(KDA_UNSUPPORTED, "w and u are not given out with cu_seqlens: pass NULL");
   if (args.chunk_size != 0 && args.chunk_size != 16 && args.chunk_size != 32 && args.chunk_size != 64 && args.chunk_size != 128)
@@ -67,12 +74,14 @@ static kda_status read_struct(const kda_prefill_args *given, kda_prefill_args &a
   memcpy(&args, given, given->size < sizeof args ? given->size : sizeof args);
   const unsigned char *byte = reinterpret_cast<const unsigned char *>(given);
   for (size_t i = sizeof args; i < given->size; ++i)
-    if (byte[i]) return fail(KDA_UNSUPPORTED, "args sets a field at byte %zu of %zu: this library knows the first %zu", i, given->size, sizeof args);
+    if (byte[i])
+      return fail(KDA_UNSUPPORTED, "args sets a field at byte %zu of %zu: this library knows the first %zu", i, given->size, sizeof args);
   return KDA_OK;
 }
 
 // The same with every field checked and defaults filled in. `pointers`: the tensors' memory must be there already.
-static kda_status read_args(const kda_prefill_args *given, const int32_t *io, int n_io, const int32_t *wide, int n_wide, bool pointers, kda_prefill_args &args) {
+static kda_status read_args(const kda_prefill_args *given, const int32_t *io, int n_io, const int32_t *wide, int n_wide, bool pointers,
+                            kda_prefill_args &args) {
   KDA_TRY(read_struct(given, args));
   KDA_TRY(check_size("batch", args.batch, 0));
   KDA_TRY(check_size("tokens", args.tokens, 0));
@@ -81,7 +90,8 @@ static kda_status read_args(const kda_prefill_args *given, const int32_t *io, in
   KDA_TRY(check_size("key_dim", args.key_dim, 1));
   KDA_TRY(check_size("value_dim", args.value_dim, 1));
   if (args.value_heads % args.heads)
-    return fail(KDA_INVALID_ARGUMENT, "value_heads must be a multiple of heads, got %lld and %lld", (long long)args.value_heads, (long long)args.heads);
+    return fail(KDA_INVALID_ARGUMENT, "value_heads must be a multiple of heads, got %lld and %lld", (long long)args.value_heads,
+                (long long)args.heads);
   const int64_t dim = args.key_dim > args.value_dim ? args.key_dim : args.value_dim;
   if (args.batch > 0 && args.tokens > 0 && double(args.batch) * args.tokens * args.value_heads * dim > 9e18)
     return fail(KDA_INVALID_ARGUMENT, "the tensors would hold more than 2^63 elements");

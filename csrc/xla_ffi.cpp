@@ -1,5 +1,5 @@
-// kda_prefill_f32 and kda_prefill_bf16 as one XLA custom call: [B, T, H, D] row-major buffers, an empty buffer where an optional one is absent.
-// q's dtype chooses. Built with the headers that ship with jaxlib and linked to libkdakit.so; no CUDA headers.
+// kda_prefill_f32 and kda_prefill_bf16 as one XLA custom call: [B, T, H, D] row-major buffers, an empty buffer where an optional one is
+// absent. q's dtype chooses. Built with the headers that ship with jaxlib and linked to libkdakit.so; no CUDA headers.
 #include <cstdint>
 #include <string>
 
@@ -16,7 +16,9 @@ static const int32_t UNKNOWN = -1;  // a dtype that the library refuses by name
 static kda_tensor tokens_first(const Any &x) {
   const auto dims = x.dimensions();
   const int64_t T = dims[1], H = dims[2], D = dims.size() > 3 ? dims[3] : 1;
-  const int32_t dtype = x.element_type() == ffi::F32 ? int32_t(KDA_FLOAT32) : x.element_type() == ffi::BF16 ? int32_t(KDA_BFLOAT16) : UNKNOWN;
+  const int32_t dtype = x.element_type() == ffi::F32    ? int32_t(KDA_FLOAT32)
+                        : x.element_type() == ffi::BF16 ? int32_t(KDA_BFLOAT16)
+                                                        : UNKNOWN;
   kda_tensor tensor = {x.untyped_data(), dtype, 0, T * H * D, D, H * D};
   return tensor;
 }
@@ -33,7 +35,8 @@ static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, An
                           int32_t state_v_first) {
   kda_prefill_args args = KDA_PREFILL_ARGS_INIT;
   const auto shape = q.dimensions(), values = v.dimensions();
-  if (shape.size() != 4 || values.size() != 4) return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]");
+  if (shape.size() != 4 || values.size() != 4)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]");
   const bool half = q.element_type() == ffi::BF16;
   args.batch = shape[0], args.tokens = shape[1], args.heads = shape[2], args.key_dim = shape[3];
   args.value_heads = values[2], args.value_dim = values[3], args.chunk_size = chunk_size;
@@ -48,11 +51,14 @@ static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, An
     args.cu_seqlens_64 = cu_seqlens.element_type() == ffi::S64;
     args.sequences = int64_t(cu_seqlens.element_count()) - 1;
   }
-  kda_status status = half ? kda_prefill_workspace_bf16(&args, &args.workspace_size) : kda_prefill_workspace_f32(&args, &args.workspace_size);
+  kda_status status = half ? kda_prefill_workspace_bf16(&args, &args.workspace_size)
+                           : kda_prefill_workspace_f32(&args, &args.workspace_size);
   if (status != KDA_OK) return failure(status);
   if (args.workspace_size) {
     auto memory = scratch.Allocate(args.workspace_size + 255);  // XLA's allocator promises less than the 256 bytes that are needed
-    if (!memory.has_value()) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kdakit: no memory for a workspace of " + std::to_string(args.workspace_size) + " bytes");
+    if (!memory.has_value())
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "kdakit: no memory for a workspace of " + std::to_string(args.workspace_size) + " bytes");
     args.workspace = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(*memory) + 255) / 256 * 256);
   }
   args.stream = stream;

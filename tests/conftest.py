@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kdakit.cli import checking
+from kdakit.measure import checking
 
 FLAGS = "--xla_backend_optimization_level=0"
 if importlib.util.find_spec("jax") and importlib.metadata.version("jax").startswith("0.10."):  # XLA aborts at a flag that it does not know

@@ -1,6 +1,7 @@
 """Who may import whom, and how large a room may grow."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,16 +23,35 @@ ALLOWED = {
     "cases": {"problem", "gates", "rounding"},
     "accuracy": {"problem", "reference", "rounding"},
     "dispatch": {"problem"},
-    "torch": {"problem", "torch_operators"},
+    "torch": {"problem", "torch_gates", "torch_operators"},
+    "torch_gates": set(),
     "torch_operators": {"problem", "dispatch"},
     "jax": {"problem", "dispatch", "gates"},
     "backends": DEFINITION,
-    "layers": {"torch", "jax", "layers", "gates"},
+    "layers": {"torch", "torch_operators", "jax", "layers", "gates", "backends"},
     "models": {"layers", "models"},
     "training": {"models", "parallel", "training"},
     "parallel": {"problem", "torch", "jax", "layers", "parallel"},
     "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
+    "measure": None,  # anything but the command line
+    "stacks": {"problem", "dispatch", "torch", "serving", "stacks"},
+    "fla": {"__version__"},
     "cli": None,  # anything
+}
+# The rooms of backends/triton_gpu and which of the others each may import, from the ground up; the contract on top opens any of them.
+TRITON = "kdakit.backends.triton_gpu"
+TRITON_ROOMS = {
+    "runtime": set(),
+    "tiles": set(),
+    "config": {"runtime", "tiles"},
+    "tiles.candidates": {"config"},
+    "times": {"config"},
+    "shown": {"config"},
+    "arguments": {"config", "runtime"},
+    "device": set(),
+    "kernels": {"device", "arguments", "config", "runtime"},
+    "host": {"kernels", "config", "tiles", "runtime"},
+    "call": {"host", "config", "runtime"},
 }
 
 
@@ -67,6 +87,33 @@ def test_arrows(path):
             assert target[0] in allowed, f"{'/'.join(parts)} imports {name}, allowed: {', '.join(sorted(allowed)) or 'nothing'}"
 
 
+def triton_room(module: str) -> str:
+    names = module.removeprefix(TRITON).split(".")[1:]
+    return "tiles.candidates" if names[-1:] == ["candidates"] else names[0] if names else "contract"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "backends" / "triton_gpu").rglob("*.py")), ids=lambda p: "/".join(p.parts[-2:]))
+def test_rooms_of_triton(path):
+    """Each knows those below it alone; kernels do not know each other; only the contract, which needs no Triton, opens a room late."""
+    module = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
+    room = triton_room(module)
+    if room == "contract":
+        return
+    for name in imports_of(path):
+        if name.startswith(TRITON):
+            other = triton_room(name)
+            assert other in TRITON_ROOMS[room] | {room}, f"{room} imports {name}"
+            assert room != "kernels" or other != "kernels", f"{path.name} imports {name}: what two kernels call lives in device"
+    late = [x.lineno for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef)
+            for x in ast.walk(f) if isinstance(x, ast.ImportFrom) and (x.module or "").startswith("kdakit")]  # fmt: skip
+    assert not late, f"{path}:{late}: an import inside a function hides an arrow"
+
+
+def test_triton_rooms_are_listed_from_the_ground_up():
+    order = list(TRITON_ROOMS)
+    assert all(order.index(below) < order.index(room) for room, others in TRITON_ROOMS.items() for below in others)
+
+
 @pytest.mark.parametrize("path", [p for p in FILES if "cli" not in p.parts], ids=lambda p: str(p.relative_to(SOURCE)))
 def test_nobody_imports_the_command_line(path):
     assert not [name for name in imports_of(path) if name.startswith("kdakit.cli")]
@@ -81,6 +128,14 @@ def test_no_assert_on_user_input():
     for path in FILES:
         bare = [n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)]
         assert not bare, f"{path}:{bare}: raise ValueError or TypeError instead"
+
+
+def test_optional_names_of_a_backend_have_defaults():
+    """dispatch.CONTRACT gives them: nobody else asks a backend what it has."""
+    asked = re.compile(r"hasattr\([\w.()]*(module|backend)\b")
+    found = [f"{path.name}:{n}" for path in FILES if "stacks" not in path.parts
+             for n, line in enumerate(path.read_text().splitlines(), 1) if asked.search(line)]  # fmt: skip
+    assert len(found) == 1 and found[0].startswith("dispatch.py"), found
 
 
 def test_import_is_light():

@@ -15,25 +15,28 @@ from kdakit import accuracy, dispatch
 from kdakit.cases import CASES, SEGMENT_CASES, Shape
 from kdakit.cli import (
     bench,
+    doctor,
+)
+from kdakit.cli.main import main
+from kdakit.dispatch import Backend
+from kdakit.measure import (
     checking,
     contestants,
-    doctor,
     generated,
     inputs,
     machine,
     peers,
     plots,
+    race,
     results,
     timing,
     tpu_branches,
     tpu_kernels,
     tpu_schedule,
-    verify,
+    verification,
     worker,
 )
-from kdakit.cli.choices import UsageError, pick
-from kdakit.cli.main import main
-from kdakit.dispatch import Backend
+from kdakit.measure.choices import UsageError, pick
 from kdakit.problem import Arrays
 
 SMALL = replace(CASES["short"], name="small")
@@ -273,7 +276,7 @@ def test_verify_lists_what_is_not_supported(capsys):
 
 def test_verify_runs_segments_on_jax():
     frameworks_of("jax")
-    outcomes, refusals = verify.verify(["xla"], [SEGMENT_CASES["segments_fused"]], ["float32"])
+    outcomes, refusals = verification.verify(["xla"], [SEGMENT_CASES["segments_fused"]], ["float32"])
     assert not refusals and outcomes[0].ok, outcomes
 
 
@@ -285,7 +288,7 @@ def test_verify_fails_on_wrong_numbers_raises_and_refusals(broken, tmp_path, cap
     assert "FAIL" in out and "two is too many" in out and "refuses packed sequences" in out and "2 of 2 runs" in out
     record = json.loads(path.read_text())
     assert [r["ok"] for r in record["results"]] == [False, False]
-    assert record["refusals"][0]["reason"] == "refuses packed sequences"
+    assert record["missing"][0]["reason"] == "refuses packed sequences"
 
 
 def test_verify_names_a_missing_framework(monkeypatch):
@@ -330,17 +333,25 @@ def test_bench_times_writes_and_renders(tmp_path, capsys):
     assert generated.read(page, "measurements") == results.markdown([data])
 
 
+def test_verify_in_processes_is_verify():
+    frameworks_of("torch")
+    cases = [CASES["short"], CASES["one_token"]]
+    here = verification.verify(["torch_native"], cases, ["float32"])[0]
+    there = verification.in_processes(2, ["torch_native"], cases, ["float32"])[0]
+    assert [(o.case, o.dtype, o.rows, o.ok) for o in here] == [(o.case, o.dtype, o.rows, o.ok) for o in there]
+
+
 def test_bench_keeps_what_it_has_timed_when_it_is_stopped(tmp_path, monkeypatch):
     """A peer may tune itself for minutes at the next mode."""
     frameworks_of("torch")
-    record, race = tmp_path / "b.json", bench.race
+    record, run = tmp_path / "b.json", race.run
 
     def stopped_at_decode(names, job, *rest):
         if job.mode == "decode":
             raise KeyboardInterrupt
-        return race(names, job, *rest)
+        return run(names, job, *rest)
 
-    monkeypatch.setattr(bench, "race", stopped_at_decode)
+    monkeypatch.setattr(race, "run", stopped_at_decode)
     words = ["--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "decode", "--repeat", "1", "--json", str(record)]
     with pytest.raises(KeyboardInterrupt):
         bench.run(bench_args(*words))
@@ -352,18 +363,47 @@ def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(
         peers.importlib.util, "find_spec", lambda name: None if name == "fla" else importlib.machinery.ModuleSpec(name, None)
     )
-    assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 0
-    assert "fla did not run fwd B1 T64 H1 K16: fla is not installed: pip install fla-core" in capsys.readouterr().out
+    assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 1
+    assert "fla did not run forward, 64 tokens, 1 head of 16: fla is not installed: pip install fla-core" in capsys.readouterr().out
 
 
 def test_bench_times_what_is_the_backends_own():
     """Forward alone where gradients are another backend's; a shape that suits the machine."""
     frameworks_of("torch")
     for backends, modes in ((["cuda"], ["fwd"]), (["cuda", "cuda_prefill"], ["fwd"]), (["cuda", "torch_native"], ["fwd", "fwdbwd"])):
-        assert bench._chosen(bench_args("--backend", *backends, "--against", "fla"), ("fwd", "fwdbwd"))[1] == modes
-    assert bench._chosen(bench_args("--backend", "cuda", "--mode", "fwdbwd"), ("fwd",))[1] == ["fwdbwd"]
-    assert bench._shapes(bench_args()) == ["cpu" if inputs.gpu() is None else "h16"]
-    assert bench._shapes(bench_args("--shape", "tiny")) == ["tiny"]
+        assert list(bench.plan_of(bench_args("--backend", *backends, "--against", "fla")).modes) == modes
+    assert bench.plan_of(bench_args("--backend", "cuda", "--mode", "fwdbwd")).modes == ("fwdbwd",)
+    assert list(bench.plan_of(bench_args()).shapes) == ["cpu" if inputs.gpu() is None else "h16"]
+    assert list(bench.plan_of(bench_args("--shape", "tiny")).shapes) == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--shape 1x64x1x16 1x64", "--shape must be one of"),
+        ("--mode fwd sideways", "--mode must be"),
+        ("--entry x", "--entry goes with --suite"),
+        ("--case x", "--case goes with --errors"),
+        ("--lengths 64", "--lengths goes with --scaling or --ranks"),
+        ("--scaling --lengths 0", "--lengths takes numbers from 1"),
+        ("--scaling --errors", "two kinds of runs"),
+        ("--suite gpu --shape h16", "--shape is the suite's own"),
+        ("--suite nothing", "--suite must be"),
+        ("--repeat 0", "--repeat must be positive"),
+        ("--json .", "is a folder"),
+        ("--table nowhere.md", "--table goes with --render"),
+    ],
+)
+def test_bench_checks_its_options_before_it_times(words, said, monkeypatch, capsys):
+    monkeypatch.setattr(race, "run", lambda *_, **__: pytest.fail("something was timed"))
+    assert main(["bench", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_suite_that_cannot_run_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(inputs, "gpu", lambda: None)
+    assert main(["bench", "--suite", "gpu"]) == 2
+    assert capsys.readouterr().err == "kdakit bench: --suite gpu cannot run here: torch sees no GPU\n"
 
 
 def test_bench_against_fla(capsys):
@@ -399,7 +439,7 @@ def test_peer_refuses_what_it_cannot_do(job, reason, monkeypatch):
 
 @pytest.mark.parametrize("gate", contestants.GATES)
 def test_jobs_of_every_gate_give_the_same_numbers_on_every_backend(gate):
-    rows, missing = bench.race(backends(), contestants.Job(Shape(1, 32, 1, 16), "fwd", "float32", gate), 1, 0.1)
+    rows, missing = race.run(backends(), contestants.Job(Shape(1, 32, 1, 16), "fwd", "float32", gate), 1, 0.1)
     assert not missing and all(row["difference"] < 1e-4 for row in rows)
 
 
@@ -412,7 +452,7 @@ def test_bench_cuts_heads_over_devices(tmp_path):
     data = json.loads(record.read_text())
     assert [row["contestant"] for row in data["results"]] == ["xla", "xla@2"] * 2 and not data["missing"]
     assert all(row["difference"] < 1e-6 for row in data["results"])
-    rows, missing = bench.race(["xla@64"], contestants.Job(Shape(1, 32, 64, 16), "fwd", "float32"), 1, 0.1)
+    rows, missing = race.run(["xla@64"], contestants.Job(Shape(1, 32, 64, 16), "fwd", "float32"), 1, 0.1)
     assert not rows and "too few for 64" in missing[0]["reason"]
     for name in ("torch_native@2", "fla@2", "xla@0", "xla@"):
         with pytest.raises(UsageError, match=f"such as xla@2, got '{name}'"):
@@ -480,7 +520,7 @@ def test_demo_shows_what_the_delta_rule_is_worth(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "Is it right?" in out and "tokens/s of training" in out and "KV cache keeps" in out and "Largest distance" in out
     record = json.loads((tmp_path / "demo.json").read_text())
-    last = {name: rows[-1]["accuracy"] for name, rows in record["curves"].items()}
+    last = {row["contestant"]: row["curve"][-1]["accuracy"] for row in record["results"]}
     assert last["KDA"] > 0.95 and last["no delta rule"] < last["KDA"] - 0.2, last
     assert record["prefill_and_step_differ_by"] < 1e-5
     assert [row["state_bytes"] for row in record["memory"]] == [record["memory"][0]["state_bytes"]] * 2

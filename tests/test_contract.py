@@ -6,6 +6,7 @@ test-full`) runs them whole.
 """
 
 import os
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from kdakit import accuracy, dispatch, reference
 from kdakit.cases import CASES, SEGMENT_CASES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.problem import DIFFERENTIABLE
 
 FULL = os.environ.get("KDAKIT_FULL") == "1"
@@ -60,6 +61,19 @@ def assert_within(rows):
 
 def forward(backend, case, arrays, dtype="float32", op="chunk"):
     return checking.run_arrays(backend, case, dtype, arrays, op=op)
+
+
+def test_every_name_of_the_contract_is_there(backend):
+    pytest.importorskip(checking.framework_of(backend))
+    module = dispatch.load(backend)
+    assert all(hasattr(module, name) for name in dispatch.CONTRACT)
+    assert module.gradients is None or (module.backward is None and module.gradients in dispatch.names())
+
+
+def test_a_backend_without_a_required_name_is_refused():
+    module = types.ModuleType("half_a_backend")
+    with pytest.raises(AttributeError, match=r"half_a_backend must define supports: \(problem, device\)"):
+        dispatch.complete(module)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -58,10 +58,10 @@ BAD = [
     ("scale text", {}, dict(scale="1"), TypeError, r"scale must be a real number, got str"),
     ("scale array", {}, dict(scale=np.ones(2)), TypeError, r"scale must be a real number, got ndarray"),
     ("scale infinite", {}, dict(scale=float("inf")), ValueError, r"scale must be finite, got inf"),
-    ("flag", {}, dict(output_final_state=1), TypeError, r"output_final_state must be True or False, got 1"),
+    ("flag", {}, dict(output_final_state=2), TypeError, r"output_final_state must be True or False, got 2"),
     ("flag array", {}, dict(state_v_first=np.zeros(2)), TypeError, r"state_v_first must be True or False"),
-    ("bound low", {}, dict(lower_bound=-5.1), ValueError, r"lower_bound must lie in \[-5, 0\), got -5.1"),
-    ("bound zero", {}, dict(lower_bound=0), ValueError, r"lower_bound must lie in \[-5, 0\), got 0"),
+    ("bound low", {}, GATE | dict(lower_bound=-5.1, safe_gate=True), ValueError, r"lie in \[-5, 0\) with safe_gate=True, got -5.1"),
+    ("bound zero", {}, GATE | dict(lower_bound=0), ValueError, r"lower_bound must be negative, .*, got 0"),
     ("bound nan", {}, dict(lower_bound=float("nan")), ValueError, r"lower_bound must be finite, got nan"),
     ("bound text", {}, dict(lower_bound="-5"), TypeError, r"lower_bound must be a real number, got str"),
     ("no A_log", {}, GATE, ValueError, r"A_log is required with use_gate_in_kernel=True unless lower_bound .*, got None"),
@@ -141,11 +141,27 @@ def test_chunk_bound_holds(lengths, chunk_size):
     assert sum(-(-n // chunk_size) for n in lengths) <= problem.chunks <= len(lengths)
 
 
-@pytest.mark.parametrize("cu", [[1, 6], [0, 5], [0, 4, 3, 6], [0, 7, 6], [0, 6, 7]])
+@pytest.mark.parametrize("cu", [[1, 6], [0, 4, 3, 6], [0, 7, 6], [0, 6, 7]])
 def test_values_of_cu_seqlens(cu):
-    with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at T = 6, got \["):
+    with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at most T = 6, got \["):
         check_cu_seqlens(np.array(cu), 6)
     check_cu_seqlens(np.array([0, 0, 6, 6]), 6)
+    check_cu_seqlens(np.array([0, 3, 5]), 6)
+    with pytest.raises(ValueError, match=r"and end at T = 6, got \[0, 5\]"):
+        check_cu_seqlens(np.array([0, 5]), 6, padding=False)
+
+
+def test_flags_as_others_write_them():
+    for value, on in ((None, False), (0, False), (1, True), (np.True_, True)):
+        assert problem_of(valid(), output_final_state=value).options.output_final_state is on
+
+
+def test_gates_below_the_safe_bound():
+    """The bounded gate takes any negative bound; a promise about given log-decays holds within [-5, 0) and is worth nothing beyond."""
+    assert problem_of(valid(), use_gate_in_kernel=True, lower_bound=-8).options.lower_bound == -8
+    assert problem_of(valid(), lower_bound=-8).options.lower_bound is None
+    assert problem_of(valid(), lower_bound=-8, safe_gate=True).options.lower_bound is None
+    assert problem_of(valid(), lower_bound=-5, safe_gate=True).options.lower_bound == -5
 
 
 class OnDevice:

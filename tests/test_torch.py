@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import kdakit.torch as kt  # noqa: E402
 from kdakit import accuracy, reference, torch_operators  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
-from kdakit.cli import checking  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 from kdakit.problem import Arrays, make_options  # noqa: E402
 
 FUSED = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True, chunk_size=32)

@@ -25,7 +25,8 @@ __device__ __forceinline__ Span sequence_span(const HopperForward& p, int64_t n)
   return {0, first, boundary(p, n + 1) - first};
 }
 
-// The tokens of a slot; length <= 0 for a slot between two sequences, or after the last. A whole warp asks, and looks at 32 boundaries at a time.
+// The tokens of a slot; length <= 0 for a slot between two sequences, or after the last. A whole warp asks, and
+// looks at 32 boundaries at a time.
 __device__ __forceinline__ Span chunk_span(const HopperForward& p, uint32_t slot, int lane) {
   if (!p.cu_seqlens) {
     const uint32_t per_row = (static_cast<uint32_t>(p.T) + kChunk - 1) / kChunk, row = p.B == 1 ? 0 : slot / per_row;

@@ -63,8 +63,8 @@ struct Intra {
   __device__ static int place(int channel, int unit) { return channel * UNITS + (unit ^ (UNITS == 4 ? channel / 2 % 4 : channel / 4 % 2)); }
 };
 
-// The n-th of a warp's tiles of pair products: at level 1 << `level`, 8 odd tokens (rows) and 8 even tokens (columns). Levels 1, 2, 4, 8 have
-// C/16 tiles each, 16 has C/8, 32 has C/4.
+// The n-th of a warp's tiles of pair products: at level 1 << `level`, 8 odd tokens (rows) and 8 even tokens (columns). Levels 1, 2, 4, 8
+// have C/16 tiles each, 16 has C/8, 32 has C/4.
 template <int C>
 struct PairTile {
   int level, rows, columns;
@@ -79,8 +79,12 @@ struct PairTile {
     }
   }
   // The warp that has made row g, and the one of columns 2t and 2t + 1.
-  __device__ int row_maker(int g) const { return level < 3 ? 2 * rows + g / 4 : level == 3 ? 2 * rows + 1 : level == 4 ? 2 * rows + 2 - rows % 2 : rows + 4; }
-  __device__ int column_maker(int t) const { return level < 3 ? 2 * columns + t / 2 : level == 3 ? 2 * columns : level == 4 ? 2 * columns - columns % 2 : columns; }
+  __device__ int row_maker(int g) const {
+    return level < 3 ? 2 * rows + g / 4 : level == 3 ? 2 * rows + 1 : level == 4 ? 2 * rows + 2 - rows % 2 : rows + 4;
+  }
+  __device__ int column_maker(int t) const {
+    return level < 3 ? 2 * columns + t / 2 : level == 3 ? 2 * columns : level == 4 ? 2 * columns - columns % 2 : columns;
+  }
 };
 
 // scale / sqrt(sum x^2 + 1e-6) of every row, a warp per row.
@@ -99,8 +103,8 @@ __device__ void row_norms(const kda_tensor &x, int64_t batch, int64_t head, cons
   }
 }
 
-// A warp's eight tokens of 32 channels, as the upper or lower half of two tiles that have tokens as rows. Two lanes with neighbouring channels
-// share the work: the even one has the first four tokens, the odd one the others. Returns 1 / m.
+// A warp's eight tokens of 32 channels, as the upper or lower half of two tiles that have tokens as rows. Two lanes with neighbouring
+// channels share the work: the even one has the first four tokens, the odd one the others. Returns 1 / m.
 __device__ __forceinline__ float store_row_tiles(Tile *tiles, const float (&x)[8], int half) {
   const int lane = threadIdx.x % 32, pair = lane % 16 / 2;
   const bool odd = lane % 2;
@@ -118,7 +122,8 @@ __device__ __forceinline__ float store_row_tiles(Tile *tiles, const float (&x)[8
   return power.inverse;
 }
 
-// The same for tiles that have channels as rows, `apart` tiles from each other: half of the columns. Lanes with channels 8 apart share the work.
+// The same for tiles that have channels as rows, `apart` tiles from each other: half of the columns. Lanes with channels 8
+// apart share the work.
 __device__ __forceinline__ void store_column_tiles(Tile *tiles, int apart, const float (&x)[8], int half, float m) {
   const int lane = threadIdx.x % 32;
   const bool low = lane % 16 >= 8;  // of the tile's rows

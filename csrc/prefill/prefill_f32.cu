@@ -10,20 +10,25 @@ namespace kda {
 static kda_status make_plan(const kda_prefill_args &args, Plan &plan) {
   const int64_t K = args.key_dim, V = args.value_dim;
   if (!(K == V && (K == 64 || K == 128)))
-    return fail(KDA_UNSUPPORTED, "float32 kernels exist for (K, V) = (64, 64) and (128, 128), got (%lld, %lld)", (long long)K, (long long)V);
+    return fail(KDA_UNSUPPORTED, "float32 kernels exist for (K, V) = (64, 64) and (128, 128), got (%lld, %lld)", (long long)K,
+                (long long)V);
   plan.C = args.chunk_size ? args.chunk_size : 64;
-  if (plan.C != 32 && plan.C != 64) return fail(KDA_UNSUPPORTED, "float32 kernels exist for chunk_size 32 and 64, got %lld", (long long)plan.C);
+  if (plan.C != 32 && plan.C != 64)
+    return fail(KDA_UNSUPPORTED, "float32 kernels exist for chunk_size 32 and 64, got %lld", (long long)plan.C);
   plan_slots(args, plan);
   const int64_t blocks = args.sequences * args.value_heads * (V / 8);
   if (plan.cells > INT32_MAX || blocks > INT32_MAX)
-    return fail(KDA_UNSUPPORTED, "a launch takes 2^31 - 1 blocks, this call needs %lld", (long long)(plan.cells > blocks ? plan.cells : blocks));
+    return fail(KDA_UNSUPPORTED, "a launch takes 2^31 - 1 blocks, this call needs %lld",
+                (long long)(plan.cells > blocks ? plan.cells : blocks));
   return KDA_OK;
 }
 
 static kda_status check_alignment(const char *name, const kda_tensor &x, int64_t floats) {
   if (reinterpret_cast<uintptr_t>(x.data) % (4 * floats) || x.batch_stride % floats || x.head_stride % floats || x.token_stride % floats)
-    return fail(KDA_INVALID_ARGUMENT, "%s must be aligned to %lld bytes and have strides that are multiples of %lld, got %p, %lld, %lld, %lld", name,
-                (long long)(4 * floats), (long long)floats, x.data, (long long)x.batch_stride, (long long)x.head_stride, (long long)x.token_stride);
+    return fail(KDA_INVALID_ARGUMENT,
+                "%s must be aligned to %lld bytes and have strides that are multiples of %lld, got %p, %lld, %lld, %lld", name,
+                (long long)(4 * floats), (long long)floats, x.data, (long long)x.batch_stride, (long long)x.head_stride,
+                (long long)x.token_stride);
   return KDA_OK;
 }
 
@@ -38,7 +43,8 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
   static_assert(sizeof(typename S::Shared) <= MUCH_SHARED, "more than the device has");
   const cudaStream_t stream = static_cast<cudaStream_t>(args.stream);
   KDA_CUDA(cudaFuncSetAttribute(intra_kernel<K, K, C>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(typename I::Shared))));
-  KDA_CUDA(cudaFuncSetAttribute(state_kernel<K, K, C, BV, DEPTH>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(typename S::Shared))));
+  KDA_CUDA(cudaFuncSetAttribute(state_kernel<K, K, C, BV, DEPTH>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                int(sizeof(typename S::Shared))));
   if (plan.cells > 0) {
     intra_kernel<K, K, C><<<unsigned(plan.cells), I::THREADS, sizeof(typename I::Shared), stream>>>(params);
     KDA_CUDA(cudaGetLastError());
@@ -57,7 +63,8 @@ static kda_status launch_with(const kda_prefill_args &args, const Plan &plan, co
 }
 
 // The state kernel is one chain of chunks per block. Narrow blocks fill the chip when there are few heads; wide ones read the records less
-// often. Chunks in flight: as many as the shared memory holds; where K = 128 has many chains, as few as let two blocks of chunks of 32 share it.
+// often. Chunks in flight: as many as the shared memory holds; where K = 128 has many chains, as few as let two blocks of chunks of 32
+// share it.
 template <int K, int C>
 static kda_status launch(const kda_prefill_args &args, const Plan &plan, const Params &params) {
   constexpr int DEPTH = C == 64 ? (K == 64 ? 2 : 1) : (K == 64 ? 5 : 3), SHARING = K == 128 ? 1 : DEPTH;
@@ -86,7 +93,8 @@ kda_status prefill_f32(const kda_prefill_args &args) {
   KDA_TRY(check_alignment("v", args.v, 4));
   KDA_TRY(check_alignment("o", args.o, 2));
   for (const kda_tensor *x : {&args.q, &args.k, &args.g})
-    if (x->token_stride > INT32_MAX) return fail(KDA_UNSUPPORTED, "a token stride must be below 2^31 elements, got %lld", (long long)x->token_stride);
+    if (x->token_stride > INT32_MAX)
+      return fail(KDA_UNSUPPORTED, "a token stride must be below 2^31 elements, got %lld", (long long)x->token_stride);
   if (reinterpret_cast<uintptr_t>(args.w) % 16 || reinterpret_cast<uintptr_t>(args.u) % 16)
     return fail(KDA_INVALID_ARGUMENT, "w and u must be aligned to 16 bytes, got %p and %p", args.w, args.u);
   const Params params = make_params(args, plan);

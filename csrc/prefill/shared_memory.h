@@ -2,7 +2,7 @@
 #pragma once
 
 #include "intra.cuh"
-#include "place.cuh"
+#include "state_block.cuh"
 #include "status.h"
 
 namespace kda {

@@ -127,8 +127,8 @@ struct Rows {
     }
   }
 
-  // Where this lane's address for load_transposed lies, of 16 rows in order, or in the order of tokens in a tile's columns: the B fragment's
-  // hi, hi, lo, lo. Tile n of step j is at 16 j LD + 4 n.
+  // Where this lane's address for load_transposed lies, of 16 rows in order, or in the order of tokens in a tile's columns: the B
+  // fragment's hi, hi, lo, lo. Tile n of step j is at 16 j LD + 4 n.
   __device__ __forceinline__ const uint32_t *lane_in_order() const { return of_lane(threadIdx.x % 16); }
   __device__ __forceinline__ const uint32_t *lane_of_tokens() const { return of_lane(token_of(threadIdx.x % 16)); }
   __device__ __forceinline__ const uint32_t *of_lane(int row) const { return (threadIdx.x % 32 < 16 ? hi : lo) + row * LD; }

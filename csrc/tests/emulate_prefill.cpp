@@ -27,9 +27,11 @@ static void run(const kda_prefill_args &args, const Plan &plan, const Params &pa
   using I = Intra<K, K, C>;
   using S = State<K, K, C, BV, DEPTH>;
   static_assert(sizeof(typename I::Shared) <= sizeof memory && sizeof(typename S::Shared) <= sizeof memory, "shared memory of sm_90");
-  for (int64_t cell = 0; cell < plan.cells; ++cell) emulate::run_block(unsigned(cell), I::THREADS, order, [&] { intra_kernel<K, K, C>(params); });
+  for (int64_t cell = 0; cell < plan.cells; ++cell)
+    emulate::run_block(unsigned(cell), I::THREADS, order, [&] { intra_kernel<K, K, C>(params); });
   const int64_t blocks = args.sequences * args.value_heads * (K / BV);
-  for (int64_t block = 0; block < blocks; ++block) emulate::run_block(unsigned(block), S::THREADS, order, [&] { state_kernel<K, K, C, BV, DEPTH>(params); });
+  for (int64_t block = 0; block < blocks; ++block)
+    emulate::run_block(unsigned(block), S::THREADS, order, [&] { state_kernel<K, K, C, BV, DEPTH>(params); });
 }
 
 extern "C" size_t kda_emulate_record_bytes(const kda_prefill_args *args) {

@@ -30,7 +30,8 @@ static int download(array x) { return guarded_broken(x.memory, 1); }
 static void drop(array x) { guarded_drop(x.memory); }
 
 /* S <- Diag(e^g) S;  S <- S + beta k (v - k^T S)^T;  o = scale S^T q, one row of [B, H]. */
-static void recurrence(int T, int D, double scale, const float *q, const float *k, const float *v, const float *g, const float *beta, double *S, double *o) {
+static void recurrence(int T, int D, double scale, const float *q, const float *k, const float *v, const float *g, const float *beta,
+                       double *S, double *o) {
   for (int t = 0; t < T; ++t)
     for (int c = 0; c < D; ++c) {
       double error = v[t * D + c], sum = 0;
@@ -101,8 +102,8 @@ static int check(int B, int H, int T, int D, int C, double low) {
   int unwritten = 0;
   for (size_t i = 0; i < w.count; ++i) unwritten += !isfinite(w.host[i]) || !isfinite(u.host[i]);
   const int bad = !(of_o < 2e-6) || !(of_state < 2e-6) || broken || unwritten;
-  printf("B%d H%d T%d D%d C%d g > %g: o %.1e, state %.1e, %d guard bytes changed, %d of w, u unwritten: %s\n", B, H, T, D, C, low, of_o, of_state, broken,
-         unwritten, bad ? "FAILED" : "ok");
+  printf("B%d H%d T%d D%d C%d g > %g: o %.1e, state %.1e, %d guard bytes changed, %d of w, u unwritten: %s\n", B, H, T, D, C, low, of_o,
+         of_state, broken, unwritten, bad ? "FAILED" : "ok");
   free(S), free(truth);
   drop(q), drop(k), drop(v), drop(g), drop(beta), drop(o), drop(first), drop(last), drop(w), drop(u), drop(space);
   return bad;

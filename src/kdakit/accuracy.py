@@ -24,6 +24,8 @@ of a single draw. It is not a knob.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kdakit import reference
@@ -52,18 +54,26 @@ def output_dtypes(problem: Problem) -> dict[str, str]:
     gradients = dict.fromkeys(("q", "k", "v"), problem.dtype) | {"g": problem.gate_dtype, "beta": problem.beta_dtype}
     rest = dict.fromkeys(("A_log", "dt_bias", "initial_state", "final_state"), problem.compute_dtype)
     rest["initial_state"] = rest["final_state"] = problem.state_dtype
-    return {"o": problem.dtype} | gradients | rest
+    return {"o": problem.dtype, "states": problem.dtype} | gradients | rest
 
 
 def truths(problem: Problem, arrays: Arrays, d_o=None, d_final_state=None) -> dict[str, np.ndarray]:
-    """{name: float64 array} of o, final_state and, given d_o, every gradient (by its input's name)."""
+    """{name: float64 array} of o, final_state, states where asked for and, given d_o, every gradient (by its input's name)."""
     return _named(problem, arrays, d_o, d_final_state, np.float64)
 
 
-def plain_errors(problem: Problem, arrays: Arrays, truth, d_o=None, d_final_state=None, operand_dtype="float32") -> dict[str, float]:
-    """Error of the plain recurrence for each name in `truth`."""
+def plain_errors(
+    problem: Problem, arrays: Arrays, truth, d_o=None, d_final_state=None, operand_dtype="float32",
+    enough: Callable[[dict[str, float]], bool] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Error of the plain recurrence for each name in `truth`.
+
+    It is the largest of several runs' errors, so it only grows from run to run: `enough` is asked after each whether what is known so far
+    will do, which saves the others.
+    """
     exact = operand_dtype in ("float32", "float64")
     dtypes = {} if problem.dtype == "float64" else output_dtypes(problem)
+    scale = UNIT_ROUNDOFF["float64"] / UNIT_ROUNDOFF["float32"] if problem.dtype == "float64" else 1.0
 
     def run(einsum, disturb=None):
         named = _named(problem, arrays, d_o, d_final_state, np.float32, einsum, disturb)
@@ -77,13 +87,16 @@ def plain_errors(problem: Problem, arrays: Arrays, truth, d_o=None, d_final_stat
     def nearby(seed):
         return _named(problem, arrays, d_o, d_final_state, np.float64, disturb=_one_roundoff(problem, seed))
 
-    runs = [run(np.einsum if exact else rounding_einsum(operand_dtype)), *map(nearby, range(DRAWS))]
+    known = dict.fromkeys(truth, 0.0)
+    for i in range(1 + DRAWS):
+        found = nearby(i - 1) if i else run(np.einsum if exact else rounding_einsum(operand_dtype))
+        known = {name: max(known[name], scale * error(found[name], truth[name])) for name in truth}
+        if enough is not None and enough(known):
+            return known
     few = {name: x.size for name, x in truth.items() if 0 < x.size < NUMBERS}
     others = [other(seed) for seed in range(-(-NUMBERS // min(few.values())) if few else 0)]
-    worst = {name: max(error(x[name], truth[name]) for x in runs) for name in truth}
     mean = {name: _root_mean_square(error(x[name], truth[name]) for x in others) for name in few}
-    scale = UNIT_ROUNDOFF["float64"] / UNIT_ROUNDOFF["float32"] if problem.dtype == "float64" else 1.0
-    return {name: scale * max(worst[name], mean.get(name, 0.0)) for name in truth}
+    return {name: max(known[name], scale * mean.get(name, 0.0)) for name in truth}
 
 
 def _root_mean_square(errors) -> float:
@@ -123,6 +136,7 @@ def tolerance(plain_error: float, dtype: str) -> float:
 def _named(problem, arrays, d_o, d_final_state, dtype, einsum=np.einsum, disturb=None):
     out = reference.forward(problem, arrays, dtype, einsum, disturb)
     named = {"o": out.o} | ({} if out.final_state is None else {"final_state": out.final_state})
+    named |= {} if out.states is None else {"states": out.states}
     if d_o is not None:
         gradients = reference.backward(problem, arrays, d_o, d_final_state, dtype, einsum, disturb)
         named |= {n: getattr(gradients, n) for n in DIFFERENTIABLE if getattr(gradients, n) is not None}

@@ -104,6 +104,16 @@ def _mild(rng, shape):
     return -np.logaddexp(0, -rng.normal(1, 1.5, size=shape))
 
 
+def _by_channel(*kinds):
+    """Each channel of each head has gates of another kind."""
+
+    def draw(rng, shape):
+        which = rng.integers(len(kinds), size=shape[2:])
+        return np.choose(which, [GATES[kind](rng, shape) for kind in kinds])
+
+    return draw
+
+
 GATES = {
     "mild": _mild,
     "zero": lambda rng, shape: np.zeros(shape),
@@ -116,6 +126,9 @@ GATES = {
     "raw": lambda rng, shape: rng.normal(size=shape),
     "raw_slow": lambda rng, shape: rng.normal(-9, 1, size=shape),
     "raw_huge": lambda rng, shape: rng.normal(0, 60, size=shape),
+    "channels": _by_channel("mild", "zero", "slow", "strong", "spikes", "bounded"),
+    "bounded_channels": _by_channel("bounded", "slow", "zero"),
+    "raw_channels": _by_channel("raw", "raw_slow", "raw_huge"),
 }
 
 KEYS = {
@@ -170,6 +183,8 @@ CASES = {
              options=FUSED),
         Case("lower_bound", "everything in the kernel, bounded gate", gate="raw", beta="logits", A_log=True, dt_bias=True,
              options=FUSED | {"lower_bound": -5.0, "safe_gate": True}),
+        Case("lower_bound_saturated", "bounded gate, nearly all saturated: the few that are not have tiny gradients", T=80, gate="raw_huge",
+             beta="logits", A_log=True, dt_bias=True, options=FUSED | {"lower_bound": -5.0}),
         Case("lower_bound_bare", "bounded gate without A_log, dt_bias or safe_gate; beta to 2", gate="raw", beta="logits",
              options=FUSED | {"lower_bound": -2.5, "allow_neg_eigval": True}),
         Case("varlen", "packed sequences: empty, tiny, ragged", T=137, lengths=(0, 5, 32, 0, 1, 64, 35, 0)),
@@ -189,6 +204,21 @@ SEGMENT_CASES = {
              A_log=True, options=FUSED),
     )
 }  # fmt: skip
+
+
+# Head sizes as models have them, past a checkpoint, grouped, with heads enough to fill a chip: minutes on a CPU.
+_BOUNDED = FUSED | {"lower_bound": -5.0, "safe_gate": True, "chunk_size": 64}
+_MODEL = dict(K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True)
+MODEL_CASES = {
+    case.name: case
+    for case in (
+        Case("model_long", "K = V = 128, scanned in parts", T=2500, H=1, HV=1, options=_BOUNDED, **_MODEL),
+        Case("model_many", "K = V = 128, many heads", T=130, H=70, HV=70, options=_BOUNDED, **_MODEL),
+        Case("model", "K = V = 128, bounded", T=600, options=_BOUNDED, **_MODEL),
+        Case("model_softplus", "K = V = 128, softplus", T=600, options=FUSED, **_MODEL),
+        Case("model_grouped", "K = V = 128, packed, grouped", T=300, HV=4, lengths=(0, 130, 5, 165), options=_BOUNDED, **_MODEL),
+    )
+}
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,17 @@
-"""Backends by name, and which of them runs a problem.
+"""Backends by name, the names that a backend has, and which backend runs a problem.
 
-A backend is a module with
-
-    supports(problem, device) -> str | None        why it cannot run this problem there; None: it can
-    default_config(problem, device)                how it would run it (tile sizes and the like); plain Python, no device needed
-    forward(problem, arrays, config) -> (Result, saved)
-    backward(problem, arrays, saved, d_o, d_final_state, config) -> Arrays          or None
-    step(problem, arrays, config) -> Result                                         or None: the token recurrence; of a torch backend
-                                                                also with final_state=, where the state goes, perhaps over the initial one
-    saved_specs(problem, device) -> [(shape, dtype name)]       torch backends: the tensors that `forward` saves when problem.needs_grad
-
-and, where they apply, `gradients` (the name of the backend that differentiates this one's calls, where `backward` is None; it gets nothing
-saved), `interpreted(device) -> str | None` (why it would run in an interpreter, which 'auto' never picks), `preferred(problem) -> bool`
-(whether 'auto' should ask it for a chunked call before those ahead of it), `operand_dtype(problem)` (the dtype in which products take
-their factors, for accuracy.py; float32 where absent) and, of a torch backend, `planned(problem, arrays, config, final_state) -> (Result,
-function | None)`: a call that is not differentiated, and a function of the tensors that repeats it for others of the same shapes, strides,
-dtypes, device and addresses modulo 16. One that also has `planned_backward(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays,
-function | None)`, whose function takes (*arrays, *saved, d_o, d_final_state), plans chunked calls that are differentiated too: `planned`
-then gives and repeats (Result, saved).
+A backend is a module with the names of CONTRACT. `load` gives it the defaults of those it does not define, so that callers just use them.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdakit.problem import Problem, check_backend_name
 
@@ -42,7 +26,105 @@ class Backend:
     summary: str
 
 
-# In the order in which 'auto' asks them, those that prefer the problem first.
+class Name(NamedTuple):
+    """A name of the contract; `default` is what a module without it gets, REQUIRED where there is none."""
+
+    form: str
+    meaning: str
+    default: Any
+
+
+REQUIRED: Any = object()
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_: answer
+
+
+# docs/adding-a-backend.md shows this table; a test holds the two together.
+CONTRACT = {
+    "supports": Name(
+        "(problem, device) -> str | None",
+        "Why it cannot run this problem there; None: it can. Users read the string in errors, `doctor`, test skips and docs.",
+        REQUIRED,
+    ),
+    "default_config": Name(
+        "(problem, device) -> Any",
+        "How it would run it: tile sizes and the like. Plain Python, testable without a device.",
+        REQUIRED,
+    ),
+    "forward": Name(
+        "(problem, arrays, config) -> (Result, saved)",
+        "o, final state, intermediate states; and what `backward` wants to keep, where `problem.needs_grad`.",
+        REQUIRED,
+    ),
+    "backward": Name(
+        "(problem, arrays, saved, d_o, d_final_state, config) -> Arrays",
+        "Gradients, in the fields of their inputs. None: it has no backward.",
+        None,
+    ),
+    "gradients": Name(
+        "str",
+        "The backend that differentiates this one's calls, where `backward` is None. It gets nothing saved.",
+        None,
+    ),
+    "step": Name(
+        "(problem, arrays, config) -> Result",
+        "The token recurrence; in PyTorch also with `final_state=`, where the state goes, perhaps over the initial one. None: it has none.",
+        None,
+    ),
+    "saved_specs": Name(
+        "(problem, device) -> [(shape, dtype name)]",
+        "PyTorch: the tensors that `forward` saves where `problem.needs_grad`, for `torch.compile`. Default: none.",
+        _always(()),
+    ),
+    "operand_dtype": Name(
+        "(problem) -> str",
+        "The dtype in which products take their factors, for the accuracy rule. Default: float32.",
+        _always("float32"),
+    ),
+    "interpreted": Name(
+        "(device) -> str | None",
+        "Why it would run in an interpreter there, which `auto` never picks. Default: it would not.",
+        _always(None),
+    ),
+    "expected_us": Name(
+        "(problem, device) -> float | None",
+        "Microseconds of a chunked call by a closed form with the chip's constants; of the backends that know theirs `auto` takes the "
+        "fastest. Default: not known.",
+        _always(None),
+    ),
+    "mixes": Name(
+        "(problem, config) -> bool",
+        "JAX: whether sequences or heads meet in one product, so that what is not finite must be kept out of it. Default: no.",
+        _always(False),
+    ),
+    "forms": Name(
+        "(problem, device) -> [str]",
+        "What it launches for such a problem, as the table of what a chip has shown names it. Default: nothing that is asked for there.",
+        _always(()),
+    ),
+    "planned": Name(
+        "(problem, arrays, config, final_state) -> (Result, function | None)",
+        "PyTorch: a call that is not differentiated, and a function of the tensors that repeats it for others of the same shapes, strides, "
+        "dtypes, device and addresses modulo 16. None: it plans nothing.",
+        None,
+    ),
+    "planned_backward": Name(
+        "(problem, arrays, saved, d_o, d_final_state, config) -> (Arrays, function | None)",
+        "PyTorch: the same for a backward; its function takes `(*arrays, *saved, d_o, d_final_state)`. `planned` then plans calls that are "
+        "differentiated too, and gives and repeats `(Result, saved)`. None: it plans no backward.",
+        None,
+    ),
+    "pooled": Name(
+        "() -> kernels",
+        "PyTorch: kernels over a pool of states, with `decode`, `verify` and `commit`. None: states are gathered around `step`.",
+        None,
+    ),
+}
+
+
+# In the order in which 'auto' asks them: the first that can, or a faster one behind it.
 BACKENDS = (
     Backend("triton_gpu", "torch", "kdakit.backends.triton_gpu", "Triton kernels, NVIDIA and AMD GPUs; forward, backward and decode"),
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
@@ -60,12 +142,29 @@ def names(framework: str | None = None) -> list[str]:
     return [b.name for b in BACKENDS if framework in (None, b.framework)]
 
 
+_loaded: dict[str, ModuleType] = {}
+
+
 def load(name: str) -> ModuleType:
     """The backend's module, imported on first use."""
+    if name in _loaded:
+        return _loaded[name]
     for backend in BACKENDS:
         if backend.name == name:
-            return sys.modules.get(backend.module) or importlib.import_module(backend.module)
+            # Not what sys.modules has: another thread may be in the middle of importing it, for which import_module waits.
+            _loaded[name] = complete(importlib.import_module(backend.module))
+            return _loaded[name]
     raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
+
+
+def complete(module: ModuleType) -> ModuleType:
+    """`module` with the defaults of CONTRACT for what it does not define."""
+    for name, (form, _, default) in CONTRACT.items():
+        if not hasattr(module, name):
+            if default is REQUIRED:
+                raise AttributeError(f"backend module {module.__name__} must define {name}: {form}")
+            setattr(module, name, default)
+    return module
 
 
 def supports(name: str, problem: Problem, device: Any) -> str | None:
@@ -73,7 +172,7 @@ def supports(name: str, problem: Problem, device: Any) -> str | None:
     module = load(name)
     if problem.op == "recurrent" and module.step is None:
         return "has no token recurrence"
-    if problem.needs_grad and module.backward is None and not hasattr(module, "gradients"):
+    if problem.needs_grad and module.backward is module.gradients is None:
         return "has no backward"
     return module.supports(problem, device)
 
@@ -84,8 +183,7 @@ def differentiates(module: ModuleType) -> ModuleType:
 
 
 def operand_dtype(name: str, problem: Problem) -> str:
-    module = load(name)
-    return module.operand_dtype(problem) if hasattr(module, "operand_dtype") else "float32"
+    return load(name).operand_dtype(problem)
 
 
 def select(framework: str, problem: Problem, device: Any, backend: str = "auto") -> ModuleType:
@@ -101,22 +199,49 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
     refusals: list[str] = []
-    if problem.op == "chunk":
-        candidates = sorted(candidates, key=lambda name: not preferred(name, problem))
     for name in candidates:
-        reason = supports(name, problem, device) or interpreted(name, device)
+        reason = supports(name, problem, device) or load(name).interpreted(device)
         if reason is None:
-            log.debug("%s on %s: %s%s", problem, device, name, f" (not {'; '.join(refusals)})" if refusals else "")
+            name, why = fastest(name, framework, problem, device)
+            _warn_if_slow(name, device, refusals)
+            log.debug("%s on %s: %s%s%s", problem, device, name, why, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
 
 
-def preferred(name: str, problem: Problem) -> bool:
-    module = load(name)
-    return hasattr(module, "preferred") and module.preferred(problem)
+# A call that must not depend on its company is judged as this many sequences of so many tokens, whatever it holds.
+USUAL_COMPANY, USUAL_TOKENS = 32, 1024
+
+SLOW = ("torch_native", "xla")  # they run anywhere, and are fast on no GPU
+_warned: set[str] = set()
 
 
-def interpreted(name: str, device: Any) -> str | None:
-    module = load(name)
-    return module.interpreted(device) if hasattr(module, "interpreted") else None
+def _warn_if_slow(name: str, device: Any, refusals: list[str]) -> None:
+    """Once a process and reason: on a GPU 'auto' has nothing left but a backend that is slow there."""
+    kind = getattr(device, "type", str(device)).partition(":")[0]
+    reasons = "; ".join(refusals)
+    if name not in SLOW or kind not in ("cuda", "gpu", "rocm") or reasons in _warned:
+        return
+    _warned.add(reasons)
+    warnings.warn(f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. `kdakit doctor` "
+                  f"shows what this machine can run; name backend={name!r} to say that you mean it", RuntimeWarning, stacklevel=3)  # fmt: skip
+
+
+def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:
+    """(`first` or a backend behind it that is expected to be faster, why): by `expected_us`, where both know it."""
+    if problem.op != "chunk" or not isinstance(problem.B * problem.T * problem.N, int):  # sizes of torch.compile need not be known yet
+        return first, ""
+    judged = problem
+    if problem.options.deterministic:
+        judged = problem.replace(B=1, N=USUAL_COMPANY, T=USUAL_COMPANY * USUAL_TOKENS, varlen="cu_seqlens")
+    candidates = names(framework)
+    times = {}
+    for name in candidates[candidates.index(first) :]:
+        if name == first or (supports(name, problem, device) or load(name).interpreted(device)) is None:
+            times[name] = load(name).expected_us(judged, device)
+    times = {name: us for name, us in times.items() if us is not None}
+    if first not in times:
+        return first, ""
+    best = min(times, key=times.__getitem__)
+    return best, f" (expected us: {', '.join(f'{name} {us:.0f}' for name, us in times.items())})"

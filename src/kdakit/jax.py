@@ -18,18 +18,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdakit import dispatch
+from kdakit import dispatch, quarantine
 from kdakit.problem import (
+    DIFFERENTIABLE,
     Arrays,
     Problem,
     check_cu_seqlens,
+    check_same_cu_seqlens,
+    check_values,
     checks_enabled,
     fold_compatibility,
     make_options,
     make_problem,
 )
 
-__all__ = ["chunk_kda", "fused_recurrent_kda", "kda_gate", "naive_chunk_kda", "naive_recurrent_kda"]
+__all__ = [
+    "chunk_kda",
+    "fused_kda_gate",
+    "fused_recurrent_kda",
+    "kda_gate",
+    "kda_gate_chunk_cumsum",
+    "naive_chunk_kda",
+    "naive_kda_gate",
+    "naive_kda_lowerbound_gate",
+    "naive_recurrent_kda",
+]
 
 
 def chunk_kda(
@@ -43,7 +56,8 @@ def chunk_kda(
         S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. g: [B, T, HV, K]. beta: [B, T, HV].
+        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H. g: [B, T, HV, K]. beta: [B, T, HV]. q, k and v of different dtypes meet in
+            the one that holds them all, and o comes back in q's.
         scale: of the output; K ** -0.5 if None.
         initial_state: [N, HV, K, V] float32, N = B or the number of sequences; zeros if None.
         output_final_state: whether to return the state after the last token.
@@ -52,12 +66,13 @@ def chunk_kda(
             lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). Otherwise g is the log-decay, any value <= 0.
         use_beta_sigmoid_in_kernel: apply a sigmoid to beta; with allow_neg_eigval, twice that.
         safe_gate: a promise that the log-decay lies in [lower_bound, 0).
-        A_log: HV elements. dt_bias: HV * K elements.
+        A_log: HV elements. dt_bias: HV * K elements. Both are ignored without use_gate_in_kernel.
         disable_recompute: keep what the backward needs instead of computing it again: the same numbers, more memory.
         return_intermediate_states: also return the state before each chunk, [B, chunks, HV, K, V]. With cu_seqlens the chunks of all
             sequences follow each other, and the unused slots of the upper bound are zero. Not differentiated.
         state_v_first: states are [.., V, K].
-        cu_seqlens: [N + 1] offsets of sequences packed along T (B = 1). May be traced; its values never change a shape.
+        cu_seqlens: [N + 1] offsets of sequences packed along T (B = 1). May be traced; its values never change a shape. Tokens past
+            cu_seqlens[-1] are padding, whatever stands there: their outputs and gradients are zero.
         cu_seqlens_cpu: a copy on the host, checked if given.
         chunk_size: 16, 32, 64 or 128.
         backend: a name from `kdakit.dispatch.names("jax")`, or "auto".
@@ -68,7 +83,10 @@ def chunk_kda(
         o [B, T, HV, V] in q's dtype and final_state (None unless asked for); with return_intermediate_states also those.
     """
     state_v_first = fold_compatibility("chunk_kda", _names(chunk_kda), state_v_first, compat)
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
     arrays = _arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, segment_ids)
+    scale = _number(scale)
     options = make_options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
@@ -76,6 +94,7 @@ def chunk_kda(
         return_intermediate_states=return_intermediate_states, state_v_first=state_v_first, chunk_size=chunk_size,
     )  # fmt: skip
     o, final_state, states = _run(make_problem("chunk", arrays, options), arrays, backend)
+    o = o.astype(q.dtype)
     return (o, final_state, lax.stop_gradient(states)) if return_intermediate_states else (o, final_state)
 
 
@@ -86,17 +105,23 @@ def fused_recurrent_kda(
 ):  # fmt: skip
     """The same numbers as `chunk_kda`, token by token: for decoding and short sequences. Arguments as there.
 
-    initial_state may be half precision; final_state then is too. Its gradient is that of `chunk_kda`.
+    initial_state may be half precision: arithmetic is float32, and so is the final_state that comes back. Its gradient is that of
+    `chunk_kda`.
     """
     state_v_first = fold_compatibility("fused_recurrent_kda", _names(fused_recurrent_kda), state_v_first, compat)
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    if initial_state is not None and hasattr(initial_state, "dtype") and str(initial_state.dtype) in ("bfloat16", "float16"):
+        initial_state = initial_state.astype(jnp.float32)
     arrays = _arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, segment_ids)
+    scale = _number(scale)
     options = make_options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, state_v_first=state_v_first,
     )  # fmt: skip
     o, final_state, _ = _run(make_problem("recurrent", arrays, options), arrays, backend)
-    return o, final_state
+    return o.astype(q.dtype), final_state
 
 
 def naive_recurrent_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False):
@@ -147,12 +172,12 @@ def naive_chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_fin
 def kda_gate(g, A_log=None, dt_bias=None, lower_bound=None, output_dtype=jnp.float32):
     """Log-decay of a raw gate g [.., HV, K]; A_log has HV elements, dt_bias HV * K.
 
-    -exp(A_log) * softplus(g + dt_bias), or with lower_bound in [-5, 0): lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
+    -exp(A_log) * softplus(g + dt_bias), or with lower_bound < 0: lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
     """
     if lower_bound is None and A_log is None:
         raise ValueError("A_log is required unless lower_bound selects the bounded gate, got None")
-    if lower_bound is not None and not -5 <= lower_bound < 0:
-        raise ValueError(f"lower_bound must lie in [-5, 0), got {lower_bound}")
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound must be negative, got {lower_bound}")
     g, A_log, dt_bias = _array("g", g), _array("A_log", A_log), _array("dt_bias", dt_bias)
     HV, K = g.shape[-2:]
     dtype = jnp.promote_types(g.dtype, jnp.float32)
@@ -160,6 +185,38 @@ def kda_gate(g, A_log=None, dt_bias=None, lower_bound=None, output_dtype=jnp.flo
     a = jnp.ones((), dtype) if A_log is None else jnp.exp(jnp.asarray(A_log, dtype)).reshape(HV, 1)
     out = -a * jax.nn.softplus(x) if lower_bound is None else lower_bound * jax.nn.sigmoid(a * x)
     return out.astype(output_dtype)
+
+
+fused_kda_gate = kda_gate
+
+
+def naive_kda_gate(g, A_log, dt_bias=None, output_dtype=jnp.float32):
+    """The softplus gate."""
+    return kda_gate(g, A_log, dt_bias, None, output_dtype)
+
+
+def naive_kda_lowerbound_gate(g, A_log=None, dt_bias=None, lower_bound=-5.0, output_dtype=jnp.float32):
+    """The bounded gate."""
+    return kda_gate(g, A_log, dt_bias, lower_bound, output_dtype)
+
+
+def kda_gate_chunk_cumsum(g, A_log, chunk_size, scale=None, dt_bias=None, cu_seqlens=None, output_dtype=jnp.float32, lower_bound=None):
+    """The gate of g [B, T, HV, K], summed up from the start of each chunk of each sequence; times scale."""
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size must be a power of two, got {chunk_size}")
+    if cu_seqlens is not None and g.shape[0] != 1:
+        raise ValueError(f"g must have B = 1 with cu_seqlens (pack the sequences along T), got B = {g.shape[0]}")
+    x = kda_gate(g, A_log, dt_bias, lower_bound, jnp.promote_types(g.dtype, jnp.float32))
+    T = g.shape[1]
+    t = jnp.arange(T)
+    if cu_seqlens is not None:
+        t = t - cu_seqlens[jnp.searchsorted(cu_seqlens[1:], t, side="right").clip(max=len(cu_seqlens) - 2)]
+    place = (t % chunk_size)[:, None, None]
+    step = 1
+    while step < min(chunk_size, T):  # x_t <- x_t + x_{t - step}, within the chunk
+        x = x + jnp.where(place >= step, jnp.pad(x[:, :-step], ((0, 0), (step, 0), (0, 0), (0, 0))), 0)
+        step *= 2
+    return (x if scale is None else x * scale).astype(g.dtype if output_dtype is None else output_dtype)
 
 
 _dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -180,8 +237,20 @@ def _names(function) -> list[str]:
 
 
 def _arrays(*values) -> Arrays:
-    """The call's arrays as JAX arrays; what is no array is left for the checks to name."""
-    return Arrays(*(_array(name, value) for name, value in zip(Arrays._fields, values, strict=True)))
+    """The call's arrays as JAX arrays, q, k and v of one dtype; what is no array is left for the checks to name."""
+    arrays = Arrays(*(_array(name, value) for name, value in zip(Arrays._fields, values, strict=True)))
+    three = arrays[:3]
+    if not all(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) for x in three) or len({x.dtype for x in three}) == 1:
+        return arrays
+    dtype = jnp.promote_types(jnp.promote_types(three[0].dtype, three[1].dtype), three[2].dtype)
+    return Arrays(*(x.astype(dtype) for x in three), *arrays[3:])
+
+
+def _number(scale: Any) -> Any:
+    """An array of one element as the number in it, where that is known when a call is traced."""
+    if isinstance(scale, (jax.Array, np.ndarray)) and scale.size == 1 and not isinstance(scale, jax.core.Tracer):
+        return float(scale.reshape(()))
+    return scale
 
 
 def _array(name: str, value: Any) -> Any:
@@ -208,12 +277,23 @@ def _device(array: Any) -> str:
 
 
 def _check_values(problem: Problem, arrays: Arrays, device: str) -> None:
-    """The values of cu_seqlens, where looking at them stops no device."""
+    """The values of cu_seqlens, where looking at them stops no device; when checks are on everything that is not traced."""
+    every, seen = checks_enabled(), {}
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         value = getattr(arrays, name)
-        concrete = value is not None and not isinstance(value, jax.core.Tracer)
-        if concrete and (isinstance(value, np.ndarray) or device == "cpu" or checks_enabled()):
-            check_cu_seqlens(np.asarray(value), problem.T, name)
+        if _concrete(value) and (isinstance(value, np.ndarray) or device == "cpu" or every):
+            seen[name] = np.asarray(value)
+            check_cu_seqlens(seen[name], problem.T, name)
+    if len(seen) == 2:
+        check_same_cu_seqlens(*seen.values())
+    inputs = arrays[: len(DIFFERENTIABLE)]
+    if every and all(x is None or _concrete(x) for x in (*inputs, arrays.cu_seqlens)):
+        wide = (None if x is None else np.asarray(x).astype(np.float64) for x in inputs)
+        check_values(problem, Arrays(*wide, seen.get("cu_seqlens")))
+
+
+def _concrete(x: Any) -> bool:
+    return x is not None and not isinstance(x, jax.core.Tracer)
 
 
 def _varying_together(arrays: Arrays) -> Arrays:
@@ -245,7 +325,11 @@ def _forward(problem, backend, device, arrays):
     config = module.default_config(problem, device)
     if problem.op == "recurrent":
         return module.step(problem, arrays, config), None
-    result, saved = module.forward(problem, arrays, config)
+    mixing = _mixes(module, problem, config)
+    found = quarantine.isolate(problem, arrays) if mixing else None
+    result, saved = module.forward(problem, found.arrays if mixing else arrays, config)
+    if mixing:
+        result = quarantine.spoil_results(problem, result, found)
     axes = _varying(arrays.q)  # a custom call's results know nothing of mesh axes
     return type(result)(*(x if x is None or _varying(x) == axes else _vary(x, axes - _varying(x)) for x in result)), saved
 
@@ -260,7 +344,17 @@ def _kda_backward(problem, backend, device, residuals, cotangents):
     d_o, d_final_state, _ = cotangents
     problem = problem.replace(op="chunk", needs_grad=True)
     module = dispatch.differentiates(dispatch.select("jax", problem, device, backend))
-    return (module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, device)),)
+    config = module.default_config(problem, device)
+    if not _mixes(module, problem, config):
+        return (module.backward(problem, arrays, saved, d_o, d_final_state, config),)
+    found, d_o, d_final_state = quarantine.isolate_backward(problem, quarantine.isolate(problem, arrays), d_o, d_final_state)
+    gradients = module.backward(problem, found.arrays, saved, d_o, d_final_state, config)
+    return (quarantine.spoil_gradients(problem, gradients, found),)
+
+
+def _mixes(module, problem: Problem, config) -> bool:
+    """Whether something not finite could leave its sequence or head in this backend's products."""
+    return problem.T > 0 and problem.B > 0 and module.mixes(problem, config)
 
 
 _kda.defvjp(_kda_forward, _kda_backward)

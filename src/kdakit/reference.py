@@ -61,6 +61,7 @@ def forward(problem: Problem, arrays: Arrays, dtype=np.float64, einsum=np.einsum
 
     For accuracy.py: `einsum` does the products, `disturb` is applied to the activated inputs.
     """
+    arrays = without_padding(problem, arrays)
     x = activate(problem, arrays, dtype) if disturb is None else disturb(activate(problem, arrays, dtype))
     o = np.zeros((problem.B, problem.T, problem.HV, problem.V), dtype)
     initial = initial_states(problem, arrays, dtype)
@@ -84,6 +85,7 @@ def forward(problem: Problem, arrays: Arrays, dtype=np.float64, einsum=np.einsum
 
 def backward(problem: Problem, arrays: Arrays, d_o, d_final_state=None, dtype=np.float64, einsum=np.einsum, disturb=None) -> Arrays:
     """Gradients of sum(o * d_o) + sum(final_state * d_final_state), derived by hand from the recurrence."""
+    arrays = without_padding(problem, arrays)
     x = activate(problem, arrays, dtype) if disturb is None else disturb(activate(problem, arrays, dtype))
     d_x = [np.zeros_like(a) for a in x]
     d_o = np.asarray(d_o, dtype)
@@ -110,6 +112,15 @@ def backward(problem: Problem, arrays: Arrays, d_o, d_final_state=None, dtype=np
                     d_a[rows, t] = grad
         d_start[index] = d_state
     return deactivate(problem, arrays, d_x, d_start, dtype)
+
+
+def without_padding(problem: Problem, arrays: Arrays) -> Arrays:
+    """Zeros in place of the tokens past cu_seqlens[-1], whatever stands there: they take part in nothing."""
+    if problem.varlen != "cu_seqlens" or np.asarray(arrays.cu_seqlens)[-1] == problem.T:
+        return arrays
+    real = np.arange(problem.T) < np.asarray(arrays.cu_seqlens)[-1]
+    masked = [np.where(real.reshape(1, -1, *[1] * (np.ndim(x) - 2)), x, np.zeros((), np.asarray(x).dtype)) for x in arrays[:5]]
+    return Arrays(*masked, *arrays[5:])
 
 
 def sequences(problem: Problem, arrays: Arrays):

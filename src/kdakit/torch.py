@@ -13,13 +13,24 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options
+from kdakit.torch_gates import fused_kda_gate, kda_gate, kda_gate_chunk_cumsum, naive_kda_gate, naive_kda_lowerbound_gate
 from kdakit.torch_operators import Differentiated, run, run_in_place, unwatched
+from kdakit.torch_transforms import Transformed, check_no_tangents, transforms_active
 
-__all__ = ["chunk_kda", "fused_recurrent_kda", "kda_gate", "naive_chunk_kda", "naive_recurrent_kda"]
+__all__ = [
+    "chunk_kda",
+    "fused_kda_gate",
+    "fused_recurrent_kda",
+    "kda_gate",
+    "kda_gate_chunk_cumsum",
+    "naive_chunk_kda",
+    "naive_kda_gate",
+    "naive_kda_lowerbound_gate",
+    "naive_recurrent_kda",
+]
 
 
 def chunk_kda(
@@ -53,35 +64,40 @@ def chunk_kda(
     S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T,   o_t = scale * S_t^T q_t
 
     Args:
-        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; all of one floating dtype. K and V up to 256.
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H. K and V up to 256. Of different dtypes they meet in the one that holds
+            them all (under autocast in autocast's), and o comes back in q's.
         g: [B, T, HV, K], the log-decay (<= 0), or with use_gate_in_kernel the raw gate input.
         beta: [B, T, HV], the write strength, or with use_beta_sigmoid_in_kernel its logits.
-        scale: factor of o; K ** -0.5 by default.
+        scale: factor of o; K ** -0.5 by default. A tensor of one element is read, for which the host waits.
         initial_state: [N, HV, K, V] float32 ([N, HV, V, K] with state_v_first); N = B, or the number of packed sequences.
         output_final_state: return the state after the last token, else None.
         use_qk_l2norm_in_kernel: divide q and k by their norms first.
         use_gate_in_kernel: g -> -exp(A_log) * softplus(g + dt_bias), or with lower_bound
-            g -> lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). A_log: HV elements, optional with lower_bound; dt_bias: HV * K.
+            g -> lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). A_log: HV elements, optional with lower_bound; dt_bias: HV * K. Without
+            it both are ignored, as fla.ops.kda does.
         use_beta_sigmoid_in_kernel: beta -> sigmoid(beta); with allow_neg_eigval, 2 * sigmoid(beta).
         safe_gate: promises log-decays in [lower_bound, 0), so that a backend may take a shorter path. Never needed for correctness.
         disable_recompute: keep the forward's intermediates for the backward instead of computing them again: same numbers, more memory.
         return_intermediate_states: return (o, final_state, h) with h [B, NT, HV, K, V] in q's dtype, the state before each chunk; not
             differentiated. NT counts the chunks of all packed sequences.
-        cu_seqlens: [N + 1] int32 or int64, for B = 1 with N sequences packed along T; some may be empty.
+        cu_seqlens: [N + 1] int32 or int64, for B = 1 with N sequences packed along T; some may be empty. Tokens past cu_seqlens[-1] are
+            padding, whatever stands there: their outputs and gradients are zero.
         cu_seqlens_cpu: the same on the host, which spares a device from being asked.
         chunk_size: 16, 32, 64 or 128.
         backend: 'auto' or a name that `kdakit doctor` lists.
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("chunk_kda", _CHUNK_ARGUMENTS, state_v_first, compatibility)
-    arrays = autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    given, arrays = q, of_one_dtype(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
     options = _options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, disable_recompute=disable_recompute,
         return_intermediate_states=return_intermediate_states, state_v_first=state_v_first, chunk_size=chunk_size,
     )  # fmt: skip
-    return _call("chunk", arrays, options, backend)
+    return _as(given, _call("chunk", arrays, options, backend))
 
 
 def fused_recurrent_kda(
@@ -110,23 +126,28 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """KDA token by token, for decoding and short sequences. Arguments and results as in `chunk_kda`, positions as in fla.ops.kda.
 
-    initial_state may also be bfloat16 or float16: arithmetic is float32, and final_state comes back in the same dtype. Gradients are those
-    of `chunk_kda`.
+    initial_state may also be bfloat16 or float16: arithmetic is float32, and so is the final_state that comes back. Gradients are those of
+    `chunk_kda`.
 
-    inplace_final_state: the final state is written over initial_state, which is also what comes back as final_state. Not for calls that
-    are differentiated: their backward would need what has been overwritten.
+    inplace_final_state: the final state is written over initial_state, in its dtype, and is what comes back as final_state. Not for calls
+    that are differentiated: their backward would need what has been overwritten.
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)
-    arrays = autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
+    if not isinstance(inplace_final_state, bool):
+        raise TypeError(f"inplace_final_state must be True or False, got {inplace_final_state!r}")
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    if isinstance(initial_state, Tensor) and initial_state.dtype in (torch.bfloat16, torch.float16) and not inplace_final_state:
+        initial_state = initial_state.float()
+    given, arrays = q, of_one_dtype(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
     options = _options(
         arrays, scale=scale, output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
         use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         safe_gate=safe_gate, lower_bound=lower_bound, state_v_first=state_v_first,
     )  # fmt: skip
-    if not isinstance(inplace_final_state, bool):
-        raise TypeError(f"inplace_final_state must be True or False, got {inplace_final_state!r}")
-    return _call_in_place(arrays, options, backend) if inplace_final_state else _call("recurrent", arrays, options, backend)
+    found = _call_in_place(arrays, options, backend) if inplace_final_state else _call("recurrent", arrays, options, backend)
+    return _as(given, found)
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
@@ -135,30 +156,6 @@ def _arguments(function: Callable[..., Any]) -> list[str]:
 
 _CHUNK_ARGUMENTS = _arguments(chunk_kda)
 _RECURRENT_ARGUMENTS = _arguments(fused_recurrent_kda)
-
-
-def kda_gate(
-    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
-    """The log-decay of a raw gate input g [.., HV, K]: the softplus gate, or with lower_bound the bounded one.
-
-    -exp(A_log) * softplus(g + dt_bias)         lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
-    """
-    if lower_bound is None and A_log is None:
-        raise ValueError("A_log is required unless lower_bound selects the bounded gate, got None")
-    if lower_bound is not None and not -5 <= lower_bound < 0:
-        raise ValueError(f"lower_bound must lie in [-5, 0), got {lower_bound}")
-    heads, channels = g.shape[-2:]
-    x = g.to(torch.promote_types(g.dtype, torch.float32))
-    for name, parameter, size in (("A_log", A_log, heads), ("dt_bias", dt_bias, heads * channels)):
-        if parameter is not None and parameter.numel() != size:
-            raise ValueError(f"{name} must hold {size} elements for g {tuple(g.shape)}, got {tuple(parameter.shape)}")
-    if dt_bias is not None:
-        x = x + dt_bias.to(x.dtype).reshape(heads, channels)
-    a = 1.0 if A_log is None else A_log.to(x.dtype).reshape(heads, 1).exp()
-    out = -a * F.softplus(x, threshold=40.0) if lower_bound is None else lower_bound * torch.sigmoid(a * x)
-    return out.to(output_dtype)
 
 
 def naive_recurrent_kda(
@@ -213,20 +210,31 @@ def _naive_inputs(q, k, v, g, beta, scale, initial_state):
     return dtype, (q, k, v, g, beta), S if initial_state is None else S + initial_state
 
 
-def autocast(arrays: Arrays) -> Arrays:
-    """Under autocast q, k and v may come from layers of different dtypes: they meet in the autocast dtype."""
+def of_one_dtype(arrays: Arrays) -> Arrays:
+    """q, k and v may come from layers of different dtypes: they meet in autocast's dtype, or in the one that holds all three."""
     q, k, v = arrays[:3]
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.dtype == k.dtype == v.dtype:
         return arrays
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        return arrays  # the checks say which
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
-        return arrays
-    dtype = torch.get_autocast_dtype(kind)
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    else:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return arrays._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
+
+
+def _as(q: Tensor, found: tuple) -> Any:
+    """Outputs in q's dtype, unless autocast has chosen another."""
+    o = found[0]
+    return found if o.dtype == q.dtype or torch.is_autocast_enabled(q.device.type) else (o.to(q.dtype), *found[1:])
 
 
 def _options(arrays: Arrays, **flags: Any) -> Options:
     """`make_options`, which answers the same flags once."""
+    if isinstance(flags["scale"], Tensor) and flags["scale"].numel() == 1:
+        flags["scale"] = float(flags["scale"])
     if torch.compiler.is_compiling():
         return make_options(arrays, **flags)
     try:
@@ -247,6 +255,8 @@ def _check_tensors(arrays: Arrays, backend: str) -> bool:
     for i, array in enumerate(arrays):
         if not isinstance(array, Tensor) and (array is not None or i < 5):
             raise TypeError(f"{Arrays._fields[i]} must be a torch.Tensor, got {'None' if array is None else type(array).__name__}")
+    if not torch.compiler.is_compiling():
+        check_no_tangents(arrays[: len(DIFFERENTIABLE)])
     return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
 
 
@@ -256,13 +266,19 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
                          "got tensors that require gradients")  # fmt: skip
     if arrays.initial_state is None:
         raise ValueError("inplace_final_state=True requires initial_state, which it overwrites, got None")
+    if transforms_active() and not torch.compiler.is_compiling():
+        raise NotImplementedError("inplace_final_state=True overwrites initial_state, which torch.func's transforms do not allow: "
+                                  "call it without")  # fmt: skip
     if unwatched(arrays):
         return run_in_place(arrays, options, backend), arrays.initial_state
     return torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend), arrays.initial_state
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
-    if _check_tensors(arrays, backend):
+    differentiated = _check_tensors(arrays, backend)
+    if transforms_active() and not torch.compiler.is_compiling():
+        o, final_state, states = Transformed.apply(*arrays[:10], op, options.encode(), backend)
+    elif differentiated:
         if unwatched(arrays):
             o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
         else:
@@ -273,4 +289,6 @@ def _call(op: str, arrays: Arrays, options: Options, backend: str):
         o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
         final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None
     final = final_state if options.output_final_state else None
+    if states is not None:
+        states = states.detach()  # nobody differentiates them, and they do not say that anybody could
     return (o, final, states) if options.return_intermediate_states else (o, final)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kdakit.cases import CASES, SEGMENT_CASES
-from kdakit.cli.checking import jax_precision, to_jax
+from kdakit.measure.checking import jax_precision, to_jax
 from kdakit.parallel.jax import chunk_kda, previous_tokens, sharded_chunk_kda
 from kdakit.problem import DIFFERENTIABLE
 

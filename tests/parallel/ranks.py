@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import kdakit.parallel.torch as parallel
 from kdakit.cases import CASES
-from kdakit.cli.checking import to_torch
+from kdakit.measure.checking import to_torch
 from kdakit.problem import DIFFERENTIABLE
 
 TOKENS = ("q", "k", "v", "g", "beta")

@@ -13,7 +13,7 @@ import pytest
 
 from kdakit import accuracy
 from kdakit.cases import CASES, SEGMENT_CASES
-from kdakit.cli import checking
+from kdakit.measure import checking
 
 FLAGS = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
 EVERY_CASE = CASES | SEGMENT_CASES

@@ -12,7 +12,7 @@ import pytest
 
 from kdakit import accuracy
 from kdakit.cases import CASES
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.parallel.exchange import scan_bytes
 
 RANKS = Path(__file__).parent / "ranks.py"

@@ -13,7 +13,7 @@ import pytest
 from kdakit import chunked
 from kdakit.backends.cuda import CHUNK_64_BYTES, build, library
 from kdakit.cases import CASES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.reference import activate
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")

@@ -7,7 +7,7 @@ import pytest
 from kdakit import chunked
 from kdakit.backends.cuda import library
 from kdakit.cases import CASES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 
 torch = pytest.importorskip("torch")
 

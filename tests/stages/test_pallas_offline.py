@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kdakit.cli import tpu_budget, tpu_schedule
-from kdakit.cli.tpu_kernels import CHIPS, Job, function_for, function_of, on_chip, problem_of
+from kdakit.measure import tpu_budget, tpu_schedule
+from kdakit.measure.tpu_kernels import CHIPS, Job, function_for, function_of, on_chip, problem_of
 
 jax = pytest.importorskip("jax")
 from kdakit.backends.pallas_tpu import tile  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 
 from kdakit import accuracy, reference
 from kdakit.cases import CASES, FUSED, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 from kdakit.problem import DIFFERENTIABLE, Arrays
 
 jax = pytest.importorskip("jax")

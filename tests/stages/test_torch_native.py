@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from kdakit.backends.torch_native import blocks  # noqa: E402
 from kdakit.backends.torch_native.intra import intra, intra_backward  # noqa: E402
 from kdakit.cases import CASES, Case  # noqa: E402
-from kdakit.cli import checking  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 
 MIXED = Case("mixed", "weak and strong gates in one call", T=150, H=1, HV=1, K=24, V=16, options={"chunk_size": 64})
 REACH = math.log(blocks.SPAN)  # over a block

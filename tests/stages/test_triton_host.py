@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 import threading
 import types
@@ -13,10 +15,15 @@ triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kdakit.backends import triton_gpu  # noqa: E402
-from kdakit.backends.triton_gpu import ahead, launch, plan, training  # noqa: E402
-from kdakit.backends.triton_gpu.recurrent import step_kernel  # noqa: E402
+from kdakit.backends.triton_gpu import call, kernels  # noqa: E402
+from kdakit.backends.triton_gpu.arguments import arguments  # noqa: E402
+from kdakit.backends.triton_gpu.kernels.step import step_kernel  # noqa: E402
+from kdakit.backends.triton_gpu.runtime import launch, precompile  # noqa: E402
+from kdakit.backends.triton_gpu.runtime import layout as layouts  # noqa: E402
+from kdakit.backends.triton_gpu.runtime import repeat as repeats  # noqa: E402
+from kdakit.backends.triton_gpu.runtime.kernel import parameters  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
-from kdakit.cli import checking  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 
 CASE = CASES["lower_bound"]
 PROBLEM = CASE.problem("bfloat16").replace(op="recurrent")
@@ -31,8 +38,17 @@ def moved(x, elements):
     return torch.cat([x.new_zeros(elements), x.flatten()])[elements:].view(x.shape)
 
 
+FILES = [importlib.import_module(f"{kernels.__name__}.{x.name}") for x in pkgutil.iter_modules(kernels.__path__)]
+KERNELS = {name: x for file in FILES for name, x in vars(file).items() if name.endswith("_kernel")}
+
+
+def launch_functions():
+    """All functions that make a Launch, beside the kernels."""
+    return [f for file in FILES for name, f in vars(file).items() if name.startswith("launch")]
+
+
 def forget():
-    for made in (launch._prepare, launch._scan, launch._step, training.launches):
+    for made in launch_functions():
         made.cache_clear()
 
 
@@ -52,7 +68,7 @@ def watched(monkeypatch):
     def step(arrays, problem=PROBLEM):
         """(kernels compiled, kernels found) by a call."""
         before = len(seen.compiled), len(seen.started)
-        launch.step(problem, arrays, triton_gpu.default_config(problem, "cpu"))
+        call.step(problem, arrays, triton_gpu.default_config(problem, "cpu"))
         return len(seen.compiled) - before[0], len(seen.started) - before[1]
 
     seen.step = step
@@ -95,6 +111,29 @@ def test_a_launch_hands_over_what_the_kernel_names(watched):
     assert named["p_q"] == x.q.data_ptr() and named["p_cu_seqlens"] is None and named["T"] == PROBLEM.T
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_tensors_come_first_then_numbers_then_constants(name):
+    """So a launch finds everything by name; numbers are not specialised."""
+    kernel = KERNELS[name]
+    found = parameters(kernel.fn)
+    assert [*(f"p_{x}" for x in found.tensors), *found.numbers, *found.constants] == list(kernel.arg_names)
+    assert not [x for x in (*found.numbers, *found.constants) if x.startswith("p_")] and found.tensors and found.constants
+
+
+def test_a_launch_holds_names_to_the_kernel():
+    problem, layout = PROBLEM, layouts.views(tensors()).layout
+    config = triton_gpu.default_config(problem, "cpu")
+    values = arguments(problem, config, layout) | dict(BV=16)
+    made = launch.Launch(step_kernel, 1, values)
+    named = dict.fromkeys(made.names, None)
+    assert list(made.in_order(dict(reversed(named.items())))) == list(made.names)
+    for wrong in (named | {"typo": None}, dict.fromkeys(made.names[1:])):
+        with pytest.raises(TypeError, match="step_kernel takes the tensors q, k, "):
+            made(**wrong)
+    with pytest.raises(TypeError, match="step_kernel has parameters without a value: BV"):
+        launch.Launch(step_kernel, 1, {n: x for n, x in values.items() if n != "BV"})
+
+
 def roles(watched, given, made):
     """Of all that kernels were started with: grids, numbers, and whose address an address is; scratch by the order in which it is met."""
     names = {
@@ -115,7 +154,7 @@ def test_a_plan_repeats_the_launches(op, in_place, watched):
     config = triton_gpu.default_config(problem, "cpu")
     for _ in range(2):  # compiled by the first, found by the second
         watched.started.clear()
-        result, repeat = plan.planned(problem, first, config, first.initial_state if in_place else None)
+        result, repeat = call.planned(problem, first, config, first.initial_state if in_place else None)
     want = roles(watched, first._asdict(), result._asdict())
     assert len(want) == (2 if op == "chunk" else 1)
     again = tensors()
@@ -126,25 +165,25 @@ def test_a_plan_repeats_the_launches(op, in_place, watched):
     assert len(repeat.pieces) == 1 and repeat.pieces[0] % 4 == 0 and len(repeat.offsets) == (0 if op == "recurrent" else 4)
 
 
-@pytest.mark.parametrize("large", [plan.LARGE, 4096])
+@pytest.mark.parametrize("large", [repeats.LARGE, 4096])
 def test_a_plan_repeats_a_forward_and_its_backward(large, watched, monkeypatch):
     """In scratch memory of their own, in which views of one tensor share a place."""
-    monkeypatch.setattr(plan, "LARGE", large)
+    monkeypatch.setattr(repeats, "LARGE", large)
     problem = PROBLEM.replace(op="chunk", needs_grad=True, output_final_state=True)
     config = triton_gpu.default_config(problem, "cpu")
     d_o, d_final = tensors().v, torch.zeros(problem.state_shape)
 
-    def ahead_of(call, given, names):
+    def ahead_of(planned, given, names):
         for _ in range(2):  # compiled by the first, found by the second
             watched.started.clear()
-            made, repeat = call()
+            made, repeat = planned()
         return made, repeat, roles(watched, given, names(made))
 
     def forward_names(made):
         return dict(enumerate([*made[0][:2], *made[1]]))
 
     x = tensors()
-    made, repeat, want = ahead_of(lambda: plan.planned(problem, x, config), x._asdict(), forward_names)
+    made, repeat, want = ahead_of(lambda: call.planned(problem, x, config), x._asdict(), forward_names)
     assert want[0][0].startswith("prepare") and len(want) == 2
     again = tensors()
     watched.started.clear()
@@ -154,8 +193,8 @@ def test_a_plan_repeats_a_forward_and_its_backward(large, watched, monkeypatch):
         return y._asdict() | {f"saved {i}": s for i, s in enumerate(saved)} | {"d_o": d_o, "d_final": d_final}
 
     saved = made[1]
-    call = lambda: plan.planned_backward(problem, x, saved, d_o, d_final, config)
-    _grads, repeat, want = ahead_of(call, given(x, saved, d_o, d_final), lambda made: made._asdict())
+    planned = lambda: call.planned_backward(problem, x, saved, d_o, d_final, config)
+    _grads, repeat, want = ahead_of(planned, given(x, saved, d_o, d_final), lambda made: made._asdict())
     kernels = ["rebuild_normed", "reverse", "replay", "products", "gradient", "sums", "restore"]
     assert [name for name, *_ in want] == [f"{name}_kernel" for name in kernels]
     others = [s.clone() for s in saved], d_o.clone(), d_final.clone()
@@ -170,7 +209,7 @@ def test_no_plan_where_something_is_copied_or_unclear(watched):
     x, config = tensors(), triton_gpu.default_config(PROBLEM, "cpu")
     for y in (x._replace(k=x.q), x._replace(q=x.q.mT.contiguous().mT), x._replace(initial_state=x.initial_state.mT.contiguous().mT)):
         for _ in range(2):
-            assert plan.planned(PROBLEM, y, config)[1] is None
+            assert call.planned(PROBLEM, y, config)[1] is None
 
 
 @pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter has no hooks")
@@ -204,14 +243,14 @@ def test_looking_ahead_does_without_sympy(name, monkeypatch):
     case = CASES[name]
     problem = case.problem("bfloat16", needs_grad=True)
     arrays = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")
-    assert len(ahead.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))) >= 7
+    assert len(call.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))) >= 7
 
 
 def test_triton_is_hashed_while_others_run_python(monkeypatch):
     """The thread asks for the interpreter's lock hundreds of times: with the usual 5 ms each it would take seconds."""
     from triton.runtime import cache
 
-    triton_gpu.hash_triton().join()  # another test may have started it
+    precompile.hash_triton().join()  # another test may have started it
     usual, seen = sys.getswitchinterval(), []
 
     def key():
@@ -220,7 +259,7 @@ def test_triton_is_hashed_while_others_run_python(monkeypatch):
 
     monkeypatch.setattr(cache, "triton_key", key)
     monkeypatch.setattr("threading.excepthook", lambda args: seen.append(args.exc_type))
-    triton_gpu.hash_triton.__wrapped__().join()
+    precompile._hash_triton.__wrapped__().join()
     assert seen[0] < usual / 10 and seen[1] is OSError
     assert sys.getswitchinterval() == usual
 
@@ -253,18 +292,18 @@ def test_launchers_are_made_beside_kernels_which_run_python_in_turn(monkeypatch)
 
     driver = types.SimpleNamespace(launcher_cls=launcher, get_current_target=lambda: types.SimpleNamespace(warp_size=64))
     monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=driver))
-    with ahead.Compilers(6) as pool:
+    with precompile.Compilers(6) as pool:
         kernels = [pool.submit(kernel(Source(name, busy))) for name in "abc"]
     assert [x.result() for x in kernels] == list("abc") and sorted(busy) == list("abc")
-    with ahead.Compilers(1) as pool:  # a Triton that hands over something else, and a compilation that fails
+    with precompile.Compilers(1) as pool:  # a Triton that hands over something else, and a compilation that fails
         assert pool.submit(lambda: 7).result() == 7
         assert isinstance(pool.submit(lambda: 1 / 0).exception(), ZeroDivisionError)
 
 
 def test_triton_hands_over_the_source_of_a_kernel(monkeypatch):
     """What `Compilers` looks for: the rest works without it, slower."""
-    from test_triton_offline import offline_driver
     from triton.runtime import driver
+    from triton_offline import offline_driver
 
     from kdakit.backends.triton_gpu import config as configs
 
@@ -274,16 +313,16 @@ def test_triton_hands_over_the_source_of_a_kernel(monkeypatch):
 
     class Pool:
         def submit(self, compile_kernel):
-            seen.append(ahead.source(compile_kernel))
+            seen.append(precompile.source(compile_kernel))
             failed = Future()
             failed.set_exception(RuntimeError("not compiled"))
             return failed
 
     problem = CASE.problem("bfloat16", needs_grad=True)
-    wanted = ahead.launches(problem, tensors(), configs.choose(problem, chip))
+    wanted = call.launches(problem, tensors(), configs.choose(problem, chip))
     monkeypatch.setattr(driver, "_active", on_paper)
     with triton.AsyncCompileMode(Pool(), ignore_errors=True):
-        ahead.compile_each(wanted)
+        precompile.compile_each(wanted)
     names = [src.name for src in seen]
     assert set(names) == {kernel.__name__ for kernel, *_ in wanted}
     assert all(callable(src.make_ir) and src.signature for src in seen)

@@ -5,10 +5,7 @@ Ratios only mean something within one run on one machine; the JSON records which
 
 from __future__ import annotations
 
-import importlib
-import json
-import math
-from functools import lru_cache
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +20,27 @@ def add_arguments(parser) -> None:
     parser.add_argument("--gate", choices=("bounded", "softplus", "log_decay"), help="default: bounded; on a CPU log_decay with --against")
     parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128), help="default: 64")
     parser.add_argument("--against", nargs="+", metavar="PEER", help="fla (on a CPU its references, on a GPU its kernels), flash_kda")
-    parser.add_argument("--suite", metavar="NAME", help="a named set of jobs for one run, with what it aims at: gpu, cuda")
+    parser.add_argument("--suite", metavar="NAME", help="a named set of jobs for one run, with what it aims at: see docs/cli.md")
+    parser.add_argument("--model-steps", type=int, metavar="N", help="with --suite model: timed steps (default: 12)")
+    parser.add_argument("--curve", type=int, metavar="N", help="with --suite model: steps of the loss curves, 0: none (default: 200)")
     parser.add_argument("--entry", nargs="+", metavar="NAME", help="only these entries of the suite")
     parser.add_argument("--accuracy", action="store_true", help="also hold o and the final state of three heads against float64")
     parser.add_argument("--errors", action="store_true", help="time nothing: errors against float64, with gradients, on hard inputs")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases of --errors")
     parser.add_argument("--draws", type=int, default=1, metavar="N", help="with --errors: root mean squares over N draws of the inputs")
-    parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions of each contestant (default: 20)")
+    parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions of each implementation (default: 20)")
     parser.add_argument("--seconds", type=float, default=30, metavar="S", help="stop repeating after about S seconds (default: 30)")
-    parser.add_argument("--memory", action="store_true", help="also run each contestant in a process of its own and report its peak memory")
+    parser.add_argument("--memory", action="store_true", help="also run each in a process of its own and report its peak memory")
     parser.add_argument("--scaling", action="store_true", help="T from 2048 to 32768, time and peak memory, a process per point")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="other lengths for --scaling and --ranks")
     parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="context parallel over N processes: time and bytes sent (torch)")
-    parser.add_argument("--tune", nargs="*", metavar="KERNEL", help="find tile sizes of the Triton kernels for this GPU (default: all)")
-    parser.add_argument("--tiles", metavar="FILE", help="with --tune: where the result goes (default: the chip's file inside kdakit)")
+    parser.add_argument(
+        "--tune",
+        nargs="*",
+        metavar="KERNEL",
+        help="find tile sizes of the Triton kernels for this GPU (default: all); times: the constants by which auto compares backends",
+    )
+    parser.add_argument("--tiles", metavar="FILE", help="with --tune: where the result goes, a folder for times (default: inside kdakit)")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all medians to FILE")
     parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
     parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")
@@ -45,51 +49,100 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    from kdakit.cli import results
-    from kdakit.cli.choices import UsageError
+    """The exit code is 1 where nothing ran, or where a peer that was asked for is not installed."""
+    from kdakit.measure import records, results
 
-    if args.table and not args.render:
-        raise UsageError("--table writes recorded results: name them with --render JSON ...")
-    if args.repeat < 1 or args.seconds <= 0 or args.draws < 1:
-        raise UsageError(f"--repeat, --seconds and --draws must be positive, got {args.repeat}, {args.seconds} and {args.draws}")
-    recorded = [json.loads(Path(path).read_text()) for path in args.render or ()]
-    records = recorded or [_chosen_kind(args)(args)]
-    for record in records:
-        results.show(record)
+    check(args)
+    found = [records.load(path) for path in args.render or ()] or [_chosen(args)(args)]
+    for record in found:
+        show(record)
     if args.json and not args.render:
-        save(records[0], args.json)
+        records.save(found[0], args.json)
         print(f"wrote {args.json}")
     if args.plot:
-        from kdakit.cli import plots
+        from kdakit.measure import plots
 
-        plots.save(records[0], args.plot)
+        plots.save(found[0], args.plot)
         print(f"wrote {args.plot}")
     if args.table:
-        from kdakit.cli import generated
+        from kdakit.measure import generated
 
-        generated.write(args.table, args.section, results.markdown(records))
+        generated.write(args.table, args.section, results.section(args.section, found))
         print(f"wrote the {args.section} of {args.table}")
-    return 0 if all(record["results"] for record in records) else 1
+    complete = all(record["results"] and not any(row.get("absent") for row in record["missing"]) for record in found)
+    return 0 if complete or args.render else 1
 
 
-def save(record: dict[str, Any], path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+def check(args) -> None:
+    """Everything that can be wrong with the options, before anything is timed."""
+    from kdakit.measure import generated
+    from kdakit.measure.choices import UsageError
+
+    for option, value in (("repeat", args.repeat), ("seconds", args.seconds), ("draws", args.draws)):
+        if value <= 0:
+            raise UsageError(f"--{option} must be positive, got {value}")
+    for option, values in (("lengths", args.lengths), ("ranks", args.ranks)):
+        if values and min(values) < 1:
+            raise UsageError(f"--{option} takes numbers from 1, got {min(values)}")
+    kinds = [name for name in ("render", "errors", "suite", "scaling", "ranks") if getattr(args, name)] + ["tune"] * (args.tune is not None)
+    if len(kinds) > 1:
+        raise UsageError(f"--{kinds[0]} and --{kinds[1]} are two kinds of runs: choose one")
+    kind = kinds[0] if kinds else ""
+    goes_with = {
+        "table": ["render"], "entry": ["suite"], "model_steps": ["suite"], "curve": ["suite"], "case": ["errors"], "tiles": ["tune"],
+        "lengths": ["scaling", "ranks"],
+    }  # fmt: skip
+    for option, wanted in goes_with.items():
+        if getattr(args, option) and kind not in wanted:
+            raise UsageError(f"--{option.replace('_', '-')} goes with --{' or --'.join(wanted)}")
+    if kind == "suite":
+        for option in ("shape", "mode", "against", "gate", "memory"):
+            if getattr(args, option):
+                raise UsageError(f"--{option} is the suite's own: leave it out, or leave out --suite")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'kdakit[bench]'")
+    if args.plot and kind in ("errors", "tune"):
+        raise UsageError(f"--plot draws times; of --{kind} there is a table")
+    for path in filter(None, (args.json, args.plot, args.tiles)):
+        if Path(path).is_dir():
+            raise UsageError(f"{path} is a folder: name a file")
+    if args.table:
+        generated.read(args.table, args.section)
 
 
-def _chosen_kind(args):
-    from kdakit.cli import errors, tuning
+def show(record: dict[str, Any]) -> None:
+    from kdakit.cli import console
+    from kdakit.measure import results
+
+    out = console.output()
+    for title, header, rows in results.tables(record):
+        shown = console.table(title, *header, right=tuple(header[1:]))
+        for row in rows:
+            shown.add_row(*row)
+        out.print(shown)
+    for gone in record["missing"]:
+        out.print(f"{gone['contestant']} did not run {results.label(gone)}: {gone['reason']}", markup=False)
+    out.print(results.provenance(record), markup=False)
+
+
+def _chosen(args):
+    from kdakit.measure import suites, tuning
 
     if args.tune is not None:
         return tuning.run
-    kinds = {"ranks": over_ranks, "scaling": scaling, "suite": run_suite, "errors": errors.sweep}
+    if args.suite in suites.WHOLE:
+        return importlib.import_module(suites.WHOLE[args.suite]).run
+    kinds = {"ranks": over_ranks, "scaling": scaling, "suite": run_suite, "errors": find_errors}
     return next((run for name, run in kinds.items() if getattr(args, name)), compete)
 
 
-def _chosen(args, default_modes):
-    from kdakit.cli.choices import pick
-    from kdakit.cli.contestants import MODES, OPERATORS, PEERS, reserve
+def plan_of(args, default_modes=("fwd", "fwdbwd"), **more):
+    """The Plan that the options name."""
     from kdakit.dispatch import names
+    from kdakit.measure import inputs, records
+    from kdakit.measure.choices import pick
+    from kdakit.measure.contestants import MODES, OPERATORS, PEERS, parse_shape, reserve
+    from kdakit.measure.sweeps import Plan
 
     peers = pick("against", args.against, PEERS) if args.against else []
     named = [] if args.backend in (None, ["all"]) else args.backend
@@ -98,13 +151,20 @@ def _chosen(args, default_modes):
     reserve(chosen)
     peers += [name for name in chosen if name in PEERS]
     modes = args.mode or (("fwd",) if _forward_only([name for name in chosen if name not in PEERS]) else default_modes)
-    return list(dict.fromkeys(chosen + peers)), pick("mode", modes, MODES), args.gate or _gate(peers)
+    shapes = args.shape or ["cpu" if inputs.gpu() is None else "h16"]  # one that keeps this machine busy for a moment
+    # FLA's references, which is what runs on a CPU, take log-decays only.
+    gate = args.gate or ("log_decay" if peers and inputs.gpu() is None else "bounded")
+    return Plan(
+        tuple(dict.fromkeys(chosen + peers)), tuple(pick("mode", modes, MODES)), {text: parse_shape(text) for text in shapes},
+        args.dtype, gate, args.chunk_size, args.repeat, args.seconds, args.accuracy, args.memory, tuple(args.lengths or ()),
+        tuple(args.ranks or ()), keep=lambda record: args.json and records.save(record, args.json), **more,
+    )  # fmt: skip
 
 
 def _forward_only(backends) -> bool:
     """Whether none of them has a backward of its own: their gradients are another backend's, and so is the time of those."""
-    from kdakit.cli.contestants import OPERATORS, split
     from kdakit.dispatch import load
+    from kdakit.measure.contestants import OPERATORS, split
 
     def has_none(name):
         try:
@@ -115,196 +175,65 @@ def _forward_only(backends) -> bool:
     return bool(backends) and all(map(has_none, backends))
 
 
-def _shapes(args) -> list[str]:
-    """Those asked for; else one that keeps this machine busy for a moment."""
-    from kdakit.cli import inputs
+def _watched(kind: str, plan, sweep) -> dict[str, Any]:
+    """`sweep(plan)` with a bar."""
+    from dataclasses import replace
 
-    return args.shape or ["cpu" if inputs.gpu() is None else "h16"]
+    from kdakit.cli import console
+    from kdakit.measure import sweeps
 
-
-def _gate(peers) -> str:
-    """FLA's references take log-decays only; its kernels, on a GPU, take everything."""
-    from kdakit.cli import inputs
-
-    return "log_decay" if peers and inputs.gpu() is None else "bounded"
+    with console.progress() as bar:
+        task = bar.add_task(kind, total=sweeps.jobs(plan, kind))
+        return sweep(replace(plan, tick=lambda text: bar.update(task, advance=1, description=text)))
 
 
 def compete(args) -> dict[str, Any]:
-    """All contestants on every shape and mode; the JSON grows with each of those, since a peer may tune itself for minutes at the next."""
-    from kdakit.cli import console, contestants, worker
+    from kdakit.measure import sweeps
 
-    names, modes, gate = _chosen(args, ("fwd", "fwdbwd"))
-    measured, missing = [], []
-    with console.progress() as bar:
-        for text in _shapes(args):
-            shape = contestants.parse_shape(text)
-            for mode in modes:
-                job = contestants.Job(shape, mode, args.dtype, gate, args.chunk_size)
-                task = bar.add_task(f"{text} {mode}", total=len(names) * args.repeat)
-                tick = lambda name, task=task: bar.update(task, advance=1)
-                rows, out = race(names, job, args.repeat, args.seconds, tick, args.accuracy)
-                bar.remove_task(task)
-                for row in rows:
-                    if args.memory:
-                        row |= {k: v for k, v in worker.measure(row["contestant"], job, 1, 1.0).items() if k.endswith("_mib")}
-                    measured.append({"shape_name": text, **row})
-                missing += [{"shape_name": text, **row} for row in out]
-                found = _record("bench", args, gate, measured, missing)
-                if args.json:
-                    save(found, args.json)
-    return found
-
-
-def run_suite(args) -> dict[str, Any]:
-    """Every entry of a suite, its contestants taking turns; the JSON grows with every entry, so that a time limit loses only the rest."""
-    from kdakit.cli import console
-    from kdakit.cli.choices import pick
-    from kdakit.cli.suites import SUITES
-
-    suite = SUITES[pick("suite", [args.suite], SUITES)[0]]
-    chosen = pick("entry", args.entry, suite)
-    wanted = pick("backend", args.backend, dict.fromkeys(c for entry in suite.values() for c in entry.contestants))
-    measured, missing = [], []
-    with console.progress() as bar:
-        task = bar.add_task(args.suite, total=len(chosen))
-        for name in chosen:
-            bar.update(task, advance=1, description=name)
-            names = [n for n in suite[name].contestants if n in wanted]
-            rows, out = race(names, suite[name].job, args.repeat, args.seconds, accuracy=args.accuracy)
-            measured += [{"entry": name, **row} for row in rows]
-            missing += [{"entry": name, **row} for row in out]
-            found = record("suite", {"suite": args.suite, "repeat": args.repeat}, measured, missing)
-            if args.json:
-                save(found, args.json)
-    return found
-
-
-def race(names, job, repeat: int, seconds: float, tick=lambda name: None, accuracy: bool = False):
-    """One job, all contestants: rows of results, and of those who cannot take part with the reason."""
-    import numpy as np
-
-    from kdakit.cli import contestants, inputs
-
-    runs, outputs, missing = {}, {}, []
-    about = {"shape": _sizes(job.shape), "mode": job.mode, "dtype": job.dtype, "gate": job.gate, "chunk_size": job.chunk_size}
-    for name in names:
-        try:
-            run = contestants.prepare(name, job)
-            outputs[name] = inputs.picked(run())
-            runs[name] = run
-        except contestants.Unavailable as problem:
-            missing.append({"contestant": name, **about, "reason": str(problem)})
-        except Exception as problem:
-            missing.append({"contestant": name, **about, "reason": f"raised {type(problem).__name__}: {problem}"})
-    if not runs:
-        return [], missing
-    first = next(iter(outputs.values()))[0]
-    truth = inputs.picked_truth(job) if accuracy else None
-    rows = []
-    for name, found in measured(runs, job, repeat, seconds, tick).items():
-        off = float(np.linalg.norm(outputs[name][0] - first) / np.linalg.norm(first))
-        rows.append({"contestant": name, **about, **found, "difference": off} | _errors(outputs[name], truth))
-    return rows, missing
-
-
-def measured(runs, job, repeat: int, seconds: float, tick) -> dict[str, dict[str, Any]]:
-    """Times of all runs; on a GPU also memory, and what the time means on that chip."""
-    from kdakit.cli import roofline, timing
-
-    found: dict[str, dict[str, Any]] = {}
-    if all(run.gpu for run in runs.values()):
-        for name, (taken, host) in timing.on_gpu(runs, repeat, seconds, tick).items():
-            found[name] = {"samples_ms": taken, "host_ms": timing.median(host)}
-            if runs[name].calls == 1:
-                found[name]["extra_mib"] = timing.gpu_extra_mib(runs[name])
-    else:
-        found = {name: {"samples_ms": taken} for name, taken in timing.interleaved(runs, repeat, seconds, tick).items()}
-    for row in found.values():
-        middle = timing.median(row["samples_ms"])
-        row |= {"median_ms": middle, "best_ms": min(row["samples_ms"]), "tokens_per_s": 1000 * job.tokens / middle}
-        if "host_ms" in row:
-            row |= roofline.compare(job, middle, _device())
-    return found
-
-
-def _errors(output, truth) -> dict[str, float | None]:
-    from kdakit import accuracy
-
-    if truth is None:
-        return {}
-    found = {f"error_{n}": accuracy.error(x, y) for n, x, y in zip(("o", "state"), output, truth, strict=True)}
-    return {n: x if math.isfinite(x) else None for n, x in found.items()}
+    return _watched("compete", plan_of(args), sweeps.compete)
 
 
 def scaling(args) -> dict[str, Any]:
-    """Every contestant at growing T, a process per point, so that peak memory is its own."""
-    from dataclasses import replace
+    from kdakit.measure import sweeps
 
-    from kdakit.cli import console, contestants, worker
-
-    names, modes, gate = _chosen(args, ("fwdbwd",))
-    base = contestants.parse_shape(_shapes(args)[0])
-    lengths = args.lengths or [2048, 4096, 8192, 16384, 32768]
-    measured, missing = [], []
-    with console.progress() as bar:
-        task = bar.add_task("scaling", total=len(names) * len(modes) * len(lengths))
-        for name in names:
-            for mode in modes:
-                for T in lengths:
-                    bar.update(task, advance=1, description=f"{name} {mode} T={T}")
-                    shape = replace(base, T=T, lengths=())
-                    job = contestants.Job(shape, mode, args.dtype, gate)
-                    got = worker.measure(name, job, min(args.repeat, 5), args.seconds)
-                    about = {"contestant": name, "shape": _sizes(shape), "mode": mode}
-                    (missing if "reason" in got else measured).append(about | got)
-    return _record("scaling", args, gate, measured, missing)
+    return _watched("scaling", plan_of(args, ("fwdbwd",)), sweeps.scaling)
 
 
 def over_ranks(args) -> dict[str, Any]:
-    """Context parallel: the same tokens cut over growing numbers of processes."""
-    from kdakit.cli import console, ranks
-    from kdakit.cli.choices import UsageError
+    from kdakit.measure import sweeps
+    from kdakit.measure.choices import UsageError
 
-    if min(args.ranks) < 1 or args.backend or args.against:
-        raise UsageError(f"--ranks takes numbers from 1 and neither --backend nor --against, got {args.ranks}")
-    _, modes, gate = _chosen(args, ("fwd", "fwdbwd"))
-    if "decode" in modes:
+    if args.backend or args.against:
+        raise UsageError("--ranks takes neither --backend nor --against: it cuts this library's own calls")
+    plan = plan_of(args)
+    if "decode" in plan.modes:
         raise UsageError("--ranks cuts the token axis, of which decode has one token: use --mode fwd fwdbwd")
+    return _watched("ranks", plan, sweeps.over_ranks)
+
+
+def run_suite(args) -> dict[str, Any]:
+    from kdakit.cli import console
+    from kdakit.measure import records, suites, sweeps
+    from kdakit.measure.choices import UsageError, pick
+
+    (name,) = pick("suite", [args.suite], [*suites.SUITES, *suites.WHOLE])
+    entries = pick("entry", args.entry, suites.SUITES[name])
+    wanted = pick("backend", args.backend, dict.fromkeys(c for entry in suites.SUITES[name].values() for c in entry.contestants))
+    if (reason := suites.cannot_run()) is not None:
+        raise UsageError(f"--suite {name} cannot run here: {reason}")
+    keep = lambda record: args.json and records.save(record, args.json)
     with console.progress() as bar:
-        task = bar.add_task("ranks", total=len(modes) * len(args.ranks) * len(args.lengths or [0]))
-        measured, missing = ranks.sweep(args, gate, modes, lambda text: bar.update(task, advance=1, description=text))
-    return _record("ranks", args, gate, measured, missing)
+        task = bar.add_task(name, total=len(entries))
+        tick = lambda text: bar.update(task, advance=1, description=text)
+        plan = sweeps.Plan(tuple(wanted), (), {}, repeat=args.repeat, seconds=args.seconds, with_errors=args.accuracy, keep=keep, tick=tick)
+        return sweeps.suite(name, entries, plan)
 
 
-def _sizes(shape) -> dict[str, Any]:
-    return {"B": shape.B, "T": shape.T, "H": shape.H, "K": shape.K, "lengths": list(shape.lengths)}
+def find_errors(args) -> dict[str, Any]:
+    """Errors against float64, no times."""
+    from kdakit.cli import console
+    from kdakit.measure import errors
 
-
-def _record(kind: str, args, gate: str, measured, missing) -> dict[str, Any]:
-    return record(kind, {"dtype": args.dtype, "gate": gate, "repeat": args.repeat}, measured, missing)
-
-
-def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
-    from kdakit.cli import machine, peers
-
-    described = machine.describe(_device())
-    described["versions"] |= peers.versions()
-    return {"kind": kind, **described, "settings": settings, "results": measured, "missing": missing}
-
-
-@lru_cache(maxsize=1)
-def _device() -> str:
-    """The accelerators that the frameworks would use, or 'cpu'. With a GPU in torch JAX is not asked: it would take most of the memory."""
-    from kdakit.cli import checking, doctor, inputs
-
-    if (gpu := inputs.gpu()) is not None:
-        return importlib.import_module("torch").cuda.get_device_name(gpu)
-
-    def name(framework: str) -> str:
-        device = checking.default_device(framework)
-        if framework == "jax":
-            return importlib.import_module("jax").devices()[0].device_kind
-        return device.type
-
-    found = {doctor.attempt(name, framework) for framework in ("torch", "jax")}
-    return ", ".join(sorted(d for d in found if not d.startswith("failed"))) or "cpu"
+    with console.progress() as bar:
+        task = bar.add_task("errors", total=None)
+        return errors.sweep(args, lambda text, total: bar.update(task, advance=1, total=total, description=text))

@@ -29,8 +29,8 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    from kdakit.cli import generated, tpu_schedule, tpu_table
-    from kdakit.cli.choices import UsageError
+    from kdakit.measure import generated, tpu_schedule, tpu_table
+    from kdakit.measure.choices import UsageError
 
     if args.render:
         text = tpu_table.render(args.render)
@@ -54,9 +54,9 @@ def run(args) -> int:
 
 def jobs(args) -> list[tuple[str, Any]]:
     """(chip, Job) of everything asked for."""
-    from kdakit.cli.choices import UsageError, pick
-    from kdakit.cli.contestants import parse_shape
-    from kdakit.cli.tpu_kernels import CHIPS, GATES, KERNELS, Job
+    from kdakit.measure.choices import UsageError, pick
+    from kdakit.measure.contestants import parse_shape
+    from kdakit.measure.tpu_kernels import CHIPS, GATES, KERNELS, Job
 
     for name in ("sequences", "heads"):
         if getattr(args, name) < 0:
@@ -82,7 +82,8 @@ def jobs(args) -> list[tuple[str, Any]]:
 def measure(args, made: list) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from kdakit.cli import console, machine, tpu_schedule
+    from kdakit.cli import console
+    from kdakit.measure import machine, tpu_schedule
 
     results, missing = [], []
     with console.progress() as bar:
@@ -94,7 +95,7 @@ def measure(args, made: list) -> dict[str, Any]:
             (missing if "reason" in found else results).append(row)
             bar.update(task, advance=1)
     note = "static schedule by libtpu, nothing was run; cycles are instruction bundles and do not wait for memory"
-    return {"kind": "tpu_schedule", "note": note, **machine.describe(), "results": results, "missing": missing}
+    return {"kind": "tpu_schedule", **machine.describe(), "settings": {"note": note}, "results": results, "missing": missing}
 
 
 def show(record: dict[str, Any]) -> None:
@@ -118,7 +119,7 @@ def show(record: dict[str, Any]) -> None:
 
 def _cells(kernel: dict[str, Any]) -> list[str]:
     used = lambda name: f"{kernel['slots'][name]['mean'] / kernel['slots'][name]['capacity']:.0%}" if name in kernel["slots"] else ""
-    from kdakit.cli.tpu_table import as_taken, spills
+    from kdakit.measure.tpu_table import as_taken, spills
 
     return [
         kernel["name"], str(kernel["bundles_per_step"]), as_taken(kernel), str(kernel["steps"]),

@@ -1,6 +1,6 @@
 """A tour in under three minutes: what runs here, is it right, and why a memory that corrects itself is worth having.
 
-Nothing is downloaded and no accelerator is needed.
+Nothing is downloaded and no accelerator is needed; where there is one, it is used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ CASES = ("gate_huge", "keys_identical", "varlen")
 def add_arguments(parser) -> None:
     parser.add_argument("--out", default="out", metavar="DIR", help="folder for the plot, the numbers and the weights (default: out)")
     parser.add_argument("--framework", choices=("torch", "jax"), help="what to train with (default: torch where installed)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, gpu, tpu (default: the accelerator that is there)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the timed model (default: bfloat16 on an accelerator)")
     parser.add_argument("--seed", type=int, default=0, help="other first weights and other data")
     parser.add_argument("--quick", action="store_true", help="a smaller task and a shorter tour, for a first look or a test")
 
 
 def run(args) -> int:
     from kdakit.cli import console, recall_race, serving
+    from kdakit.measure.choices import UsageError
+    from kdakit.models import place
 
     begin = time.perf_counter()
     out = console.output()
@@ -37,15 +41,20 @@ def run(args) -> int:
         return 1
     framework = args.framework or default_framework()
     check_installed(framework)
+    try:
+        where = place.find(framework, args.device, args.dtype)
+    except ValueError as problem:
+        raise UsageError(str(problem)) from problem
     right = is_it_right(out, backends, CASES[:1] if args.quick else CASES)
     try:
-        record = learn(out, framework, race_settings(args), folder)
+        record = learn(out, framework, race_settings(args), folder, args.device)
     except recall_race.WorkerFailed as problem:
         out.print(str(problem), style="red", markup=False)
         return 1
-    serving.use_one_thread(framework)
+    if not serving.accelerated(where):
+        serving.use_one_thread(framework)
     right &= generate(out, framework, record, folder)
-    compare_memory(out, framework, record, args.quick)
+    compare_memory(out, framework, record, args.quick, where)
     keep(out, record, folder)
     out.print(f"\nDone in {time.perf_counter() - begin:.0f} s. Next: kdakit train, kdakit verify, kdakit bench --against fla.")
     return 0 if right else 1
@@ -60,7 +69,7 @@ def default_framework() -> str:
 def check_installed(framework: str) -> None:
     import importlib.util
 
-    from kdakit.cli.choices import UsageError
+    from kdakit.measure.choices import UsageError
 
     for package in ("safetensors", *(("torch",) if framework == "torch" else ("jax", "flax", "optax"))):
         if importlib.util.find_spec(package) is None:
@@ -81,10 +90,14 @@ QUICK = dict(values=16, pairs=3, warm_pairs=2, steps=275, learning_rate=2e-2)
 
 def what_runs(out) -> list[str]:
     """Print what is here; return the backends that can run a plain problem with gradients."""
-    from kdakit.cli import checking, doctor, machine
+    from kdakit.cli import doctor
+    from kdakit.measure import checking, machine, records
 
     out.rule("1. What runs here", align="left")
-    out.print(f"{machine.cpu_model()}, {machine.cores()} cores; " + ", ".join(f"{n} {v}" for n, v in machine.versions().items()))
+    accelerator = "" if records.device() == "cpu" else f"{records.device()}; "
+    out.print(
+        f"{accelerator}{machine.cpu_model()}, {machine.cores()} cores; " + ", ".join(f"{n} {v}" for n, v in machine.versions().items())
+    )
     table = doctor.support()
     for name, answers in table.items():
         refused = [f"{label}: {answer}" for label, answer in answers.items() if answer != doctor.OK]
@@ -100,6 +113,7 @@ def what_runs(out) -> list[str]:
 def is_it_right(out, backends, names) -> bool:
     from kdakit.cases import CASES as ALL
     from kdakit.cli import console, verify
+    from kdakit.measure import verification
 
     out.rule("2. Is it right?", align="left")
     out.print("Every output and every gradient against the same recurrence in float64. 'plain' is the error that a plain float32 loop over")
@@ -109,14 +123,17 @@ def is_it_right(out, backends, names) -> bool:
         out.print(f"  {case.name:15} {case.why}", markup=False)
     with console.progress() as bar:
         task = bar.add_task("verify", total=len(cases) * len(backends))
-        outcomes, refusals = verify.verify(backends, cases, ["float32"], tick=lambda what: bar.update(task, advance=1, description=what))
+        outcomes, refusals = verification.verify(
+            backends, cases, ["float32"], tick=lambda what: bar.update(task, advance=1, description=what)
+        )
     verify.show(outcomes, refusals)
     return all(o.ok for o in outcomes)
 
 
-def learn(out, framework: str, race, folder: Path) -> dict:
+def learn(out, framework: str, race, folder: Path, device: str | None) -> dict:
     """Train both models and show how they did; the record of the demo so far."""
-    from kdakit.cli import console, machine, recall_race
+    from kdakit.cli import console, recall_race
+    from kdakit.measure import machine, records
 
     out.rule("3. A memory that corrects itself", align="left")
     task, config = race.task(), race.config(True)
@@ -128,7 +145,7 @@ def learn(out, framework: str, race, folder: Path) -> dict:
     out.print(f"state of {size} a layer, the same first weights, data and {race.steps} steps. One has no delta rule:")
     out.print("    S <- Diag(exp(g)) S + beta k v^T     plain gated linear attention: it adds, and corrects nothing\n", markup=False)
     begin = time.perf_counter()
-    curves = recall_race.run(race, framework, folder)
+    curves = recall_race.run(race, framework, folder, device)
     shown = console.table("Answers right", "step", *curves, right=("step", *curves))
     count = len(next(iter(curves.values())))
     picked = sorted({*range(count - 1, -1, -max(1, count // 6))})
@@ -141,7 +158,9 @@ def learn(out, framework: str, race, folder: Path) -> dict:
         (task.with_pairs(race.warm_pairs) if s <= race.warm_share * race.steps else task).length for s in range(1, race.steps + 1)
     )
     out.print(f"{seconds:.0f} s for both, side by side: {tokens / seconds:,.0f} tokens/s of training each.\n", markup=False)
-    return {"kind": "demo", **machine.describe(), "framework": framework, "settings": asdict(race), "curves": curves, "seconds": seconds}
+    results = [{"entry": "recall", "contestant": name, "curve": rows} for name, rows in curves.items()]
+    described = machine.describe(records.device()) | {"framework": framework, "settings": asdict(race), "seconds": seconds}
+    return {"kind": "demo", **described, "results": results, "missing": []}
 
 
 def generate(out, framework: str, record: dict, folder: Path) -> bool:
@@ -176,17 +195,19 @@ def _value(token: int, task) -> str:
     return f"v{token - task.keys}" if token >= task.keys else f"k{token}"
 
 
-def compare_memory(out, framework: str, record: dict, quick: bool) -> None:
+def compare_memory(out, framework: str, record: dict, quick: bool, where) -> None:
     from kdakit.cli import console, serving
     from kdakit.cli.recall_worker import Race
 
     out.rule("5. What it keeps, and how fast it goes on", align="left")
-    config = Race(**record["settings"]).config(True)
-    record["prefill_rate"] = serving.prefill_rate(serving.build(framework, config))
-    record["memory"] = serving.memory(framework, config, serving.LENGTHS[:2] if quick else serving.LENGTHS)
-    out.print(f"Prefill of 2048 tokens: {record['prefill_rate']:,.0f} tokens/s. One more token after so many, for this model and for the")
-    threads = ", on one thread" if framework == "torch" else ""
-    out.print(f"same one with softmax attention and a key-value cache in both layers{threads}:")
+    config, batch = serving.serving_size(Race(**record["settings"]).config(True), where)
+    record["place"] = str(where)
+    record["prefill_rate"] = serving.prefill_rate(serving.build(framework, config, place=where))
+    record["memory"] = serving.memory(framework, config, serving.LENGTHS[:2] if quick else serving.LENGTHS, batch, where)
+    size = f"{config.num_layers} layers of width {config.hidden_size}, {where}"
+    out.print(f"{size}. Prefill of 2048 tokens: {record['prefill_rate']:,.0f} tokens/s.", markup=False)
+    out.print(f"{batch} sequences that go on together, one token each, after so many; beside them the same model with softmax attention")
+    out.print("and a key-value cache in every layer:")
     numbers = ("tokens seen", "KDA keeps", "KV cache keeps", "KDA tokens/s", "attention tokens/s")
     shown = console.table("", *numbers, right=numbers)
     for row in record["memory"]:
@@ -196,7 +217,8 @@ def compare_memory(out, framework: str, record: dict, quick: bool) -> None:
 
 
 def keep(out, record: dict, folder: Path) -> None:
-    from kdakit.cli import machine, recall_race
+    from kdakit.cli import recall_race
+    from kdakit.measure import machine
 
     (folder / "demo.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if machine.version("matplotlib") is None:

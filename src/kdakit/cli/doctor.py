@@ -10,26 +10,23 @@ import json
 import platform
 from typing import Any
 
+from kdakit.measure.machine import FAILED, attempt, failure
+
 OK = "yes"
-FAILED = "failed: "
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the support table as Markdown")
-    parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the generated support table of Markdown files")
+    parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the support and contract tables of Markdown files")
 
 
 def run(args) -> int:
     if args.markdown or args.table:
-        from kdakit.cli import generated
-
-        text = support_markdown()
         for path in args.table:
-            generated.write(path, "support", text)
-            print(f"wrote the support table of {path}")
+            write_tables(path)
         if args.markdown:
-            print(text)
+            print(support_markdown())
         return 0
     report = examine()
     if args.json:
@@ -39,17 +36,25 @@ def run(args) -> int:
     return 0
 
 
-def attempt(probe, *args) -> Any:
-    """probe(*args), or the reason it failed, in one line."""
-    try:
-        return probe(*args)
-    except (Exception, SystemExit) as problem:
-        return failure(problem)
+def write_tables(path: str) -> None:
+    """Rewrite those generated sections of a Markdown file that this command knows."""
+    from kdakit.measure import generated
+
+    known = {"support": support_markdown, "contract": contract_markdown}
+    for name in generated.sections(path):
+        if name in known:
+            generated.write(path, name, known[name]())
+            print(f"wrote the {name} table of {path}")
 
 
-def failure(problem: BaseException) -> str:
-    first = (str(problem).strip() or "no message").splitlines()[0]
-    return f"{FAILED}{type(problem).__name__}: {first}"
+def contract_markdown() -> str:
+    """The names that a backend has, from dispatch.CONTRACT."""
+    from kdakit.dispatch import CONTRACT, REQUIRED
+    from kdakit.measure.generated import markdown_table
+
+    rows = [[f"`{name}`", f"`{entry.form}`".replace("|", "\\|"), "yes" if entry.default is REQUIRED else "", entry.meaning]
+            for name, entry in CONTRACT.items()]  # fmt: skip
+    return markdown_table(["name", "form", "required", "meaning"], rows)
 
 
 def examine() -> dict[str, Any]:
@@ -59,24 +64,33 @@ def examine() -> dict[str, Any]:
         "packages": attempt(_packages),
         "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
         "support": attempt(support),
+        "stacks": attempt(_stacks),
+        "training": attempt(training),
     }
 
 
+def _stacks() -> dict[str, dict[str, Any]]:
+    """What other stacks have asked of kdakit, in this process and in the last one that wrote KDAKIT_COUNTS."""
+    from kdakit import stacks
+
+    return stacks.report()
+
+
 def _cpu() -> str:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     return f"{machine.cpu_model()}, {machine.cores()} cores, {machine.memory_gib()} GiB"
 
 
 def _packages() -> list[dict[str, str]]:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     return [{"name": name, "for": purpose, "state": attempt(_package_state, name)} for name, purpose in machine.PACKAGES.items()]
 
 
 def _package_state(name: str) -> str:
     """The version; an installed package that does not import says why."""
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     version = machine.version(name)
     if version is None:
@@ -142,8 +156,33 @@ def support(device: str | None = None) -> dict[str, dict[str, str]]:
     return table
 
 
+def training() -> dict[str, str]:
+    """{GPU: the backend that 'auto' trains with there in PyTorch, and why none before it}."""
+    import torch
+
+    from kdakit import dispatch
+
+    problem = problems()["bfloat16, gradients"]
+    found = {}
+    for n in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", n)
+        found[f"cuda:{n} ({torch.cuda.get_device_name(n)})"] = attempt(_training_backend, dispatch, problem, device)
+    return found
+
+
+def _training_backend(dispatch, problem, device) -> str:
+    refusals = []
+    for name in dispatch.names("torch"):
+        reason = dispatch.supports(name, problem, device) or dispatch.load(name).interpreted(device)
+        if reason is None:
+            slow = ", which is slow there" if name in dispatch.SLOW else ""
+            return f"{name}{slow}" + (f", because {'; '.join(refusals)}" if refusals else "")
+        refusals.append(f"{name}: {reason}")
+    return f"none: {'; '.join(refusals)}"
+
+
 def _device(framework: str, device: str | None) -> Any:
-    from kdakit.cli import checking
+    from kdakit.measure import checking
 
     if device is None:
         return checking.default_device(framework)
@@ -160,14 +199,33 @@ def _answer(backend, problem, where) -> str:
     return dispatch.supports(backend.name, problem, where) or OK
 
 
-def support_markdown() -> str:
-    """Problems down, backends across, on a CPU: the table in README.md and docs/backends.md."""
-    from kdakit.cli.generated import markdown_table
+# What each backend is for. Where no GPU can be asked, `triton_gpu` answers as on an H200 (sm_90).
+OWN_DEVICE = {"triton_gpu": "a GPU", "cuda": "an NVIDIA GPU", "torch_native": "any device", "pallas_tpu": "a TPU", "cuda_ffi": "an NVIDIA GPU",
+              "xla": "any device"}  # fmt: skip
 
-    table = support("cpu")
+
+def support_markdown() -> str:
+    """Problems down, backends across, each on the device it is for: the table of docs/backends.md."""
+    from kdakit import dispatch
+    from kdakit.measure.generated import markdown_table
+
+    table = {b.name: {label: attempt(_own_answer, b, problem) for label, problem in problems().items()} for b in dispatch.BACKENDS}
     rows, reasons = numbered(table)
-    drawn = markdown_table(["on a CPU", *(f"`{name}`" for name in table)], rows)
-    return "\n".join([drawn, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1))])
+    drawn = markdown_table(["", *(f"`{name}` on {OWN_DEVICE.get(name, 'a CPU')}" for name in table)], rows)
+    borrowed = [
+        f"Gradients of `{name}` are computed by `{dispatch.load(name).gradients}`." for name in table if dispatch.load(name).gradients
+    ]
+    return "\n".join([drawn, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1)), "", " ".join(borrowed)])
+
+
+def _own_answer(backend, problem) -> str:
+    """`_answer` on the backend's own device, whether or not there is one here."""
+    from kdakit import dispatch
+
+    module, where = dispatch.load(backend.name), {"triton_gpu": "cuda", "pallas_tpu": "tpu"}.get(backend.name, "cpu")
+    if OWN_DEVICE.get(backend.name) != "an NVIDIA GPU" or (problem.op == "recurrent" and module.step is None):
+        return _answer(backend, problem, _device(backend.framework, where))
+    return module.unsupported(problem) or OK
 
 
 def numbered(table: dict[str, dict[str, str]]) -> tuple[list[list[str]], list[str]]:
@@ -210,6 +268,12 @@ def _show(report: dict[str, Any]) -> None:
         shown.add_row(framework, escape(found if isinstance(found, str) else "\n".join(found)))
     out.print(shown)
     _show_support(out, report["support"])
+    if isinstance(report["training"], str):
+        out.print(f"training {report['training']}", markup=False)
+    else:
+        for gpu, backend in report["training"].items():
+            out.print(f"training on {gpu}: {backend}", markup=False)
+    _show_stacks(out, report["stacks"])
 
 
 def _show_support(out, table) -> None:
@@ -227,3 +291,22 @@ def _show_support(out, table) -> None:
     out.print(shown)
     for n, reason in enumerate(reasons, 1):
         out.print(f"({n}) {escape(reason)}")
+
+
+def _show_stacks(out, found) -> None:
+    from rich.markup import escape
+
+    from kdakit.cli import console
+
+    if isinstance(found, str):
+        out.print(f"stacks {found}", markup=False)
+        return
+    shown = console.table("Other stacks on kdakit (kdakit.enable; counts of a process: KDAKIT_COUNTS=FILE)", "stack", "enabled", "calls")
+    earlier = found.pop("earlier process", {})
+    rows = [(stack, str(entry["enabled"]), entry) for stack, entry in found.items()]
+    rows += [(stack, "in the process that wrote KDAKIT_COUNTS", entry) for stack, entry in earlier.items()]
+    for stack, enabled, entry in rows:
+        lines = [f"{n} x {name} taken" for name, n in entry["taken"].items()]
+        lines += [f"{n} x passed on: {why}" for why, n in entry["passed on"].items()]
+        shown.add_row(stack, escape(enabled), escape("\n".join(lines)))
+    out.print(shown)

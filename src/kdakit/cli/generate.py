@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 
 
 def add_arguments(parser) -> None:
@@ -20,6 +20,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest byte every time (default: 0.7)")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw among the N likeliest bytes only")
     parser.add_argument("--seed", type=int, default=0, help="another seed, another text")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, gpu, tpu (default: the accelerator that is there)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the products (default: bfloat16 on an accelerator)")
     parser.add_argument("--framework", choices=("torch", "jax"), help="what to run with (default: torch where installed)")
 
 
@@ -27,6 +29,7 @@ def run(args) -> int:
     import numpy as np
 
     from kdakit.cli import demo, serving
+    from kdakit.models import place
     from kdakit.models.generation import generate
     from kdakit.models.sampling import sampler
 
@@ -36,12 +39,16 @@ def run(args) -> int:
                          f"got {args.prompt!r}, {args.tokens}, {args.temperature}")  # fmt: skip
     framework = args.framework or demo.default_framework()
     demo.check_installed(framework)
+    try:
+        where = place.find(framework, args.device, args.dtype)
+    except ValueError as problem:
+        raise UsageError(str(problem)) from problem
     config, arrays = read(args.model)
     if config.vocab_size != 256:
         raise UsageError(f"{args.model} must be a byte-level model with a vocabulary of 256, got {config.vocab_size}")
-    if config.hidden_size <= 512:
+    if config.hidden_size <= 512 and "cpu" in str(where.device).lower():
         serving.use_one_thread(framework)
-    model = serving.build(framework, config, arrays)
+    model = serving.build(framework, config, arrays, where)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     sys.stdout.write(args.prompt)
     begin = time.perf_counter()
@@ -52,7 +59,7 @@ def run(args) -> int:
     sys.stdout.write(decoder.decode(b"", final=True) + "\n")
     seconds = time.perf_counter() - begin
     kept = config.cache_bytes(len(prompt) + args.tokens) / 1024
-    print(f"{args.tokens / seconds:,.0f} tokens/s with {framework}; {kept:,.0f} KiB kept between tokens", file=sys.stderr)
+    print(f"{args.tokens / seconds:,.0f} tokens/s with {framework} on {where}; {kept:,.0f} KiB kept between tokens", file=sys.stderr)
     return 0
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
 
 WORDS = "KDAKIT_WORDS"  # the command line, for the processes that run it
 HELD_OUT = 8  # sequences of the held-out batch
@@ -46,7 +46,7 @@ def elsewhere(args, framework: str) -> int | None:
     return subprocess.run([sys.executable, *command], env=environment).returncode
 
 
-def join(args, framework: str) -> tuple[dict[str, Any], bool]:
+def join(args, framework: str, where: Any) -> tuple[dict[str, Any], bool]:
     """What the Learner takes to cut its batches, and whether this process speaks and writes for all."""
     if args.nproc == 1:
         return {}, True
@@ -65,8 +65,11 @@ def join(args, framework: str) -> tuple[dict[str, Any], bool]:
     from kdakit.training.team import Team
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    return {"team": Team(context(args))}, dist.get_rank() == 0
+    kind = where.device.type
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return {"team": Team(context(args), kind)}, dist.get_rank() == 0
 
 
 def leave(framework: str) -> None:

@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kdakit.cli import console, machine
+from kdakit.cli import console
 from kdakit.cli.recall_worker import Race, command
+from kdakit.measure import machine
 
 MODELS = {"KDA": True, "no delta rule": False}  # name: delta_rule
 
@@ -23,14 +24,15 @@ def weights_path(folder: Path, name: str) -> Path:
     return folder / f"recall_{name.lower().replace(' ', '_')}.safetensors"
 
 
-def run(race: Race, framework: str, folder: Path) -> dict[str, list[dict[str, float]]]:
+def run(race: Race, framework: str, folder: Path, device: str | None = None) -> dict[str, list[dict[str, float]]]:
     """Train both models; {name: what was measured on the way}. Their weights are in `folder` afterwards."""
     curves: dict[str, list[dict[str, float]]] = {name: [] for name in MODELS}
     threads = str(max(1, machine.cores() // len(MODELS)))
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NPROC"), threads)
+    limits["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # two processes share a GPU
     workers = {}
     for name, delta_rule in MODELS.items():
-        words = command(race, framework, delta_rule, str(weights_path(folder, name)))
+        words = command(race, framework, delta_rule, str(weights_path(folder, name)), device)
         workers[name] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | limits)
     try:
         _watch(race, workers, curves)
@@ -74,7 +76,7 @@ def plot(record: dict[str, Any], path: str) -> None:
 
     race = Race(**record["settings"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), gridspec_kw={"width_ratios": [3, 2]})
-    for (name, rows), colour in zip(record["curves"].items(), ("#2f6f9f", "#d98032"), strict=True):
+    for (name, rows), colour in zip(((r["contestant"], r["curve"]) for r in record["results"]), ("#2f6f9f", "#d98032"), strict=True):
         steps, right_share = [0, *(r["step"] for r in rows)], [1 / race.values, *(r["accuracy"] for r in rows)]
         left.plot(steps, [100 * share for share in right_share], color=colour, label=f"{name}: {right_share[-1]:.1%}")
     left.axhline(100 / race.values, color="#999999", linewidth=1, linestyle=":")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kdakit.models import place
 from kdakit.models.config import ModelConfig
 from kdakit.training.optimizer import AdamW
 from kdakit.training.recall import Recall, accuracy
@@ -46,11 +47,12 @@ class Race:
         )  # fmt: skip
 
 
-def learn(race: Race, framework: str, delta_rule: bool, report) -> Any:
-    """Train; report({'step', 'loss', 'accuracy'}) on the way. Returns the learner."""
+def learn(race: Race, framework: str, delta_rule: bool, report, device: str | None = None) -> Any:
+    """Train, in float32; report({'step', 'loss', 'accuracy'}) on the way. Returns the learner."""
     task, warm = race.task(), race.task().with_pairs(race.warm_pairs)
     optimizer = AdamW(learning_rate=race.learning_rate, steps=race.steps)
-    learner = importlib.import_module(f"kdakit.training.{framework}").Learner(race.config(delta_rule), optimizer, race.seed)
+    where = place.find(framework, device, "float32")
+    learner = importlib.import_module(f"kdakit.training.{framework}").Learner(race.config(delta_rule), optimizer, race.seed, place=where)
     tokens, targets = task.batch(np.random.default_rng([race.seed, HELD_OUT]), 128)
     for step in range(1, race.steps + 1):
         now = warm if step <= race.warm_share * race.steps else task
@@ -60,8 +62,8 @@ def learn(race: Race, framework: str, delta_rule: bool, report) -> Any:
     return learner
 
 
-def command(race: Race, framework: str, delta_rule: bool, weights: str) -> list[str]:
-    spec = {"race": asdict(race), "framework": framework, "delta_rule": delta_rule, "weights": weights}
+def command(race: Race, framework: str, delta_rule: bool, weights: str, device: str | None = None) -> list[str]:
+    spec = {"race": asdict(race), "framework": framework, "delta_rule": delta_rule, "weights": weights, "device": device}
     return [sys.executable, "-m", "kdakit.cli.recall_worker", json.dumps(spec)]
 
 
@@ -69,8 +71,8 @@ def main(spec: dict[str, Any]) -> None:
     from kdakit.models import weights
 
     race = Race(**spec["race"])
-    learner = learn(race, spec["framework"], spec["delta_rule"], lambda row: print(json.dumps(row), flush=True))
-    weights.save(spec["weights"], race.config(spec["delta_rule"]), learner.model.weights())
+    learner = learn(race, spec["framework"], spec["delta_rule"], lambda row: print(json.dumps(row), flush=True), spec["device"])
+    weights.save(spec["weights"], race.config(spec["delta_rule"]), learner.weights())
 
 
 if __name__ == "__main__":

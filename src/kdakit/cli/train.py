@@ -1,4 +1,4 @@
-"""Train a small byte-level language model on a text file, or on a little book that kdakit writes itself.
+"""Train a byte-level language model on a text file, or on a little book that kdakit writes itself; on the accelerator that is there.
 
 A checkpoint is written every so many steps, whole or not at all; --resume goes on from the last one as if nothing had happened.
 """
@@ -10,63 +10,80 @@ import importlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kdakit.cli.choices import UsageError
+from kdakit.measure.choices import UsageError
+from kdakit.training.sizes import SIZES, Run
 
 # Options that describe a run: given once, kept in its checkpoint.
-DEFAULTS: dict[str, Any] = {
-    "steps": 400, "batch": 8, "length": 256, "learning_rate": 3e-3, "layers": 4, "hidden": 128, "heads": 2, "head_dim": 32,
-    "attention_every": 4, "seed": 0,
-}  # fmt: skip
+OPTIONS = {field.name: field.type for field in fields(Run)}
 
 
 def add_arguments(parser) -> None:
     parser.add_argument("text", nargs="?", help="a text file; without one, the built-in book")
-    parser.add_argument("--out", default="run", metavar="DIR", help="folder of the checkpoint and the curve (default: run)")
+    parser.add_argument("--text", dest="text_option", metavar="FILE", help="the same, as an option")
+    parser.add_argument("--out", default="run", metavar="DIR", help="folder of the checkpoint, the log and the curve (default: run)")
     parser.add_argument("--framework", choices=("torch", "jax"), help="what to train with (default: torch where installed)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1, gpu, tpu (default: the accelerator that is there)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the products (default: bfloat16 on an accelerator)")
+    parser.add_argument("--size", choices=tuple(SIZES), help="model, batch and learning rate by name (default: small)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--every", type=int, default=50, metavar="N", help="steps between checkpoints (default: 50)")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes (torch) or devices (jax) that share the work")
     parser.add_argument(
         "--context", type=int, metavar="C", help="how many of them share a sequence; the others share the batch (default: all)"
     )
-    for name, value in DEFAULTS.items():
+    small = SIZES["small"]
+    for name in OPTIONS:
+        value = getattr(small, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), metavar="N", help=f"default: {value:g}")
 
 
 def run(args) -> int:
     from kdakit.cli import console, demo, processes
+    from kdakit.models import place
     from kdakit.models.weights import WeightsError
     from kdakit.training import checkpoint
 
     if args.every < 1:
         raise UsageError(f"--every must be positive, got {args.every}")
+    args.text = args.text if args.text_option is None else args.text_option
     framework = args.framework or demo.default_framework()
     demo.check_installed(framework)
     try:
+        where = place.find(framework, args.device, args.dtype)
         run_ = resumed(args) if args.resume else fresh(args)
         processes.check(args, run_.data["batch"], run_.data["length"])
         data, held_out = _text(run_.data)
         code = processes.elsewhere(args, framework)
         if code is not None:
             return code
-        cut, speaks = processes.join(args, framework)
-        learner = importlib.import_module(f"kdakit.training.{framework}").Learner(run_.config, run_.optimizer, run_.data["seed"], **cut)
+        cut, speaks = processes.join(args, framework, where)
+        learner = importlib.import_module(f"kdakit.training.{framework}").Learner(
+            run_.config,
+            run_.optimizer,
+            run_.data["seed"],
+            place=where,
+            accumulate=run_.data["accumulate"],
+            weights=run_.state.weights,
+            **cut,
+        )
         if run_.state.step:
             learner.load(run_.state)
     except (WeightsError, ValueError) as problem:
         raise UsageError(str(problem)) from problem
     out = console.output() if speaks else console.silent()
     count = sum(x.size for x in run_.state.weights.values())
-    out.print(f"{count:,} parameters, {len(data):,} bytes of {run_.data['text'] or 'the built-in book'}; {framework}; "
+    out.print(f"{count:,} parameters, {len(data):,} bytes of {run_.data['text'] or 'the built-in book'}; {framework} on {where}; "
               f"steps {run_.state.step} .. {run_.optimizer.steps}", markup=False)  # fmt: skip
+    speed = Speed.of(run_, where, args.nproc)
     if speaks:
         with _own_folder(args, run_):
-            _loop(out, learner, run_, data, held_out, Path(args.out), args.every)
+            _loop(out, learner, run_, data, held_out, Path(args.out), args.every, speed)
     else:
-        _loop(out, learner, run_, data, held_out, None, args.every)
+        _loop(out, learner, run_, data, held_out, None, args.every, speed)
     if speaks:
         _finish(out, learner, run_, Path(args.out), checkpoint.INDEX)
     processes.leave(framework)
@@ -82,17 +99,20 @@ def fresh(args):
 
     if checkpoint.exists(args.out):
         raise UsageError(f"{args.out} already holds a checkpoint: use --resume to go on, or another --out")
-    given = {name: value if getattr(args, name) is None else getattr(args, name) for name, value in DEFAULTS.items()}
-    for name in ("batch", "length"):
+    size = SIZES[args.size or "small"]
+    given = {name: getattr(size, name) if getattr(args, name) is None else getattr(args, name) for name in OPTIONS}
+    for name in ("batch", "length", "accumulate"):
         if given[name] < 1:
             raise UsageError(f"--{name} must be positive, got {given[name]}")
+    if given["batch"] % given["accumulate"]:
+        raise UsageError(f"--accumulate must divide the batch of {given['batch']}, got {given['accumulate']}")
     config = ModelConfig(
         vocab_size=256, hidden_size=given["hidden"], num_layers=given["layers"], num_heads=given["heads"], head_dim=given["head_dim"],
-        attention_every=given["attention_every"], safe_gate=True, lower_bound=-5.0,
+        intermediate_size=given["intermediate"] or None, attention_every=given["attention_every"], safe_gate=True, lower_bound=-5.0,
     )  # fmt: skip
-    optimizer = AdamW(learning_rate=given["learning_rate"], steps=given["steps"], decay=0.1)
+    optimizer = AdamW(learning_rate=given["learning_rate"], steps=given["steps"], warmup=given["warmup"], decay=0.1)
     data = {"text": None if args.text is None else str(Path(args.text).resolve()), "sha256": None, "batch": given["batch"],
-            "length": given["length"], "seed": given["seed"], "options": given}  # fmt: skip
+            "accumulate": given["accumulate"], "length": given["length"], "seed": given["seed"], "options": given}  # fmt: skip
     data["sha256"] = hashlib.sha256(_read(data["text"])).hexdigest()
     return checkpoint.Checkpoint(config, optimizer, TrainingState(initial_weights(config, given["seed"])), data)
 
@@ -102,8 +122,10 @@ def resumed(args):
     from kdakit.training import checkpoint
 
     found = checkpoint.load(args.out)
-    for name in DEFAULTS:
-        wanted, had = getattr(args, name), found.data.get("options", {}).get(name)
+    found.data.setdefault("accumulate", 1)
+    had_options = found.data.get("options", {})
+    for name in OPTIONS:
+        wanted, had = getattr(args, name), had_options.get(name, getattr(SIZES["small"], name))
         if wanted is not None and wanted != had:
             raise UsageError(f"--{name.replace('_', '-')} must be {had}, as in {args.out}'s checkpoint, got {wanted}")
     for name in ("text", "sha256", "batch", "length", "seed"):
@@ -149,35 +171,86 @@ def _text(data: dict[str, Any]):
     return train, held_out
 
 
-def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int) -> None:
+class Speed(NamedTuple):
+    """What a step is: tokens, and FLOPs beside the chip's peak where that is known."""
+
+    tokens: int
+    flops: int
+    peak: float | None
+
+    @staticmethod
+    def of(run_, where, devices: int) -> Speed:
+        from kdakit.measure import roofline
+
+        tokens = run_.data["batch"] * run_.data["length"]
+        chip = roofline.chip(_chip_name(where.device))
+        peak = None if chip is None else devices * (chip.half if where.dtype == "bfloat16" else chip.tf32)
+        return Speed(tokens, 3 * tokens * run_.config.flops_per_token(run_.data["length"]), peak)
+
+    def share(self, steps_per_second: float) -> float | None:
+        return None if self.peak is None else self.flops * steps_per_second / self.peak
+
+
+def _chip_name(device: Any) -> str:
+    """As the driver calls it; of a CPU nothing."""
+    if getattr(device, "type", "") == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return getattr(device, "device_kind", "")
+
+
+SHOW_EVERY = 10  # steps between two looks at the loss: each waits for the device
+
+
+def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int, speed: Speed) -> None:
     """Without a folder another process writes the checkpoints."""
     import numpy as np
 
     from kdakit.cli import console, processes
-    from kdakit.training import checkpoint, text
+    from kdakit.training import checkpoint, log, text
 
     d, steps = run_.data, run_.optimizer.steps
     check = text.batch(held_out, np.random.default_rng(0), processes.HELD_OUT, d["length"])
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        log.forget_after(folder, run_.state.step)
     with console.progress(shown=folder is not None) as bar:
         task = bar.add_task("training", total=steps, completed=run_.state.step)
-        losses, begin = [], time.perf_counter()
+        losses, unread, begin, seen = [], [], time.perf_counter(), time.perf_counter()
         for step in range(run_.state.step + 1, steps + 1):
             # Batches depend on the seed and the step alone: a resumed run draws what an uninterrupted one would.
-            losses.append(learner.step(*text.batch(data, np.random.default_rng([d["seed"], step]), d["batch"], d["length"])))
-            bar.update(task, advance=1, description=f"loss {losses[-1]:.3f}")
-            if step % every == 0 or step == steps:
-                rate = len(losses) * d["batch"] * d["length"] / (time.perf_counter() - begin)
-                row = {"step": step, "loss": float(np.mean(losses)), "held_out": learner.loss(*check), "tokens_per_second": rate}
+            unread.append(learner.advance(*text.batch(data, np.random.default_rng([d["seed"], step]), d["batch"], d["length"])))
+            saves = step % every == 0 or step == steps
+            bar.update(task, advance=1)
+            if saves or step % SHOW_EVERY == 0:
+                read = [float(value) for value in unread]
+                now = time.perf_counter()
+                rate, unread = len(read) / (now - seen), []
+                share = speed.share(rate)
+                rates = [run_.optimizer.rate(step - len(read) + i) for i in range(len(read))]
+                rows = [log.Row(step - len(read) + 1 + i, x, rates[i], rate * speed.tokens, share) for i, x in enumerate(read)]
+                if folder is not None:
+                    log.append(folder, rows)
+                of_peak = "" if share is None else f", {share:.1%} of peak"
+                bar.update(task, description=f"loss {read[-1]:.3f}, {rate * speed.tokens:,.0f} tokens/s{of_peak}")
+                losses, seen = losses + read, now
+            if saves:
+                rate = len(losses) / (time.perf_counter() - begin)
+                row = {"step": step, "loss": float(np.mean(losses)), "held_out": learner.loss(*check),
+                       "tokens_per_second": rate * speed.tokens, "peak_share": speed.share(rate)}  # fmt: skip
                 run_.curve.append(row)
                 run_.state = learner.state()
                 if folder is not None:
                     checkpoint.save(folder, run_)
-                out.print(f"step {step:6}  loss {row['loss']:.4f}  held out {row['held_out']:.4f}  {rate:,.0f} tokens/s", markup=False)
-                losses, begin = [], time.perf_counter()
+                of_peak = "" if row["peak_share"] is None else f"  {row['peak_share']:.1%} of peak"
+                out.print(f"step {step:6}  loss {row['loss']:.4f}  held out {row['held_out']:.4f}  "
+                          f"{row['tokens_per_second']:,.0f} tokens/s{of_peak}", markup=False)  # fmt: skip
+                losses, begin, seen = [], time.perf_counter(), time.perf_counter()
 
 
 def _finish(out, learner, run_, folder: Path, index: str) -> None:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     if machine.version("matplotlib") is not None and len(run_.curve) > 1:
         plot(run_.curve, str(folder / "loss.png"))

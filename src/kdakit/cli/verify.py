@@ -6,13 +6,13 @@ The error of each output is held against the one tolerance rule of kdakit.accura
 from __future__ import annotations
 
 import json
-import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kdakit.cases import Case
-    from kdakit.cli.checking import Row
+    from kdakit.measure.checking import Row
+    from kdakit.measure.verification import Outcome, Refusal
 
 
 def add_arguments(parser) -> None:
@@ -24,45 +24,38 @@ def add_arguments(parser) -> None:
     parser.add_argument("--no-grad", action="store_true", help="outputs only, no gradients")
     parser.add_argument("-v", "--verbose", action="store_true", help="every output, not just the worst of each case")
     parser.add_argument("--json", metavar="FILE", help="write every number to FILE")
+    parser.add_argument("--large", action="store_true", help="also cases with heads as models have them: minutes on a CPU")
+    parser.add_argument("--workers", type=int, metavar="W", help="processes (default: this one; with --random one per core)")
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="N random problems instead of cases, in worker processes; --seed draws others"
+    )
+    parser.add_argument("--problem", nargs="+", metavar="NUMBER", help="repeat these random problems, here and now")
+    parser.add_argument("--minutes", type=float, metavar="M", help="with --random: stop after so many")
+    parser.add_argument("--device", metavar="DEVICE", help="with --random: cpu, cuda, cuda:1 .. (default: the first accelerator)")
+    parser.add_argument("--record", metavar="FOLDER", help="with --random: add what was right to the chip's table of shown forms in FOLDER")
     parser.add_argument("--table", metavar="FILE", help="rewrite the generated error table of a Markdown file")
 
 
-class Outcome(NamedTuple):
-    backend: str
-    case: str
-    dtype: str
-    rows: list[Row]
-    raised: str | None  # what the backend raised instead of returning numbers
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        return self.raised is None and all(row.ok for row in self.rows)
-
-    @property
-    def worst(self) -> Row:
-        return max(self.rows, key=lambda row: row.used)
-
-
-class Refusal(NamedTuple):
-    backend: str
-    case: str
-    dtype: str
-    reason: str
-
-
 def run(args) -> int:
-    from kdakit.cases import CASES, DTYPES, SEGMENT_CASES
-    from kdakit.cli import checking, console
-    from kdakit.cli.choices import pick
-    from kdakit.dispatch import names
+    if args.random is not None or args.problem:
+        from kdakit.cli import random_search
 
-    known = CASES | SEGMENT_CASES
+        return random_search.run(args)
+    from kdakit.cases import CASES, DTYPES, MODEL_CASES, SEGMENT_CASES
+    from kdakit.cli import console
+    from kdakit.dispatch import names
+    from kdakit.measure import checking, verification
+    from kdakit.measure.choices import UsageError, pick
+
+    known = CASES | SEGMENT_CASES | (MODEL_CASES if args.large else {})
+    if args.workers is not None and args.workers < 1:
+        raise UsageError(f"--workers must be positive, got {args.workers}")
     backends, dtypes = pick("backend", args.backend or checking.native_backends(), names()), pick("dtype", args.dtype, DTYPES)
     cases = [known[name] for name in pick("case", args.case, known)]
     with console.progress() as bar:
         task = bar.add_task("verify", total=len(backends) * len(dtypes) * len(cases))
         tick = lambda what: bar.update(task, advance=1, description=what)
+        verify = verification.verify if (args.workers or 1) == 1 else partial(verification.in_processes, args.workers)
         outcomes, refusals = verify(backends, cases, dtypes, seed=args.seed, grad=not args.no_grad, op=args.op, tick=tick)
     show(outcomes, refusals, args.verbose)
     if args.json:
@@ -71,43 +64,11 @@ def run(args) -> int:
     if args.table and not passed:
         print(f"left {args.table} as it is: the table is written when everything passes")
     elif args.table:
-        from kdakit.cli import generated, machine, results
+        from kdakit.measure import generated, machine, results
 
         generated.write(args.table, "errors", error_markdown(outcomes) + "\n\n" + results.provenance(machine.describe()))
         print(f"wrote the error table of {args.table}")
     return 0 if passed else 1
-
-
-def verify(backends, cases: list[Case], dtypes, seed=0, grad=True, op="chunk", tick=lambda what: None):
-    """Outcomes and refusals of all combinations. The truth of a case is computed once for all backends."""
-    from kdakit import dispatch
-    from kdakit.cli import checking
-
-    outcomes, refusals = [], []
-    for dtype in dtypes:
-        for case in cases:
-            problem, arrays = case.problem(dtype, op, grad), case.arrays(dtype, seed)
-            cotangents = case.cotangents(dtype) if grad else None
-            expected: dict[str, checking.Expected] = {}
-            for backend in backends:
-                tick(f"{backend} {case.name} {dtype}")
-                reason = checking.refusal(backend, case, dtype, op, grad)
-                if reason is not None:
-                    refusals.append(Refusal(backend, case.name, dtype, reason))
-                    continue
-                start = time.perf_counter()
-                try:
-                    results = checking.run_case(backend, case, dtype, seed, grad, op)
-                    seconds = time.perf_counter() - start
-                    operand = dispatch.operand_dtype(backend, problem)
-                    if operand not in expected:
-                        expected[operand] = checking.expect(problem, arrays, cotangents, operand)
-                    rows = checking.compare(problem, arrays, results, cotangents, operand, expected[operand])
-                    outcomes.append(Outcome(backend, case.name, dtype, rows, None, seconds))
-                except Exception as raised:
-                    message = f"{type(raised).__name__}: {raised}"
-                    outcomes.append(Outcome(backend, case.name, dtype, [], message, time.perf_counter() - start))
-    return outcomes, refusals
 
 
 def output_name(name: str) -> str:
@@ -159,7 +120,7 @@ def summary(outcomes: list[Outcome], refusals: list[Refusal]) -> str:
 
 
 def as_json(args, outcomes: list[Outcome], refusals: list[Refusal]) -> dict[str, Any]:
-    from kdakit.cli import machine
+    from kdakit.measure import machine
 
     def finite(x: float) -> float | None:
         return x if x < float("inf") else None
@@ -170,12 +131,12 @@ def as_json(args, outcomes: list[Outcome], refusals: list[Refusal]) -> dict[str,
     plain = ("backend", "case", "dtype", "ok", "raised", "seconds")
     results = [{name: getattr(o, name) for name in plain} | {"outputs": outputs(o)} for o in outcomes]
     settings = {"op": args.op, "seed": args.seed, "grad": not args.no_grad}
-    return {"kind": "verify", **machine.describe(), "settings": settings, "results": results, "refusals": [r._asdict() for r in refusals]}
+    return {"kind": "verify", **machine.describe(), "settings": settings, "results": results, "missing": [r._asdict() for r in refusals]}
 
 
 def error_markdown(outcomes: list[Outcome]) -> str:
     """A table per dtype: the plain recurrence's error of o, then for each backend o's error and the output nearest to its tolerance."""
-    from kdakit.cli import generated
+    from kdakit.measure import generated
 
     parts = []
     for dtype in dict.fromkeys(o.dtype for o in outcomes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -106,6 +107,20 @@ class ModelConfig:
         attention = sum(self.is_attention(i) for i in range(self.num_layers))
         growing = 2 * length * self.kv_heads * self.head_dim * element
         return (self.num_layers - attention) * self.layer_sizes().state_bytes(element) + attention * growing
+
+    def flops_per_token(self, length: int) -> int:
+        """Multiplications and additions of a forward pass, a token of sequences of `length`; a backward takes twice as many.
+
+        2 for every weight of a matrix; attention's scores and sums over the tokens before, length / 2 of them on average; of KDA what the
+        token recurrence needs, decay, read, write and read: 7 K V a head.
+        """
+        matrices = sum(math.prod(shape) for name, shape in self.parameters().items() if len(shape) == 2 and "embeddings" not in name)
+        head = self.vocab_size * self.hidden_size if self.tie_embeddings else 0
+        attention = sum(self.is_attention(i) for i in range(self.num_layers))
+        sizes = self.layer_sizes()
+        states = 7 * sizes.value_heads * sizes.head_dim * sizes.head_v_dim
+        scores = 4 * self.attention_heads * self.head_dim * (length // 2)
+        return 2 * (matrices + head) + (self.num_layers - attention) * states + attention * scores
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

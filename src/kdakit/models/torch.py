@@ -18,9 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from kdakit.layers.sizes import check_context
 from kdakit.layers.torch import FullAttention, KimiDeltaAttention, Rows
+from kdakit.layers.torch.fused.swiglu import swiglu
 from kdakit.layers.torch.norm import RMSNorm
+from kdakit.models.captured import CapturedSteps
 from kdakit.models.config import ModelConfig
 from kdakit.models.initial import initial_weights
+from kdakit.models.place import kept_float32
 from kdakit.models.weights import check_tokens, check_weights
 
 
@@ -34,7 +37,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -68,16 +71,20 @@ class Decoder(nn.Module):
 class KimiLinear(nn.Module):
     """The language model. The same seed gives the same weights as in kdakit.models.jax.
 
-    checkpoint_activations: keep only each block's input for the backward, and compute the rest again.
+    checkpoint_activations: keep only each block's input for the backward, and compute the rest again. weights: instead of the seed's.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0, checkpoint_activations: bool = False, backend: str = "auto"):
+    def __init__(
+        self, config: ModelConfig, seed: int = 0, checkpoint_activations: bool = False, backend: str = "auto",
+        weights: dict[str, np.ndarray] | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.config, self.checkpoint_activations = config, checkpoint_activations
+        self._steps = CapturedSteps()
         self.model = Decoder(config, backend)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.load_weights(initial_weights(config, seed))
+        self.load_weights(initial_weights(config, seed) if weights is None else weights)
 
     def new_cache(self, batch_size: int, max_length: int) -> list:
         """One entry a layer, for sequences of up to max_length tokens; only full-attention layers grow with it."""
@@ -88,16 +95,18 @@ class KimiLinear(nn.Module):
 
     def forward(
         self, tokens: Tensor, attention_mask: Tensor | None = None, cache: list | None = None, cu_seqlens: Tensor | None = None,
-        context: Any = None,
+        context: Any = None, in_place: bool = False,
     ) -> tuple[Tensor, list | None]:  # fmt: skip
         """tokens [B, T]; attention_mask [B, T], 0 at padding, wherever it is; or packed sequences, B = 1 with cu_seqlens [N + 1].
 
         context: a kdakit.parallel.torch.Context, where tokens is one rank's slice of those that cu_seqlens counts.
+        in_place: the given cache may be overwritten by the next one.
         Returns logits [B, T, vocab_size], zero at padding, and the next cache where one was given.
         """
         check_context(context, attention_mask, cache)
         check_tokens(tokens.shape, None if attention_mask is None else attention_mask.shape, cu_seqlens is not None)
         rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
+        rows = rows._replace(in_place=in_place)
         x = self.model.embeddings(rows.arrange(tokens))
         following = []
         for i, block in enumerate(self.blocks()):
@@ -121,16 +130,32 @@ class KimiLinear(nn.Module):
             for name, value in self.state_dict().items():
                 value.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
 
-    def inference(self):
-        """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays and without gradients."""
+    def inference(self, graph: bool = True):
+        """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays and without gradients.
+
+        graph: on a CUDA device a step of one token a sequence is captured once for each size of cache and replayed. It uses the cache up:
+        go on with the one that comes back.
+        """
         device = self.model.embeddings.weight.device
 
         @torch.no_grad()
         def call(tokens: np.ndarray, cache: list):
-            logits, cache = self(torch.as_tensor(tokens, device=device), cache=cache)
+            given = torch.as_tensor(tokens, device=device)
+            if graph and device.type == "cuda" and given.shape[1] == 1:
+                logits, cache = self._steps.find(self, cache)(given, cache)
+            else:
+                logits, cache = self(given, cache=cache)
             return logits.float().cpu().numpy(), cache
 
         return call
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model's parameters in `dtype`, in place, but for those that stay float32."""
+    for name, parameter in model.named_parameters():
+        if not kept_float32(name) or dtype == torch.float64:
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, context: Any = None) -> Tensor:

@@ -47,7 +47,7 @@ def chunk_kda(
         the sum over the ranks is the whole.
     """
     group = dist.group.WORLD if group is None else group
-    arrays = local.autocast(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
+    arrays = local.of_one_dtype(Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu))
     part, needs_grad = _meet(arrays, group, output_final_state, state_v_first, backend, options)
     how = dict(options, A_log=A_log, dt_bias=dt_bias, backend=backend)
     if initial_state is not None and state_v_first:
@@ -128,7 +128,7 @@ def _meet(
     rank = dist.get_rank(group)
     if cu is None:
         return dense_slice(rank, everyone, arrays.q.shape[0]), needs_grad
-    check_cu_seqlens(torch.tensor(cu).numpy(), sum(everyone))
+    check_cu_seqlens(torch.tensor(cu).numpy(), sum(everyone), padding=False)
     return packed_slice(rank, everyone, cu), needs_grad
 
 

@@ -14,15 +14,26 @@ from jax.sharding import PartitionSpec as P
 
 from kdakit.models.config import ModelConfig
 from kdakit.models.jax import KimiLinear, loss
+from kdakit.models.place import Place
 from kdakit.parallel.jax import Context
 from kdakit.training.optimizer import AdamW, TrainingState, decays
 
 
 class Learner:
-    """A model and its AdamW. Arrays in and out are NumPy's. With a `mesh` batches are cut over its axes `data` and `context`."""
+    """A model and its AdamW. Arrays in and out are NumPy's. With a `mesh` batches are cut over its axes `data` and `context`.
 
-    def __init__(self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto", mesh: Any = None):
-        graph, state = nnx.split(KimiLinear(config, seed=seed, backend=backend))
+    place: where to compute and in which dtype (default: float32 on JAX's first device); weights and moments are float32.
+    accumulate: the batch goes through the model in so many pieces, whose gradients are averaged. weights: the first ones, for the seed's.
+    """
+
+    def __init__(
+        self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto", mesh: Any = None, place: Place | None = None,
+        accumulate: int = 1, weights: dict[str, np.ndarray] | None = None,
+    ):  # fmt: skip
+        dtype = "float32" if place is None else place.dtype
+        graph, state = nnx.split(KimiLinear(config, seed=seed, backend=backend, dtype=dtype, weights=weights))
+        if place is not None and mesh is None:
+            state = jax.device_put(state, place.device)
         self.graph, self.settings, self.count = graph, optimizer, 0
         self.parameters = state
         names = {n: decays(n, x.ndim) for n, x in _named(state).items()}
@@ -36,7 +47,7 @@ class Learner:
         measure = _whole_loss(graph) if mesh is None else _cut_loss(graph, mesh)
 
         def update(parameters, moments, tokens, targets, rate):
-            value, gradients = jax.value_and_grad(measure)(parameters, tokens, targets)
+            value, gradients = _averaged(jax.value_and_grad(measure), accumulate, parameters, tokens, targets)
             updates, moments = self.chain.update(gradients, moments, parameters)
             return jax.tree.map(lambda p, u: p - rate * u, parameters, updates), moments, value
 
@@ -50,11 +61,18 @@ class Learner:
 
     def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """One update; returns the loss before it."""
+        return float(self.advance(tokens, targets))
+
+    def advance(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
+        """`step` whose loss stays on the device, so that the host runs ahead of it."""
         rate = np.float32(self.settings.rate(self.count))
         given = (np.asarray(tokens, np.int32), np.asarray(targets, np.int32))
         self.parameters, self.moments, value = self._update(self.parameters, self.moments, *given, rate)
         self.count += 1
-        return float(value)
+        return value
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {n: np.array(x) for n, x in _named(self.parameters).items()}
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         return np.asarray(self._logits(self.parameters, np.asarray(tokens, np.int32)))
@@ -74,6 +92,19 @@ class Learner:
         first, second = (_like(self.parameters, {n: jnp.asarray(x) for n, x in m.items()}) for m in (state.first, state.second))
         clip, adam, decay = self.moments
         self.moments = (clip, adam._replace(count=jnp.asarray(state.step, jnp.int32), mu=first, nu=second), decay)
+
+
+def _averaged(measure, pieces: int, parameters, tokens, targets):
+    """Value and gradients of a batch [B, T], as the mean over `pieces` of its rows, one after the other."""
+    if pieces == 1:
+        return measure(parameters, tokens, targets)
+    cut = lambda x: x.reshape(pieces, -1, x.shape[1])
+
+    def add(total, piece):
+        return jax.tree.map(lambda a, b: a + b / pieces, total, measure(parameters, *piece)), None
+
+    nothing = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), parameters))
+    return lax.scan(add, nothing, (cut(tokens), cut(targets)))[0]
 
 
 def _whole_loss(graph):

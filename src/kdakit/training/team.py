@@ -5,6 +5,8 @@ Every process draws the same batches and keeps its part; losses and gradients ar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -18,10 +20,10 @@ from kdakit.training.cuts import check_team
 class Team:
     """The processes of the default group, `context` of them to a sequence."""
 
-    def __init__(self, context: int):
+    def __init__(self, context: int, device: str = "cpu"):
         size = dist.get_world_size()
         check_team(size, context)
-        self.mesh = init_device_mesh("cpu", (size // context, context), mesh_dim_names=("data", "context"))
+        self.mesh = init_device_mesh(device, (size // context, context), mesh_dim_names=("data", "context"))
         self.context = Context(self.mesh.get_group("context"))
 
     def part(self, array: np.ndarray) -> np.ndarray:
@@ -34,9 +36,9 @@ class Team:
         dist.all_reduce(x)
         return x.div_(dist.get_world_size())
 
-    def average_gradients(self, model: nn.Module) -> None:
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """In one exchange for all parameters."""
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         flat = self.mean(torch.cat([g.flatten() for g in gradients]))
         for gradient, new in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(new.view_as(gradient))

@@ -2,48 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from kdakit.models.config import ModelConfig
-from kdakit.models.torch import KimiLinear, loss
+from kdakit.models.place import Place
+from kdakit.models.torch import KimiLinear, cast, loss
+from kdakit.models.weights import check_weights
 from kdakit.training.optimizer import AdamW, TrainingState, decays
 
 
 class Learner:
-    """A model and its AdamW. Arrays in and out are NumPy's. With a `team` every process gives the whole batch and works on its part."""
+    """A model and its AdamW. Arrays in and out are NumPy's. With a `team` every process gives the whole batch and works on its part.
 
-    def __init__(self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto", team: Any = None):
-        self.team = team
-        self.model = KimiLinear(config, seed=seed, backend=backend)
+    place: where to compute and in which dtype (default: float32 on the CPU). In any other dtype the model is a copy, made anew after every
+    step, of float32 master weights: those are what AdamW moves and what a checkpoint holds.
+    accumulate: the batch goes through the model in so many pieces, whose gradients are averaged in float32.
+    weights: the first ones, instead of those drawn by `seed`. build: makes the model; for a comparison with other layers.
+    """
+
+    def __init__(
+        self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto", team: Any = None, place: Place | None = None,
+        accumulate: int = 1, weights: dict[str, np.ndarray] | None = None, build: Callable[..., Any] = KimiLinear,
+    ):  # fmt: skip
+        self.team, self.accumulate = team, accumulate
+        self.place = place or Place(torch.device("cpu"), "float32")
+        self.model = build(config, seed=seed, weights=weights, backend=backend).to(self.place.device)
         self.settings, self.count = optimizer, 0
-        self.named = dict(self.model.named_parameters())
+        self.computing = dict(self.model.named_parameters())
+        self.named = masters(self.model, getattr(torch, self.place.dtype))
         groups = [
             {"params": [p for n, p in self.named.items() if decays(n, p.ndim) == which], "weight_decay": optimizer.decay if which else 0.0}
             for which in (True, False)
         ]
-        self.adam = torch.optim.AdamW(groups, lr=optimizer.learning_rate, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
+        self.adam = torch.optim.AdamW(
+            groups, lr=optimizer.learning_rate, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps,
+            fused=self.place.device.type == "cuda",
+        )  # fmt: skip
 
     def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """One update; returns the loss before it."""
+        return float(self.advance(tokens, targets))
+
+    def advance(self, tokens: np.ndarray, targets: np.ndarray) -> Tensor:
+        """`step` whose loss stays on the device, so that the host runs ahead of it."""
         for group in self.adam.param_groups:
             group["lr"] = self.settings.rate(self.count)
-        value = self._loss(tokens, targets)
         self.adam.zero_grad(set_to_none=True)
-        value.backward()
+        total = torch.zeros((), device=self.place.device)
+        for piece in zip(self._pieces(tokens), self._pieces(targets), strict=True):
+            value = self._loss(*piece)
+            (value / self.accumulate).backward()
+            self._collect()
+            total += value.detach() / self.accumulate
         if self.team is not None:
-            self.team.average_gradients(self.model)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            self.team.average_gradients(self.named.values())
+        torch.nn.utils.clip_grad_norm_(self.named.values(), self.settings.clip)
         self.adam.step()
+        self._refresh()
         self.count += 1
-        return self._mean(value)
+        return total if self.team is None else self.team.mean(total)
+
+    def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
+        return np.split(rows, self.accumulate) if self.accumulate > 1 else [rows]
+
+    def _collect(self) -> None:
+        """Adds the gradients of the computing copy to those of the master weights."""
+        if self.copies:
+            made = [self.computing[n].grad for n in self.named]
+            kept = [p for p, g in zip(self.named.values(), made, strict=True) if g is not None]
+            wide = [g.float() for g in made if g is not None]
+            for master, gradient in zip(kept, wide, strict=True):
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            for p in self.computing.values():
+                p.grad = None
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        if self.copies:
+            torch._foreach_copy_([self.computing[n] for n in self.named], list(self.named.values()))
+
+    @property
+    def copies(self) -> bool:
+        """Whether the model computes with copies of the master weights."""
+        return self.place.dtype != "float32"
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        made = torch.from_numpy(array)
+        # From ordinary memory the copy would wait for everything that the GPU has still to do.
+        return made.pin_memory().to(self.place.device, non_blocking=True) if self.place.device.type == "cuda" else made
 
     def _loss(self, tokens, targets):
         if self.team is None:
-            return loss(self.model, torch.from_numpy(tokens), torch.from_numpy(targets))
-        tokens, targets = (torch.from_numpy(self.team.part(x)) for x in (tokens, targets))
+            return loss(self.model, self._tensor(tokens), self._tensor(targets))
+        tokens, targets = (self._tensor(self.team.part(x)) for x in (tokens, targets))
         return loss(self.model, tokens, targets, context=self.team.context)
 
     def _mean(self, value) -> float:
@@ -51,26 +107,46 @@ class Learner:
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        return self.model(torch.from_numpy(tokens))[0].numpy()
+        return self.model(self._tensor(tokens))[0].float().cpu().numpy()
 
     @torch.no_grad()
     def loss(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         return self._mean(self._loss(tokens, targets))
 
+    def weights(self) -> dict[str, np.ndarray]:
+        """The master weights, as `kdakit.models.weights.save` takes them."""
+        return {n: p.detach().cpu().numpy().copy() for n, p in self.named.items()}
+
     def state(self) -> TrainingState:
         first, second = ({n: self._moment(p, key) for n, p in self.named.items()} for key in ("exp_avg", "exp_avg_sq"))
-        return TrainingState({n: w.copy() for n, w in self.model.weights().items()}, first, second, self.count)
+        return TrainingState(self.weights(), first, second, self.count)
 
     def _moment(self, parameter, key: str) -> np.ndarray:
         state = self.adam.state.get(parameter)
         return (state[key] if state else torch.zeros_like(parameter)).detach().cpu().numpy().copy()
 
     def load(self, state: TrainingState) -> None:
-        self.model.load_weights(state.weights)
+        check_weights(self.model.config, state.weights)
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(state.weights[name])))
+        self._refresh()
         self.count = state.step
+        fused = self.place.device.type == "cuda"
         for name, parameter in self.named.items():
             self.adam.state[parameter] = {
-                "step": torch.tensor(float(state.step)),
+                "step": torch.tensor(float(state.step), device=parameter.device if fused else "cpu"),
                 "exp_avg": torch.from_numpy(state.first[name].copy()).to(parameter),
                 "exp_avg_sq": torch.from_numpy(state.second[name].copy()).to(parameter),
             }
+
+
+def masters(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """{name: float32 parameter} to be learned: the model's own, or copies of them where it is to compute in another dtype."""
+    if dtype == torch.float32:
+        return dict(model.named_parameters())
+    if dtype != torch.bfloat16:
+        raise ValueError(f"dtype must be float32 or bfloat16 for training, got {dtype}: gradients leave the range of float16")
+    kept = {n: nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
+    cast(model, dtype)
+    return kept

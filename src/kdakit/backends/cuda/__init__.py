@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from kdakit.backends.cuda import library
-from kdakit.problem import Arrays, Problem
+from kdakit.problem import SAFE_BOUND, Arrays, Problem
 from kdakit.reference import Result
 
 backward = None
@@ -28,6 +28,7 @@ class Config:
     dtype: str  # of the kernels: "f32" or "bf16"
     head_dim: int  # of the kernel, K = V
     chunk: int
+    parts: int = 0  # of a sequence's scan, beside each other, in bfloat16; 1: one piece, 0: the library's choice
 
 
 def supports(problem: Problem, device: Any) -> str | None:
@@ -70,20 +71,33 @@ def unsupported(problem: Problem) -> str | None:
         return "takes cu_seqlens, not segment_ids"
     if o.return_intermediate_states:
         return "does not return intermediate states"
+    if o.lower_bound is not None and o.lower_bound < SAFE_BOUND:
+        return f"takes a lower_bound of at least {SAFE_BOUND:g}, got {o.lower_bound:g}"
     if o.scale == 0:
         return "takes a scale other than 0"
     return None
 
 
-def preferred(problem: Problem) -> bool:
-    """Forward alone in bfloat16 is faster here than in Triton (docs/performance.md); gradients would come from torch_native."""
-    return problem.dtype == "bfloat16" and problem.K == problem.V == 128 and not problem.needs_grad
+def expected_us(problem: Problem, device: Any) -> float | None:
+    """Microseconds of a forward call, where they are known; gradients would come from torch_native."""
+    from kdakit.backends.cuda import times
+
+    return None if problem.needs_grad else times.expected_us(problem, _architecture(device))
+
+
+@lru_cache(maxsize=64)
+def _architecture(device: Any) -> str:
+    """Such as sm_90, which it also is where no device can be asked."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+    return f"sm_{major}{minor}"
 
 
 def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
     if problem.dtype == "bfloat16":
-        return Config("bf16", 128, 64)
+        return Config("bf16", 128, 64, parts=1)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
     return Config("f32", D, 32 if small else 64)

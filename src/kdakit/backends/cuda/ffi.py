@@ -6,6 +6,7 @@ Needs libkdakit.so and libkdakit_jax.so beside it (`make cuda`).
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,7 @@ step = None
 
 NAME = "libkdakit_jax.so"
 TARGET = "kdakit_prefill"
+HANDLER = "kdakit_xla_prefill"
 
 
 def supports(problem: Problem, device: Any) -> str | None:
@@ -41,13 +43,23 @@ def supports(problem: Problem, device: Any) -> str | None:
     return None
 
 
-@lru_cache(maxsize=4)
+_registering = threading.Lock()
+
+
 def _register(where: str) -> None:
     """Open the library and make its call known to XLA, once."""
+    with _registering:  # XLA takes a call once, and two threads may come first
+        _register_once(where)
+
+
+@lru_cache(maxsize=4)
+def _register_once(where: str) -> None:
     if not library.path().with_name(NAME).exists():
         raise FileNotFoundError(f"{where} is not there: build it with `make cuda` (needs nvcc, g++ and jax)")
-    handler = ctypes.CDLL(where).kdakit_xla_prefill
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA")
+    found = ctypes.CDLL(where)
+    if not hasattr(found, HANDLER):
+        raise OSError(f"{where} is not kdakit's library for JAX: it has no {HANDLER}; build it again with `make cuda`")
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(found, HANDLER)), platform="CUDA")
 
 
 @lru_cache(maxsize=1)
@@ -100,6 +112,8 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, N
         beta_kind=np.int32(gates[1]), l2norm=np.int32(o.l2norm), state_v_first=np.int32(o.state_v_first),
     )  # fmt: skip
     rows, columns = problem.state_shape[2:]
+    if arrays.cu_seqlens is not None:
+        out = jnp.where((jnp.arange(problem.T) < arrays.cu_seqlens[-1])[:, None, None], out, 0)
     return Result(out[..., : problem.V], final[..., :rows, :columns] if o.output_final_state else None), None
 
 

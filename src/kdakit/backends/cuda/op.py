@@ -40,7 +40,8 @@ def _forward(problem: Problem, arrays: Arrays, config) -> Result:
     D = config.head_dim
     q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
     v, beta = _aligned(arrays.v), arrays.beta
-    o = v.new_empty(problem.B, problem.T, problem.HV, D)
+    new = v.new_zeros if problem.varlen else v.new_empty  # tokens past the last sequence stay zero
+    o = new(problem.B, problem.T, problem.HV, D)
     final = v.new_empty((problem.N, problem.HV, D, D), dtype=torch.float32) if problem.options.output_final_state else None
     cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
     A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))
@@ -70,7 +71,7 @@ def _arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) 
         scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
         safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first,
         A_log=SOMEWHERE if problem.has_A_log else None, cu_seqlens=SOMEWHERE if problem.varlen else None, sequences=problem.N,
-        cu_seqlens_64=wide,
+        cu_seqlens_64=wide, parts=config.parts,
     )  # fmt: skip
     args.workspace_size = library.workspace_size(args, config.dtype)
     return args

@@ -139,10 +139,10 @@ def step(problem: Problem, arrays: Arrays, config: Any = None, final_state: torc
     q, k = (a.repeat_interleave(problem.group, 2) for a in (x.q * problem.options.scale, x.k))
     x = x._replace(q=q, k=k)
     if problem.varlen:
-        x, place = _pad_sequences(problem, arrays, x)
+        x, place, real = _pad_sequences(problem, arrays, x)
     o, final = recurrence(x, initial_states(problem, arrays)[: problem.N])
     if problem.varlen:
-        o = o.flatten(0, 1).index_select(0, place)[None]
+        o = o.flatten(0, 1).index_select(0, place).masked_fill(~real[:, None, None], 0)[None] if o.numel() else torch.zeros_like(arrays.v)
     return Result(o.to(arrays.v.dtype), _final_state(problem, final))
 
 
@@ -163,10 +163,12 @@ def _chunk_inputs(problem: Problem, piece: Arrays, plan, n0: int, n1: int) -> Ch
     return Chunks(*(a.flatten(0, 1) for a in (rows, beta, g)), v)
 
 
-def _exact(problem: Problem, g) -> bool:
-    """Whether small gradients of gates beside large ones matter: the gate is computed here, and its parameters' gradients weight each with
-    its gate, or some gates are strong. Without a look at them they all go through levels, which are exact."""
-    return g.device.type == "cpu" and (problem.options.gate != "log_decay" or spiked(g))
+def _exact(problem: Problem, g) -> torch.Tensor | bool:
+    """Whether, or in which chunks [M], small gradients of gates beside large ones matter: the gate is computed here, and its parameters'
+    gradients weight each with its gate, or some gates are strong. Without a look at them they all go through levels, which are exact."""
+    if g.device.type != "cpu":
+        return False
+    return problem.options.gate != "log_decay" or spiked(g)
 
 
 def _activated_gradients(problem: Problem, plan, n0: int, n1: int, d_rows, d_v, d_g, d_beta) -> Activated:
@@ -214,7 +216,7 @@ def _final_state(problem, final):
 
 
 def _pad_sequences(problem, arrays, x: Activated):
-    """Packed [1, T, ..] -> one padded row per sequence [N, L, ..], and for each token its place among N * L."""
+    """Packed [1, T, ..] -> one padded row per sequence [N, L, ..]; for each token its place among N * L, and whether it has one."""
     visible = visible_cu_seqlens(arrays)
     L = problem.T if visible is None else int((visible[1:] - visible[:-1]).max())
     cu = arrays.cu_seqlens.long()
@@ -228,4 +230,5 @@ def _pad_sequences(problem, arrays, x: Activated):
         a = a[0].index_select(0, token).unflatten(0, (problem.N, L))
         return a.masked_fill(padding.view(problem.N, L, *[1] * (a.ndim - 2)), 0)
 
-    return Activated(*map(pad, x)), owner * L + t - cu[owner]
+    # Within bounds even where cu_seqlens_cpu, which gave L, is not cu_seqlens.
+    return Activated(*map(pad, x)), (owner * L + t - cu[owner]).clamp(max=max(problem.N * L - 1, 0)), t < cu[-1]

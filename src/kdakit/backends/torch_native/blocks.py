@@ -26,16 +26,24 @@ MARGIN = 0.99  # a sum of gates above MARGIN log SPAN: no product of their decay
 
 
 def reach(g):
-    """Whether a row may have decayed further than SPAN inside its block, and whether a chunk has decayed so far that there are factors to
-    flush. g [M, n, W, K]."""
+    """In which chunks a row may have decayed further than SPAN inside its block, see `some`, and whether one has decayed so far that there
+    are factors to flush. g [M, n, W, K]. A gate that is NaN or -inf decides for nobody else: the minimum of all would be NaN, and a decay
+    of 0 leaves nothing to flush."""
     sums = g.sum(2)
-    strong = bool(sums.amin() < MARGIN * math.log(SPAN))
-    return strong, bool(sums.sum(1).amin() < MARGIN * math.log(least(g.dtype)))
+    whole = sums.sum(1)
+    return some(sums < MARGIN * math.log(SPAN)), bool(((whole < MARGIN * math.log(least(g.dtype))) & whole.isfinite()).any())
 
 
-def spiked(g) -> bool:
-    """Whether any gate is below SPIKE."""
-    return bool(g.amin() < SPIKE)
+def spiked(g) -> torch.Tensor | bool:
+    """In which chunks a gate of g [M, C, K] is below SPIKE, see `some`."""
+    return some(g < SPIKE)
+
+
+def some(true) -> torch.Tensor | bool:
+    """[M]: where anything of true [M, ..] is; a bool where that is the same for all."""
+    rows = true.flatten(1).any(1)
+    number = int(rows.sum())
+    return rows if 0 < number < rows.shape[0] else number > 0
 
 
 class Inside(NamedTuple):
@@ -71,26 +79,40 @@ def add_block_products(A, level: Level):
     _diagonal_blocks(A, W).add_(product.view(M, n, 2, W, W))
 
 
-def block_backward(level: Level, far, exact: bool, d_A, d_rows, d_k):
+def block_backward(level: Level, far, exact: torch.Tensor | bool, d_A, d_rows, d_k):
     """From the pairs i > j of d_A (the diagonal of A_qk has no decay): adds to d_rows [M, n, 2, W, K] and d_k [M, n, W, K]; returns their
     d_g [M, n, W, K].
 
     A gate's gradient is here a difference of sums over rows and over columns. Over a whole block it is zero, so the sums may be taken from
-    either end: half of each, for the smaller rounding error. `exact`: in float64, where both are sums of the same products and what cancels
-    cancels.
+    either end: half of each, for the smaller rounding error. `exact`, for all chunks or those [M] that want it: in float64, where both
+    are sums of the same products and what cancels cancels.
     """
     M, n, _, W, K = level.left.shape
-    dtype = torch.float64 if exact else d_k.dtype
-    d_product = _diagonal_blocks(d_A, W).reshape(M * n * 2, W, W).tril_(-1).view(M * n, 2 * W, W).to(dtype)
-    left, right = level.left.view(M * n, 2 * W, K).to(dtype), level.right.view(M * n, W, K).to(dtype)
-    d_left, d_right = torch.bmm(d_product, right), torch.bmm(d_product.mT, left)
-    d_rows.addcmul_(d_left.to(d_k.dtype).view(level.left.shape), level.row.unsqueeze(2))
-    d_k.addcmul_(d_right.to(d_k.dtype).view(level.right.shape), level.column)
-    (q, k), (d_q, d_k_rows) = (x.view(M * n, 2, W, K).unbind(1) for x in (left, d_left))
-    d_pairs = (q * d_q).addcmul_(k, d_k_rows).addcmul_(right, d_right, value=-1)
-    ones = torch.ones(W, W, dtype=dtype, device=d_A.device)
-    d_g = torch.bmm((0.5 * (ones.triu() - ones.tril(-1))).expand(M * n, W, W), d_pairs).to(d_k.dtype).view(M, n, W, K)
+    d_product = _diagonal_blocks(d_A, W).reshape(M * n * 2, W, W).tril_(-1).view(M * n, 2 * W, W)
+    given = d_product, level.left.view(M * n, 2 * W, K), level.right.view(M * n, W, K)
+    if isinstance(exact, bool):
+        d_left, d_right, d_g = _pairs_backward(*given, exact)
+    else:  # chunk by chunk, so that none knows of the others' gates
+        d_left, d_right, d_g = found = _pairs_backward(*given, False)
+        chosen = exact.repeat_interleave(n).nonzero()[:, 0]
+        for whole, part in zip(found, _pairs_backward(*(x[chosen] for x in given), True), strict=True):
+            whole.index_copy_(0, chosen, part)
+    d_rows.addcmul_(d_left.view(level.left.shape), level.row.unsqueeze(2))
+    d_k.addcmul_(d_right.view(level.right.shape), level.column)
+    d_g = d_g.view(M, n, W, K)
     return d_g if far is None else d_g.mul_(1 - far)  # a gate that is far is in none of these pairs
+
+
+def _pairs_backward(d_product, left, right, exact: bool):
+    """d_left [.., 2 W, K], d_right and d_g [.., W, K] of product = left right^T."""
+    narrow, dtype, W = left.dtype, torch.float64 if exact else left.dtype, right.shape[1]
+    d_product, left, right = (x.to(dtype) for x in (d_product, left, right))
+    d_left, d_right = torch.bmm(d_product, right), torch.bmm(d_product.mT, left)
+    (q, k), (d_q, d_k) = (x.unflatten(1, (2, W)).unbind(1) for x in (left, d_left))
+    d_pairs = (q * d_q).addcmul_(k, d_k).addcmul_(right, d_right, value=-1)
+    ones = torch.ones(W, W, dtype=dtype, device=left.device)
+    d_g = torch.bmm((0.5 * (ones.triu() - ones.tril(-1))).expand(left.shape[0], W, W), d_pairs)
+    return d_left.to(narrow), d_right.to(narrow), d_g.to(narrow)
 
 
 def gate_sums(d_prefix, d_suffix):

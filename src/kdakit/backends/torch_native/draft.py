@@ -15,6 +15,8 @@ import torch
 from kdakit.backends.torch_native.gate import activate
 from kdakit.problem import Arrays, Problem
 
+commit = None  # the pool reads its states, calls `replay` and writes them back
+
 
 class Log(NamedTuple):
     """Of each draft token, in the compute dtype."""

@@ -26,6 +26,7 @@ class Pairs(NamedTuple):
     entered: torch.Tensor  # [M, n, 2, W, K]  q and k decayed from their block's start
     left_over: torch.Tensor  # [M, n, W, K]  k decayed to its block's end
     chunk: Chunk
+    weak: torch.Tensor | None  # [m]  chunks that need no levels beside some that do
 
 
 class Intra(NamedTuple):
@@ -72,7 +73,8 @@ def decayed_products(A, rows, g, look, keep):
     M, C, K = g.shape
     W = min(blocks.BLOCK, C)
     g, by_block = g.view(M, -1, W, K), by_blocks(rows, W)
-    strong, flush = blocks.reach(g) if look else (True, False)
+    which, flush = blocks.reach(g) if look else (True, False)
+    strong, weak = (which, None) if isinstance(which, bool) else (True, (~which).nonzero()[:, 0])
     inside, levels = blocks.inside(by_block, g, strong, flush) if look else None, []
     if strong:
         levels, inside = _levels_inside(A, rows, g, inside, flush, keep)
@@ -81,7 +83,7 @@ def decayed_products(A, rows, g, look, keep):
     entered = decayed(by_block, inside.prefix) if strong else inside.pairs.left
     left_over = by_block[:, :, 1] * inside.suffix
     chunk = meet(A, entered, left_over, inside.prefix[:, :, -1], flush, keep)
-    return Pairs(inside, levels, entered, left_over, chunk), flush
+    return Pairs(inside, levels, entered, left_over, chunk, weak), flush
 
 
 def _levels_inside(A, rows, g, inside, flush, keep):
@@ -101,11 +103,11 @@ def _levels_inside(A, rows, g, inside, flush, keep):
     return levels, inside._replace(suffix=(inside.suffix * (1 - last)).addcmul_(suffix, last))
 
 
-def intra_backward(rows, x: Intra, exact: bool, d_A, d_from_start, d_to_end, d_decay):
+def intra_backward(rows, x: Intra, exact: torch.Tensor | bool, d_A, d_from_start, d_to_end, d_decay):
     """d_rows, that of q scaled and that of k [M, 2, C, K], and d_g [M, C, K], from the gradients of A (above its diagonals they are not
     read), of x.rows, of x.k_decayed and of x.decay; overwrites them. Of a factor F = exp(E) of the decays, d_E = F d_F.
     `exact`: see `block_backward`."""
-    (prefix, suffix, pairs, far), levels, entered, left_over, chunk = x.pairs
+    (prefix, suffix, pairs, far), levels, entered, left_over, chunk, weak = x.pairs
     M, n, _, W, K = entered.shape
     d_entered = torch.mul(by_blocks(d_from_start, W), chunk.before[:, :, None, None], out=torch.empty_like(entered))
     d_left_over = d_to_end.view(M, n, W, K).mul_(chunk.after.unsqueeze(2))
@@ -123,7 +125,10 @@ def intra_backward(rows, x: Intra, exact: bool, d_A, d_from_start, d_to_end, d_d
     d_rows[:, 1].addcmul_(diagonal, rows[:, 0])
     if levels:
         d_g = d_prefix
+        alone = None if weak is None else blocks.gate_sums(d_prefix[weak], d_suffix[weak])
         climb_backward(levels, d_A, d_rows, d_rows[:, 1], d_prefix.view(M, -1, K), d_suffix.view(M, -1, K))
+        if weak is not None:  # what they are by themselves, to the bit, whatever the gates of the others
+            d_g.index_copy_(0, weak, alone)
     else:
         d_g = blocks.gate_sums(d_prefix, d_suffix)
     if pairs:

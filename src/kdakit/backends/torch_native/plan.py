@@ -129,6 +129,7 @@ class PackedPlan:
         self.T, self.N, self.rows = problem.T, problem.N, problem.HV
         self.C, self.NT, self.used = problem.options.chunk_size, problem.chunks, problem.chunks
         visible = visible_cu_seqlens(arrays)
+        self.padded = visible is None or int(visible[-1]) < self.T  # perhaps
         if visible is not None:
             lengths = visible[1:] - visible[:-1]
             # Where nothing outlives the call in chunks, many short sequences get short chunks.
@@ -148,7 +149,7 @@ class PackedPlan:
         self.last = within == counts[owner] - 1
         token = (cu[owner] + within * self.C)[:, None] + torch.arange(self.C, device=cu.device)  # [used, C]
         self.valid = (token < cu[owner + 1][:, None]) & (self.sequence < self.N)[:, None]
-        self.source = token.clamp(0, max(self.T - 1, 0))
+        self.source = torch.minimum(token, cu[owner + 1][:, None] - 1).clamp(min=0)  # what lies past the last sequence may be anything
         self.target = torch.where(self.valid, token, self.T)  # padding goes to one row past the end
 
     pieces = DensePlan.pieces
@@ -169,7 +170,8 @@ class PackedPlan:
         return x.masked_fill(~self.valid[n0:n1].flatten()[:, None, None], 0)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty((1, self.T + 1, *shape[2:]), dtype=dtype, device=device)
+        # Zeros, not whatever was there, for tokens that no chunk holds: behind the last sequence, or where cu_seqlens_cpu is not cu_seqlens.
+        return torch.zeros((1, self.T + 1, *shape[2:]), dtype=dtype, device=device)
 
     def put(self, out: torch.Tensor, x: torch.Tensor, n0: int, n1: int) -> None:
         out.index_copy_(1, self.target[n0:n1].flatten(), x.to(out.dtype))

@@ -1,23 +1,29 @@
 """Triton kernels for NVIDIA and AMD GPUs.
 
-Two launches forward: `intra.prepare_kernel` over chunks, `state.scan_kernel` over sequences. Five backward: `replay.rebuild_kernel` over
-chunks, `replay.replay_kernel` over segments, `reverse.reverse_kernel` over sequences, `products.products_kernel` and
-`gradient.gradient_kernel` over chunks; and two short ones, `sums.sums_kernel` and `reverse.restore_kernel`. Those over chunks have a twin
-for bfloat16 and normalised keys: `normed`, `rebuild`, `normed_gradient`. On a machine without a GPU they run in Triton's interpreter when
-TRITON_INTERPRET=1 is set.
+    call        forward, backward and step; how to repeat one; what a first one compiles ahead
+    config      how a problem is cut on a chip, from the data in tiles
+    host        forward, backward, pool: buffers and launches
+    kernels     a file per kernel
+    device      what kernels call
+    runtime     Triton without KDA
+
+Two launches forward: `prepare` over chunks, `scan` over sequences. Five backward: `rebuild` over chunks, `replay` over segments, `reverse`
+over sequences, `products` and `gradient` over chunks; and two short ones. Those over chunks have a twin for bfloat16 and normalised keys.
+Without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set. This file needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
-import os
-import sys
-import threading
+import re
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
+from kdakit.backends.triton_gpu.runtime.interpreter import interpreter_asked_for
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -26,8 +32,9 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if _kind(device) != "cuda" and interpreted(device) is None:
         return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
-    if not _installed():
-        return "needs triton (pip install kdakit[gpu])"
+    reason = _unusable()
+    if reason is not None:
+        return reason
     if problem.dtype == "float64" or "float64" in (problem.gate_dtype, problem.beta_dtype, problem.state_dtype):
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
@@ -37,87 +44,97 @@ def supports(problem: Problem, device: Any) -> str | None:
 
 def interpreted(device: Any) -> str | None:
     """Why it would run in Triton's interpreter; None: it would not."""
-    on = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-    return "TRITON_INTERPRET=1 is set: Triton's interpreter, not the GPU" if on else None
+    return "TRITON_INTERPRET=1 is set: Triton's interpreter, not the GPU" if interpreter_asked_for() else None
 
 
 def operand_dtype(problem: Problem) -> str:
-    """Half-precision inputs go to the matrix units as they are; the token recurrence has no matrix products."""
-    return problem.dtype if problem.op == "chunk" else "float32"
+    """Half-precision inputs go to the matrix units as they are; the token recurrence has no matrix products, but its gradients are those
+    of chunks."""
+    return problem.dtype if problem.op == "chunk" or problem.needs_grad else "float32"
 
 
 def default_config(problem: Problem, device: Any) -> Config:
     return chosen(problem, chip_of(device))
 
 
+def expected_us(problem: Problem, device: Any) -> float | None:
+    """Microseconds of a forward call, where they are known."""
+    from kdakit.backends.triton_gpu import times
+
+    chip = chip_of(device)
+    return None if problem.needs_grad else times.expected_us(problem, chip.name, chosen(problem, chip))
+
+
+def forms(problem: Problem, device: Any) -> tuple[str, ...]:
+    """What a problem launches there, as the table of what a chip has shown names it."""
+    from kdakit.backends.triton_gpu import shown
+
+    return shown.forms(problem, default_config(problem, device))
+
+
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
-    from kdakit.backends.triton_gpu import training
+    from kdakit.backends.triton_gpu.host import backward
 
-    return training.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
+    return backward.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
-    return _launch().forward(problem, arrays, config)
+    return _call().forward(problem, arrays, config)
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
-    from kdakit.backends.triton_gpu import training
-
-    return training.backward(problem, arrays, saved, d_o, d_final_state, config)
+    return _call().backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> Result:
-    return _launch().step(problem, arrays, config, final_state)
+    return _call().step(problem, arrays, config, final_state)
 
 
 def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Any, Any]:
     """`forward` or `step`, and a function of the tensors that repeats it, if it can be."""
-    _launch()
-    from kdakit.backends.triton_gpu import plan
-
-    return plan.planned(problem, arrays, config, final_state)
+    return _call().planned(problem, arrays, config, final_state)
 
 
 def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> tuple[Arrays, Any]:
     """`backward`, and a function of (*arrays, *saved, d_o, d_final_state) that repeats it, if it can be."""
-    _launch()
-    from kdakit.backends.triton_gpu import plan
-
-    return plan.planned_backward(problem, arrays, saved, d_o, d_final_state, config)
+    return _call().planned_backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 @lru_cache
-def _launch() -> ModuleType:
+def _call() -> ModuleType:
+    """Needs Triton, which is hashed while the kernels are imported."""
     if interpreted(None) is None:
-        hash_triton()
-    from kdakit.backends.triton_gpu import launch
+        from kdakit.backends.triton_gpu.runtime import precompile
 
-    return launch
+        precompile.hash_triton()
+    from kdakit.backends.triton_gpu import call
+
+    return call
+
+
+OLDEST = (3, 6)  # before it, what `launch` and `ahead` ask of Triton has other names or is not there
 
 
 @lru_cache
-def hash_triton() -> threading.Thread:
-    """Reads all of Triton, whose hash is part of every key in its cache, while others do something else: see `ahead`."""
-    from triton.runtime import cache
+def _unusable() -> str | None:
+    """Why the Triton that is installed cannot be used; its version is looked up, not imported."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton (pip install kdakit[gpu])"
+    found = _triton_version()
+    numbers = tuple(int(x) for x in re.findall(r"\d+", found)[:2])
+    if numbers < OLDEST:
+        return f"needs triton {'.'.join(map(str, OLDEST))} or newer, found {found} (pip install -U 'kdakit[gpu]')"
+    return None
 
-    def read() -> None:
-        # Triton reads itself in 400 pieces, and after each would wait 5 ms for the interpreter's lock while another thread runs Python.
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)
+
+def _triton_version() -> str:
+    for name in ("triton", "pytorch-triton-rocm", "pytorch-triton", "pytorch-triton-xpu"):
         try:
-            getattr(cache, "triton_key", lambda: None)()
-        finally:
-            sys.setswitchinterval(usual)
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    return thread
-
-
-@lru_cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return str(importlib.import_module("triton").__version__)
 
 
 def _kind(device: Any) -> str:
@@ -126,6 +143,6 @@ def _kind(device: Any) -> str:
 
 def pooled() -> Any:
     """The kernels over a pool of states, for kdakit.serving: decode, verify, commit."""
-    from kdakit.backends.triton_gpu import pool_launch
+    from kdakit.backends.triton_gpu.host import pool
 
-    return pool_launch
+    return pool

@@ -127,6 +127,8 @@ def step(problem: Problem, arrays: Arrays, config: Config | None = None) -> Resu
     if problem.varlen == "segment_ids":
         resets = segment_starts(arrays.segment_ids)
     o, final = recurrence(activate(problem, arrays, resets), _initial_states(problem, arrays), sequence)
+    if sequence is not None:
+        o = jnp.where((sequence < problem.N)[:, None, None], o, 0)
     final = layout(problem, final).astype(problem.state_dtype) if problem.options.output_final_state else None
     return Result(o.astype(problem.dtype), final)
 

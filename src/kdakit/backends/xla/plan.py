@@ -35,6 +35,7 @@ class Plan:
     source: Any = None  # [windows, G * C]  token of each place
     valid: Any = None  # [windows, G * C]  False where the place is filled up
     place: Any = None  # [T]  place of each token, counted over all windows
+    real: Any = None  # [T]  False for tokens past the last sequence
     slots: Any = None  # Slots of [windows, G]
 
 
@@ -77,7 +78,7 @@ def make_plan(problem: Problem, config: Config, cu_seqlens=None) -> Plan:
     place = ((ends - counts)[owner] + position // C) * C + position % C
     rows = lambda x: x.reshape(windows, -1)
     slots = Slots(rows(sequence), rows(~used | (within == 0)), rows(~used | (within == counts[real] - 1)))
-    return Plan(T, C, G, windows, rows(source), rows(valid), place, slots)
+    return Plan(T, C, G, windows, rows(source), rows(valid), place, tokens < cu_seqlens[-1], slots)
 
 
 def edges_passed(edges, size: int):
@@ -123,7 +124,9 @@ def join_windows(plan: Plan, x):
         return None
     x = jnp.moveaxis(x, 0, 1)
     x = x.reshape(x.shape[0], plan.windows * plan.G * plan.C, *x.shape[3:])
-    return x[:, : plan.T] if plan.place is None else x.take(plan.place, axis=1, mode="clip")
+    if plan.place is None:
+        return x[:, : plan.T]
+    return jnp.where(plan.real.reshape(1, -1, *(1,) * (x.ndim - 2)), x.take(plan.place, axis=1, mode="clip"), 0)
 
 
 def to_chunks(plan: Plan, x):

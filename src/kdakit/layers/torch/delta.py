@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from kdakit.layers.sizes import MODES, LayerSizes, check_context, check_rows
 from kdakit.layers.torch.convolution import ShortConvolution
+from kdakit.layers.torch.fused.layer import Inputs, fused_dtype, fused_inputs, fused_output
+from kdakit.layers.torch.fused.step import Carried, layer_step, takes_step
 from kdakit.layers.torch.gated_linear import gated_linear_attention
 from kdakit.layers.torch.norm import RMSNorm
 from kdakit.layers.torch.rows import Rows
@@ -86,41 +88,56 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, cache: DeltaCache | None = None,
-        cu_seqlens: Tensor | None = None, context: Any = None,
+        cu_seqlens: Tensor | None = None, context: Any = None, in_place: bool = False,
     ) -> tuple[Tensor, DeltaCache | None]:  # fmt: skip
         """hidden_states [B, T, hidden_size]; attention_mask [B, T], 0 at padding, wherever it is; or B = 1 with cu_seqlens [N + 1].
 
         context: a kdakit.parallel.torch.Context, where hidden_states is one rank's slice of the tokens that cu_seqlens counts.
+        in_place: the given cache may be overwritten by the next one, as a decode step of few tokens on a GPU does.
         Returns o, zero at padding, and the next cache where one was given.
         """
         check_context(context, attention_mask, cache)
         mask_shape = None if attention_mask is None else attention_mask.shape
         check_rows(hidden_states.shape, self.sizes.hidden_size, mask_shape, cu_seqlens is not None)
         rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
+        rows = rows._replace(in_place=in_place)
         o, cache = self.mix(rows.arrange(hidden_states), rows, cache)
         return rows.restore(o), cache
 
     def mix(self, x: Tensor, rows: Rows, cache: DeltaCache | None = None) -> tuple[Tensor, DeltaCache | None]:
         """The layer on rows as the model arranges them: padding, if any, behind the tokens."""
         s = self.sizes
-        q, k, v, windows = self._convolved(x, rows, cache)
-        q, k, v = q.unflatten(-1, (-1, s.head_dim)), k.unflatten(-1, (-1, s.head_dim)), v.unflatten(-1, (-1, s.head_v_dim))
-        g, beta = self.f_proj(x).unflatten(-1, (-1, s.head_dim)), self.b_proj(x)
+        if cache is not None and self._takes_step(x, rows, cache):
+            after = cache if rows.in_place else DeltaCache(*map(torch.empty_like, cache))
+            return layer_step(self, x, Carried(*cache), Carried(*after))[0], after
+        dtype = fused_dtype(self, x)
+        made = self._inputs(x, rows, cache) if dtype is None else fused_inputs(self, x.to(dtype), rows, cache)
+        q, k, v = (y.unflatten(-1, (-1, d)) for y, d in zip(made[:3], (s.head_dim, s.head_dim, s.head_v_dim), strict=True))
+        g, beta, gate, windows = made.g.unflatten(-1, (-1, s.head_dim)), made.beta, made.gate, made.windows
+        del made  # what only the operator needs lives no longer than it
         o, state = self._attend(q, k, v, g, beta, rows, None if cache is None else cache.state)
-        o = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, s.head_v_dim)))
-        return self.o_proj(o.flatten(-2)), None if cache is None else DeltaCache(windows[0], windows[1], windows[2], state)
+        o = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, s.head_v_dim))) if gate is None else fused_output(self, o, gate)
+        return self.o_proj(o.flatten(-2)), None if cache is None else DeltaCache(*windows, state)
 
-    def _convolved(self, x, rows, cache):
-        made = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+    def _takes_step(self, x: Tensor, rows: Rows, cache: DeltaCache) -> bool:
+        """A few tokens of every sequence, on a GPU, without gradients: one kernel between the projections."""
+        plain = rows.lengths is None and rows.cu_seqlens is None and rows.context is None
+        return plain and self.mode != "chunk" and self.backend in ("auto", "triton_gpu") and takes_step(self, x, *cache)
+
+    def _inputs(self, x: Tensor, rows: Rows, cache: DeltaCache | None) -> Inputs:
+        """In plain PyTorch."""
+        made, windows = (self.q_proj(x), self.k_proj(x), self.v_proj(x)), (None, None, None)
+        g, beta = self.f_proj(x), self.b_proj(x)
         if not self.sizes.use_short_conv:
-            return *map(F.silu, made), (None, None, None)
-        filters = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        windows = (None, None, None) if cache is None else cache[:3]
+            return Inputs(*map(F.silu, made), g, beta, None, windows)
+        if cache is not None:
+            windows = cache[:3]
         if rows.context is not None:
             cu_seqlens, windows = rows.context.windows(made, self.sizes.conv_size - 1, rows.cu_seqlens)
             rows = Rows(cu_seqlens=cu_seqlens)
+        filters = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         out = [convolve(y, rows, window) for convolve, y, window in zip(filters, made, windows, strict=True)]
-        return *(y for y, _ in out), tuple(window for _, window in out)
+        return Inputs(*(y for y, _ in out), g, beta, None, tuple(window for _, window in out))
 
     def _attend(self, q, k, v, g, beta, rows, state):
         """Padding neither decays nor writes: its log-decay and its beta are zero."""

@@ -20,6 +20,7 @@ class Rows(NamedTuple):
     cu_seqlens: Tensor | None = None  # [N + 1]
     order: Tensor | None = None  # [B, T]: where the tokens of each row came from
     context: Any = None  # kdakit.parallel's Context: who has the other tokens
+    in_place: bool = False  # a cache may be moved where it lies: nobody looks at the old one again
 
     @staticmethod
     def from_mask(mask: Tensor) -> Rows:

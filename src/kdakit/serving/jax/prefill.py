@@ -47,7 +47,7 @@ def prefill(
     if not visible:
         raise ValueError("cu_seqlens must be known on the host with checkpoints or deterministic=True, got a traced one")
     edges = np.asarray(arrays.cu_seqlens)
-    check_cu_seqlens(edges, problem.T)
+    check_cu_seqlens(edges, problem.T, padding=False)
     lengths = np.diff(edges).tolist()
     wanted = check_checkpoints(checkpoints if checkpoints is not None else [[]] * len(lengths), lengths)
     step = problem.options.chunk_size

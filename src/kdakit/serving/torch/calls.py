@@ -46,7 +46,7 @@ def decode(
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
     problem, given, module = _prepare("decode", pool, slots, arrays, backend, options)
     inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
-    if hasattr(module, "pooled"):
+    if module.pooled is not None:
         o = module.pooled().decode(problem, arrays, pool, given, module.default_config(problem, q.device))
         if inputs:
             pool.shift(pool.rows(given), inputs)
@@ -94,14 +94,14 @@ def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inp
     problem, given, module = _prepare(call, pool, slots, arrays, backend, options)
     check_drafts(problem.T)
     inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
-    if past is not None and not hasattr(past[0].backend, "commit"):
+    if past is not None and past[0].backend.commit is None:
         _commit(pool, *past)
         past = None
     if past is not None:
-        if not hasattr(module, "pooled"):
+        if module.pooled is None:
             raise ValueError(f"backend must be the one that made the draft, got {backend!r}")
         past[0].spent = True
-    if hasattr(module, "pooled"):
+    if module.pooled is not None:
         kernels = module.pooled()
         o, (own, generation), log = kernels.verify(problem, arrays, pool, given, module.default_config(problem, arrays.q.device), past)
         return o, Draft(pool, pool.rows(given) if inputs else None, own, generation, log, inputs, kernels, problem.T)
@@ -122,13 +122,13 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
 
 def _commit(pool: StatePool, draft: Draft, accepted: Tensor) -> None:
     draft.spent = True
-    if hasattr(draft.backend, "commit"):
+    if draft.backend.commit is not None:
         draft.backend.commit(pool, draft, accepted)
     rows = draft.rows
     if rows is None:
         return
     rows = _still(pool, rows)
-    if not hasattr(draft.backend, "commit"):
+    if draft.backend.commit is None:
         states = draft.backend.replay(pool.storage.read(rows.place), draft.log, accepted)
         decay = draft.backend.total_decay(draft.log, accepted)
         moved = rows._replace(place=torch.where(accepted > 0, rows.place, pool.capacity))

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from kdakit.layers.torch import Rows as Packing
 from kdakit.models.torch import KimiLinear
-from kdakit.serving.arguments import check_checkpoints
+from kdakit.problem import checks_enabled
+from kdakit.serving.arguments import check_checkpoints, check_drafts
 from kdakit.serving.requests import check_tokens
 from kdakit.serving.torch import owners
 from kdakit.serving.torch.calls import Draft, check_commit, commit, decode, verify
+from kdakit.serving.torch.captured import CapturedCalls, CapturedDraft
+from kdakit.serving.torch.layer import Whole, in_one
 from kdakit.serving.torch.pool import Snapshot, StatePool
 from kdakit.serving.torch.prefill import prefill
 
@@ -23,9 +26,12 @@ WINDOWS = ("q", "k", "v")
 
 
 class ServedModel:
-    """Prefill, decode, verify and commit of whole sequences of tokens, by slot. The model must have KDA layers only."""
+    """Prefill, decode, verify and commit of whole sequences of tokens, by slot. The model must have KDA layers only.
 
-    def __init__(self, model: KimiLinear, slots: int, dtype: torch.dtype | None = None, backend: str = "auto"):
+    dtype: of the stored states. graphs: on a CUDA device decode, verify and commit are captured once for each size and replayed.
+    """
+
+    def __init__(self, model: KimiLinear, slots: int, dtype: torch.dtype | None = None, backend: str = "auto", graphs: bool = True):
         if any(model.config.is_attention(i) for i in range(model.config.num_layers)):
             raise ValueError("model must have attention_every=0: the pool holds KDA layers, whose state does not grow")
         self.model, self.backend = model.eval(), backend
@@ -43,6 +49,11 @@ class ServedModel:
             )
             self.pools.append(pool)
         self.table = self.pools[0].table
+        self.captured: CapturedCalls | None = None
+        if graphs and self.device.type == "cuda" and not checks_enabled():  # whose checks wait for the device
+            self.captured = CapturedCalls(
+                lambda tokens, slots, *calls: self._forward(tokens, slots, Packing(), *calls), self.pools, self.device
+            )
 
     @property
     def free_slots(self) -> int:
@@ -98,16 +109,22 @@ class ServedModel:
     @torch.no_grad()
     def decode(self, slots: list[int], tokens: Sequence[int]) -> Tensor:
         """One token of each sequence: logits [N, vocabulary]."""
-        self._check(slots, [[token] for token in tokens])
-        given = torch.tensor(tokens, device=self.device)[:, None]
-        return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x))[:, 0]
+        rows = [[token] for token in tokens]
+        self._check(slots, rows)
+        if self.captured is not None:
+            return self.captured.decode(slots, rows)[:, 0]
+        given = torch.tensor(rows, device=self.device)
+        return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x), in_one("decode", []))[:, 0]
 
     @torch.no_grad()
-    def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft]]:
+    def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft] | CapturedDraft]:
         """Guessed tokens, as many for each sequence: logits [N, T, vocabulary], and a draft a layer."""
         self._check(slots, tokens)
         if len({len(own) for own in tokens}) > 1:
             raise ValueError(f"tokens must be as many for each sequence, got {[len(own) for own in tokens]}")
+        check_drafts(len(tokens[0]))
+        if self.captured is not None:
+            return self.captured.verify(slots, tokens)
         drafts = []
 
         def call(pool, **given):
@@ -115,10 +132,16 @@ class ServedModel:
             drafts.append(draft)
             return o
 
-        return self._forward(torch.tensor(tokens, device=self.device), slots, Packing(), call), drafts
+        given = torch.tensor(tokens, device=self.device)
+        return self._forward(given, slots, Packing(), call, in_one("verify", drafts)), drafts
 
-    def commit(self, drafts: list[Draft], accepted: list[int]) -> None:
+    @torch.no_grad()
+    def commit(self, drafts: list[Draft] | CapturedDraft, accepted: list[int]) -> None:
         """The first accepted[n] tokens of each row, in every layer or in none."""
+        if isinstance(drafts, CapturedDraft):
+            if self.captured is None:
+                raise ValueError("drafts must have been made by this model's verify, got another's")
+            return self.captured.commit(drafts, accepted)
         if len(drafts) != len(self.pools):
             raise ValueError(f"drafts must be one for each of the {len(self.pools)} layers, got {len(drafts)}")
         for pool, draft in zip(self.pools, drafts, strict=True):
@@ -143,16 +166,23 @@ class ServedModel:
                 raise ValueError("tokens must be at least one for each sequence, got none")
             check_tokens(own, self.vocabulary, "tokens")
 
-    def _forward(self, tokens: Tensor, slots: list[int], packing: Packing, call: Callable[..., Tensor]) -> Tensor:
-        x = self.model.model.embeddings(tokens)
+    def _forward(
+        self, tokens: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor], whole: Whole | None = None
+    ) -> Tensor:
+        """call: the operator over a pool. whole: a layer in one, where it can, see `in_one`."""
+        x, given = self.model.model.embeddings(tokens), self.pools[0].device_slots(slots)
         for block, pool in zip(self.model.blocks(), self.pools, strict=True):
-            x = x + self._mix(block.attn, pool, block.attn_norm(x), slots, packing, call)
+            normed = block.attn_norm(x)
+            o = None if whole is None else whole(block.attn, pool, given, normed)
+            x = x + (self._mix(block.attn, pool, normed, slots, packing, call) if o is None else o)
             x = x + block.mlp(block.mlp_norm(x))
         x = self.model.model.norm(x)
         head = self.model.model.embeddings.weight if self.model.config.tie_embeddings else self.model.lm_head.weight
         return F.linear(x, head)
 
-    def _mix(self, attn: Any, pool: StatePool, x: Tensor, slots: list[int], packing: Packing, call: Callable[..., Tensor]) -> Tensor:
+    def _mix(
+        self, attn: Any, pool: StatePool, x: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor]
+    ) -> Tensor:
         """KimiDeltaAttention.mix with states and windows in a pool."""
         s = attn.sizes
         inputs = dict(zip(WINDOWS, (attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)), strict=True))

@@ -1,0 +1,93 @@
+"""Calls: the forward, the backward and the step; how to repeat one; and what a first one compiles ahead."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.host import backward as backwards
+from kdakit.backends.triton_gpu.host import forward as forwards
+from kdakit.backends.triton_gpu.host.forward import step
+from kdakit.backends.triton_gpu.runtime import precompile
+from kdakit.backends.triton_gpu.runtime.launch import on_device, recording, watching
+from kdakit.backends.triton_gpu.runtime.layout import contiguous_parameters, views
+from kdakit.backends.triton_gpu.runtime.repeat import Plan, plan_of
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+
+def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
+    arrays = contiguous_parameters(arrays)
+    x = views(arrays)
+    with on_device(arrays.q):
+        if arrays.q.is_cuda:
+            key = kind(problem, config, arrays.q.get_device())
+            precompile.compile_once(key, lambda: launches(problem, arrays, config))
+        space = forwards.prepare(problem, arrays, x, config)
+        result = forwards.scan(problem, arrays, x, space, config)
+        if not problem.needs_grad:
+            return result, []
+        return result, backwards.saved(problem, arrays, x, space, config)
+
+
+def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
+    if not kept:  # the forward was the token recurrence
+        problem = problem.replace(op="chunk", needs_grad=True, output_final_state=False)
+        kept = forward(problem, arrays, config)[1]
+    arrays, d_o = contiguous_parameters(arrays), d_o.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    with on_device(arrays.q):
+        return backwards.backward(problem, arrays, kept, d_o, d_final, config)
+
+
+def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> tuple[Any, Plan | None]:
+    """A call, and how to repeat it; None where it cannot be. The result is a Result; of a call that will be differentiated it is that and
+    what is saved."""
+    with watching() as seen:
+        if problem.op == "recurrent":
+            result, saved = step(problem, arrays, config, final_state), []
+        else:
+            result, saved = forward(problem, arrays, config)
+
+    def shaped(made: list) -> Any:
+        return (Result(*made[:2]), made[2:]) if problem.needs_grad else Result(*made)
+
+    plan = None if result.states is not None else plan_of(arrays, [*result[:2], *saved], seen, shaped)
+    return (result, saved) if problem.needs_grad else result, plan
+
+
+def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> tuple[Arrays, Plan | None]:
+    """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final)."""
+    with watching() as seen:
+        found = backward(problem, arrays, saved, d_o, d_final, config)
+    return found, plan_of([*arrays, *saved, d_o, d_final], found, seen, lambda made: Arrays(*made))
+
+
+@lru_cache(maxsize=1024)
+def kind(problem: Problem, config: Config, device: int) -> Any:
+    """What calls that launch the same kernels have in common."""
+    return problem.replace(B=1, T=1, N=1), config, device
+
+
+def launches(problem: Problem, arrays: Arrays, config: Config) -> list[precompile.Recorded]:
+    """(kernel, arguments, constants, options) of a call's launches, in order, on tensors without memory. Nothing runs."""
+    problem = problem.replace(return_intermediate_states=False)  # their number would have to be looked up on the device
+    arrays = Arrays(*(None if x is None else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in arrays))
+    with recording() as recorded:
+        if problem.op == "recurrent":
+            step(problem, arrays, config)
+            return recorded
+        kept = forward(problem, arrays, config)[1]
+        if problem.needs_grad:
+            # Not torch.empty_like, which for tensors without memory imports sympy: seconds.
+            d_o = torch.empty(arrays.v.shape, dtype=arrays.v.dtype, device="meta")
+            backward(problem, arrays, kept, d_o, None, config)
+            if problem.options.output_final_state:  # a loss may be made of the final state, or not: some kernels have a form for each
+                known = [(kernel, constants) for kernel, _, constants, _ in recorded]
+                first = len(recorded)
+                backward(problem, arrays, kept, d_o, torch.empty(problem.state_shape, device="meta"), config)
+                recorded[first:] = [x for x in recorded[first:] if (x[0], x[2]) not in known]
+    return recorded

@@ -1,0 +1,175 @@
+"""Stage gate, as device functions: log-decay, l2 norm and write strength. Decays are in base 2, as the hardware's exponential is."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LN2_HIGH = tl.constexpr(0.693359375)  # 9 bits
+LN2_LOW = tl.constexpr(-0.00021219444005469057)
+L2_EPSILON = tl.constexpr(1e-6)
+FLOOR = tl.constexpr(-29.0)  # an unbounded gate is raised to this: 2^-29 is far below what bfloat16 factors resolve
+
+
+@triton.jit
+def log2_one_plus(e, EXACT: tl.constexpr, PTX: tl.constexpr):
+    """log2(1 + e), 0 <= e <= 1. EXACT keeps the relative accuracy of small e, which 1 + e forgets. PTX: one instruction, to 2^-22."""
+    if PTX and not EXACT:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], dtype=tl.float32, is_pure=True, pack=1)
+    u = 1.0 + e
+    y = tl.log2(u)
+    if EXACT:
+        series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * (0.2 - e * 0.16666667)))))
+        y = tl.where(e < 0.03, series * LOG2E, y * (e / tl.maximum(u - 1.0, 1e-9)))  # 1 + e, rounded, is u: the quotient knows by how much
+    return y
+
+
+@triton.jit
+def power_of_2(x, PTX: tl.constexpr):
+    """2^x. PTX: one instruction, to 2^-22; results below 2^-126 are 0."""
+    if PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(x)
+
+
+@triton.jit
+def reciprocal(x, PTX: tl.constexpr):
+    """1 / x. PTX: one instruction, to 2^-23."""
+    if PTX:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return 1.0 / x
+
+
+@triton.jit
+def log2_decay(b_g, b_bias, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
+    """The gate's log-decay times log2(e).
+
+    log_decay: g        softplus: -a softplus(g + bias)        bounded: lower_bound sigmoid(a (g + bias))
+    """
+    if GATE == "log_decay":
+        return b_g * LOG2E
+    b_x = b_g + b_bias
+    if GATE == "softplus":
+        b_x = b_x * LOG2E
+        return -a * (tl.maximum(b_x, 0.0) + log2_one_plus(power_of_2(-tl.abs(b_x), PTX), EXACT, PTX))
+    if PTX and not EXACT:
+        return (lower_bound * LOG2E) * reciprocal(1.0 + power_of_2(b_x * (-a * LOG2E), PTX), PTX)
+    return (lower_bound * LOG2E) / (1.0 + tl.exp2(b_x * (-a * LOG2E)))
+
+
+@triton.jit
+def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
+    """e^x, x < 80. EXACT: to one rounding, 0 below 2^-126; the hardware's 2^y is off by several, and y = x log2(e) by x times as much."""
+    if EXACT:
+        n = tl.floor(tl.maximum(x, -100.0) * LOG2E + 0.5)
+        r = (tl.maximum(x, -100.0) - n * LN2_HIGH) - n * LN2_LOW
+        y = 0.041666668 + r * (0.008333334 + r * (0.0013888889 + r * 0.0001984127))
+        y = 1.0 + (r + r * r * (0.5 + r * (0.16666667 + r * y)))
+        power = ((tl.maximum(n, -126.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        y = tl.where(n < -126.0, 0.0, y * power)
+    else:
+        y = power_of_2(x * LOG2E, PTX)
+    return y
+
+
+@triton.jit
+def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
+    """e^g for g = the gate's log-decay of x = g + bias."""
+    if EXACT:
+        if GATE == "softplus":
+            b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
+        elif GATE == "bounded":
+            b_x = lower_bound / (1.0 + exponential(tl.minimum(-a * b_x, 79.0), True, False))
+        b_e = exponential(b_x, True, False)
+    else:
+        b_e = power_of_2(log2_decay(b_x, 0.0, a, lower_bound, GATE, False, PTX), PTX)
+    return b_e
+
+
+@triton.jit
+def write_strength(b_beta, BETA: tl.constexpr):
+    """given: beta        sigmoid: 1 / (1 + e^-beta)        double_sigmoid: twice that."""
+    if BETA == "given":
+        return b_beta
+    b_s = 1.0 / (1.0 + tl.exp2(-b_beta * LOG2E))
+    return 2.0 * b_s if BETA == "double_sigmoid" else b_s
+
+
+@triton.jit
+def gate_slope(p_A_log, i_h, EXACT: tl.constexpr, HAS_A_LOG: tl.constexpr):
+    """a = e^A_log of head i_h, or 1."""
+    return exponential(tl.load(p_A_log + i_h).to(tl.float32), EXACT, False) if HAS_A_LOG else 1.0
+
+
+@triton.jit
+def inverse_norm(b_sum):
+    """1 / sqrt(sum of squares + 1e-6)."""
+    return tl.rsqrt(b_sum + L2_EPSILON)
+
+
+@triton.jit
+def gate_backward(b_x, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
+    """From d the gradient of the log-decay: that of the gate's input x = g + bias, and the terms of that of A_log, with a = e^A_log.
+
+    softplus: -a sigmoid(x) d,  -a softplus(x) d        bounded, s = sigmoid(a x): a z,  a x z  with  z = lower_bound s (1 - s) d
+    """
+    if GATE == "log_decay":
+        return b_d, b_d
+    if GATE == "softplus":
+        b_e = exponential(-tl.abs(b_x), EXACT, PTX)
+        b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX)
+        b_softplus = tl.maximum(b_x, 0.0) + log2_one_plus(b_e, EXACT, PTX) * LN2
+        return -a * b_s * b_d, -a * b_softplus * b_d
+    b_ax = a * b_x
+    b_e = exponential(-tl.abs(b_ax), EXACT, PTX)
+    b_r = reciprocal(1.0 + b_e, PTX)
+    b_z = lower_bound * (b_e * b_r) * (b_r * b_d)
+    return a * b_z, b_ax * b_z
+
+
+@triton.jit
+def write_strength_backward(b_beta, b_d, BETA: tl.constexpr):
+    """From d, the gradient of the strength. given: d. Else from d times the strength, which is s = 1 / (1 + e^-beta) or 2 s: (1 - s) d."""
+    if BETA == "given":
+        return b_d
+    b_e = tl.exp2(-tl.abs(b_beta) * LOG2E)
+    return tl.where(b_beta >= 0, b_e, 1.0) * b_d / (1.0 + b_e)
+
+
+@triton.jit
+def inverse_power_of_2(x, PTX: tl.constexpr):
+    """2^-x. PTX: one instruction as well, where a minus before its argument would be another."""
+    if PTX:
+        asm: tl.constexpr = "{ .reg .f32 y; neg.f32 y, $1; ex2.approx.ftz.f32 $0, y; }"
+        return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.exp2(-x)
+
+
+@triton.jit
+def gate_share(b_g, b_bias, a, unit, GATE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr):
+    """The log2-decay in (negative) units of `gate_unit`, which is left to its sums; b_bias as `scaled_bias` makes it.
+
+    log_decay: -g        softplus: max(x, 0) + log2(1 + 2^-|x|)        bounded: 1 / (1 + 2^-a x)        with x = log2(e) (g + bias)
+    """
+    if GATE == "bounded":
+        return reciprocal(1.0 + power_of_2(b_g * (-a * LOG2E) + b_bias, PTX), PTX)
+    if GATE == "softplus":
+        b_x = b_g * LOG2E + b_bias
+        b_y = tl.maximum(b_x, 0.0) + log2_one_plus(inverse_power_of_2(tl.abs(b_x), PTX), False, PTX)
+    else:
+        b_y = -b_g
+    return b_y if BOUNDED else tl.minimum(b_y, FLOOR / unit)
+
+
+@triton.jit
+def gate_unit(a, lower_bound, GATE: tl.constexpr):
+    if GATE == "bounded":
+        return lower_bound * LOG2E
+    return -a if GATE == "softplus" else lower_bound * 0.0 - LOG2E
+
+
+@triton.jit
+def scaled_bias(b_bias, a, GATE: tl.constexpr):
+    return b_bias * (-a * LOG2E) if GATE == "bounded" else b_bias * LOG2E

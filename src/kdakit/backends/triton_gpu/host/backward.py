@@ -1,0 +1,249 @@
+"""Host side of the backward: five launches (and short ones for the gate's parameters and initial states), and what the forward keeps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, padded
+from kdakit.backends.triton_gpu.host.forward import Workspace, clear_gradients
+from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
+from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
+from kdakit.backends.triton_gpu.kernels import products as products_kernel
+from kdakit.backends.triton_gpu.kernels import rebuild as rebuild_plain
+from kdakit.backends.triton_gpu.kernels import replay as replay_kernel
+from kdakit.backends.triton_gpu.kernels import reverse as reverse_kernel
+from kdakit.backends.triton_gpu.runtime.layout import Views, views
+from kdakit.backends.triton_gpu.runtime.streams import beside
+from kdakit.problem import Arrays, Problem
+
+
+class Replayed(NamedTuple):
+    """What the replay makes of a forward's inputs, its `lower` and its checkpoints; rows as in Workspace."""
+
+    tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
+    decay: torch.Tensor  # [slots, HV, KP]
+    factors: torch.Tensor  # [slots, HV, 3, C]  beta, 1 / |q|, 1 / |k|
+    first: torch.Tensor  # [N, HV, 2, C, KP]  what rounding took from k_in and q_decayed of the first chunks
+    states: torch.Tensor  # [slots, HV, VP, KP]  before each chunk
+    r: torch.Tensor  # [B, T, HV, V]  v - k_in S
+
+
+def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
+    C, KP, VP, HV = config.chunk, padded(problem.K), padded(problem.V), problem.HV
+    slots = chunk_slots(problem, C)
+    first = problem.N if corrected(problem) else 0
+    shapes = [(slots, HV, 3, C, KP), (slots, HV, KP), (slots, HV, 3, C), (first, HV, 2, C, KP), (slots, HV, VP, KP)]
+    shapes += [(problem.B, problem.T, HV, problem.V)]
+    lost = "float32" if problem.dtype == "float16" else problem.dtype  # strong decays underflow in float16
+    dtypes = (problem.dtype, "float32", "float32", lost, problem.dtype, problem.dtype)
+    return list(zip(shapes, dtypes, strict=True))
+
+
+def k_solved(x: Replayed, config: Config) -> torch.Tensor:
+    """The tiles as k_solved, the last of three, is kept in them: as precisely as the inverse where that fits."""
+    return x.tiles.view(torch.float16) if config.solve_dtype == "float16" else x.tiles
+
+
+def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
+    """`lower`, A_qk inverse and checkpoints of the state; or, with disable_recompute, in place of the latter all that the replay makes."""
+    C, HV = config.chunk, problem.HV
+    slots = chunk_slots(problem, C)
+    specs = [((slots, HV, C, C), config.solve_dtype), ((slots, HV, C, C), problem.dtype)]
+    if problem.options.disable_recompute:
+        return specs + replayed_specs(problem, config)
+    return [*specs, ((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), problem.dtype)]
+
+
+def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> list[torch.Tensor]:
+    if problem.options.disable_recompute:
+        y = rebuild(problem, arrays, x, space.lower, config)
+        replay(problem, arrays, x, y, space.checkpoints, config)
+        return [space.lower, space.solved, *y]
+    return [space.lower, space.solved, space.checkpoints]
+
+
+def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
+    """First launch: the tiles of every chunk again."""
+    out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=arrays.q.device) for s, d in replayed_specs(problem, config)))
+    if lower.shape[0] * problem.HV:
+        kernel = rebuild_normed if config.normed else rebuild_plain
+        kernel.launch(problem, config, x.layout)(
+            q=x.q,
+            k=x.k,
+            g=x.g,
+            beta=arrays.beta,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            cu_seqlens=arrays.cu_seqlens,
+            lower=lower,
+            tiles=out.tiles,
+            k_solved=k_solved(out, config),
+            decay=out.decay,
+            factors=out.factors,
+            first=out.first,
+        )
+    return out
+
+
+def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoints, config: Config) -> None:
+    """Second launch: the states before every chunk and v - k_in S again."""
+    if out.tiles.shape[0] * problem.HV:
+        replay_kernel.launch(problem, config, x.layout)(
+            v=x.v,
+            cu_seqlens=arrays.cu_seqlens,
+            checkpoints=checkpoints,
+            initial=arrays.initial_state,
+            tiles=out.tiles,
+            k_solved=k_solved(out, config),
+            decay=out.decay,
+            factors=out.factors,
+            states=out.states,
+            r=out.r,
+        )
+
+
+def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config):
+    """Third launch: dS' of every chunk, the gradients of v (without beta where that is given) and of the initial state."""
+    C, device = config.chunk, d_o.device
+    d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
+    d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
+    d_initial, lost = None, None
+    if problem.options.beta == "given" and config.gradient_dtype != "float32":
+        lost = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=getattr(torch, config.gradient_dtype), device=device)
+    if arrays.initial_state is not None:
+        d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
+    if problem.N * problem.HV * problem.V:
+        reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)(
+            d_o=d_o,
+            tiles=y.tiles,
+            k_solved=k_solved(y, config),
+            solved=solved,
+            decay=y.decay,
+            factors=y.factors,
+            cu_seqlens=arrays.cu_seqlens,
+            d_final=d_final,
+            d_states=d_states,
+            d_v=d_v,
+            lost=lost,
+            d_initial=d_initial,
+        )
+    return d_states, d_v, lost, d_initial
+
+
+def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, d_v, d_initial, config: Config) -> None:
+    """A short launch for a gradient of the initial state from half-precision tiles: adds to d_initial what they lost."""
+    if corrected(problem) and problem.N * problem.HV * problem.V:
+        launch = reverse_kernel.launch_restore(problem, config, x.layout)
+        launch(d_o=d_o, d_v=d_v, first=y.first, cu_seqlens=arrays.cu_seqlens, d_initial=d_initial)
+
+
+class Products(NamedTuple):
+    """Gradients of what a chunk is made of, from `products_kernel`; R is the chunk, at least 32."""
+
+    pairs: torch.Tensor  # [slots, HV, 2, R, R]
+    d_tiles: torch.Tensor  # [slots, HV, 3, KP, R]  of q_decayed, k_in, k_solved, float16 or float32
+    scales: torch.Tensor | None  # [slots, HV, 3, KP]  of float16 tiles
+    d_decay: torch.Tensor  # [slots, HV, KP]
+    d_beta: torch.Tensor
+
+
+def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, lower, d_states, d_o, d_v, lost, d_final, config) -> Products:
+    """Fourth launch: all products over V; d_v gets the beta that it lacks. Tiles that the replay made are used up."""
+    C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.gradient_dtype)
+    slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
+    part = torch.float32 if small == torch.float32 else torch.float16
+    mine = y.tiles.dtype == small and C == R and not problem.options.disable_recompute
+    out = Products(
+        torch.empty((slots, HV, 2, R, R), dtype=small, device=device),
+        y.tiles.view(slots, HV, 3, KP, R).view(part) if mine else torch.empty((slots, HV, 3, KP, R), dtype=part, device=device),
+        None if part == torch.float32 else torch.empty((slots, HV, 3, KP), device=device),
+        torch.empty((slots, HV, KP), device=device),
+        torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=device),
+    )
+    if slots * HV:
+        products_kernel.launch(problem, config, x.layout, d_final is not None)(
+            beta=arrays.beta,
+            cu_seqlens=arrays.cu_seqlens,
+            lower=lower,
+            factors=y.factors,
+            states=y.states,
+            d_states=d_states,
+            r=y.r,
+            d_o=d_o,
+            initial=arrays.initial_state,
+            d_final=d_final,
+            d_v=d_v,
+            d_beta=out.d_beta,
+            pairs=out.pairs,
+            d_tiles=out.d_tiles,
+            scales=out.scales,
+            lost=lost,
+            d_decay=out.d_decay,
+        )
+    return out
+
+
+def gradients(problem: Problem, arrays: Arrays, x: Views, y: Replayed, z: Products, d_v, config: Config):
+    """Fifth launch and a short one for sums over chunks: gradients of q, k, g, A_log, dt_bias."""
+    device, K, shape = z.d_tiles.device, problem.K, (problem.B, problem.T, problem.HV, problem.K)
+    slots, dtype = z.d_tiles.shape[0], d_v.dtype
+    wide = torch.float32 if problem.group > 1 else dtype
+    d_q, d_k = (torch.empty(shape, dtype=wide, device=device) for _ in "qk")
+    d_g = torch.empty(arrays.g.shape, dtype=arrays.g.dtype, device=device)
+
+    def of(parameter):
+        """Its gradient, and every chunk's share of it."""
+        if parameter is None:
+            return None, None
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        return whole, torch.empty((slots, problem.HV, padded(K)), device=device)
+
+    (d_A_log, A_shares), (d_dt_bias, bias_shares) = of(arrays.A_log), of(arrays.dt_bias)
+    if slots * problem.HV:
+        kernel = gradient_normed if config.by_token else gradient_plain
+        kernel.launch(problem, config, x.layout)(
+            q=x.q,
+            k=x.k,
+            g=x.g,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            cu_seqlens=arrays.cu_seqlens,
+            factors=y.factors,
+            pairs=z.pairs,
+            d_tiles=z.d_tiles,
+            scales=z.scales,
+            d_decay=z.d_decay,
+            d_q=d_q,
+            d_k=d_k,
+            d_g=d_g,
+            d_A_log=A_shares,
+            d_dt_bias=bias_shares,
+        )
+    if d_A_log is not None or d_dt_bias is not None:
+        launch = parameter_sums.launch(problem, config, x.layout)
+        launch(d_g=d_g, A_shares=A_shares, bias_shares=bias_shares, d_A_log=d_A_log, d_dt_bias=d_dt_bias)
+    clear_gradients(problem, arrays, d_q, d_k, d_v, d_g, z.d_beta)
+    if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
+        d_q, d_k = (w.view(problem.B, problem.T, problem.H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
+    return d_q, d_k, d_g, d_A_log, d_dt_bias
+
+
+def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
+    """All launches, on contiguous parameters and cotangents."""
+    x = views(arrays)
+    lower, solved, *rest = kept
+    if problem.options.disable_recompute:
+        y = Replayed(*rest)
+        d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+    else:
+        y = rebuild(problem, arrays, x, lower, config)
+        with beside(d_o) as aside:  # neither of the two fills the chip
+            d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+            with aside():
+                replay(problem, arrays, x, y, rest[0], config)
+    z = products(problem, arrays, x, y, lower, d_states, d_o, d_v, lost, d_final, config)
+    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_v, config)
+    restore(problem, arrays, x, y, d_o, d_v, d_initial, config)
+    return Arrays(d_q, d_k, d_v, d_g, z.d_beta, d_A_log, d_dt_bias, d_initial)

@@ -1,0 +1,197 @@
+"""Host side of the forward and of the step: buffers, strides and grids of the launches. No value on the device is looked at."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from kdakit.backends.triton_gpu.config import Config, chunk_slots, padded, parts
+from kdakit.backends.triton_gpu.kernels import prepare as prepare_plain
+from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, tail
+from kdakit.backends.triton_gpu.kernels import scan as scan_plain
+from kdakit.backends.triton_gpu.kernels import step as step_kernel
+from kdakit.backends.triton_gpu.runtime.launch import is_recording, on_device
+from kdakit.backends.triton_gpu.runtime.layout import Layout, Views, contiguous_parameters, views
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+
+class Workspace(NamedTuple):
+    """What the prepare kernel hands to the scan; slots are chunks, see device.program.first_slot."""
+
+    slots: int
+    tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
+    squares: torch.Tensor  # [slots, HV, C, C]  A_solved
+    decay: torch.Tensor  # [slots, HV, KP]
+    beta: torch.Tensor  # [slots, HV, C]  the prepare kernel's own
+    lower: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward
+    solved: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward: A_qk inverse
+    checkpoints: torch.Tensor | None = None  # [slots / checkpoint, HV, VP, KP]  for a backward
+
+
+def workspace(problem: Problem, config: Config, device) -> Workspace:
+    C, KP, HV = config.chunk, padded(problem.K), problem.HV
+    slots = chunk_slots(problem, C)
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty((slots, HV, *shape), dtype=dtype, device=device)
+
+    dtype = getattr(torch, problem.dtype)
+    space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), empty(C))
+    if not problem.needs_grad:
+        return space
+    points = torch.empty((-(-slots // config.checkpoint), HV, padded(problem.V), KP), dtype=dtype, device=device)
+    lower = empty(C, C, dtype=getattr(torch, config.solve_dtype))
+    return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
+
+
+def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
+    """Stage intra of every chunk."""
+    space = workspace(problem, config, arrays.q.device)
+    kernel = prepare_normed if config.normed else prepare_plain
+    if space.slots:
+        kernel.launch(problem, config, x.layout)(
+            q=x.q,
+            k=x.k,
+            g=x.g,
+            beta=arrays.beta,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            cu_seqlens=arrays.cu_seqlens,
+            tiles=space.tiles,
+            squares=space.squares,
+            decay=space.decay,
+            betas=space.beta,
+            lower=space.lower,
+            solved=space.solved,
+        )
+    return space
+
+
+class Paged(NamedTuple):
+    """Where a scan finds and leaves states: in pages, by slot."""
+
+    states: torch.Tensor  # [pages, HV, K, V] or [pages, HV, V, K], pages apart
+    slots: torch.Tensor  # [N]
+    known: torch.Tensor | None  # [N]: 0 where a sequence begins with zeros, whatever its page holds
+    marks: torch.Tensor | None  # [chunk slots]: the page for the state before that chunk, or nobody's
+    first: int  # slots below are nobody's
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """FIRST, CAPACITY, s_page and PAGE of the kernels."""
+        unit = math.gcd(16, self.states.stride(0))
+        return self.first, len(self.states), self.states.stride(0) // unit, unit
+
+
+def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, paged: Paged | None = None) -> Result:
+    """Stages state and output of every sequence. paged: states come from pages and stay there."""
+    o, device = problem.options, arrays.q.device
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
+    initial, final = arrays.initial_state, None
+    if paged is not None:
+        initial = final = paged.states
+    elif o.output_final_state:
+        final = torch.empty(problem.state_shape, dtype=torch.float32, device=device)
+    states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
+    if not problem.N:
+        return Result(out, final, states)
+    tensors = dict(
+        v=x.v,
+        tiles=space.tiles,
+        squares=space.squares,
+        decay=space.decay,
+        cu_seqlens=arrays.cu_seqlens,
+        o=out,
+        initial=initial,
+        final=final,
+        states=states,
+        chunk_offsets=offsets,
+        checkpoints=space.checkpoints,
+        slots=paged.slots if paged else None,
+        known=paged.known if paged else None,
+        marks=paged.marks if paged else None,
+    )
+    of_pages = paged.numbers() if paged else None
+    if config.split:
+        scan_in_parts(problem, config, x.layout, of_pages, tensors)
+    elif config.staged:
+        scan_staged.launch(problem, config, x.layout, 1, "whole", of_pages)(**tensors, maps=None)
+    else:
+        scan_plain.launch(problem, config, x.layout, of_pages)(**tensors)
+    clear_output(problem, arrays, out)
+    return Result(out, final, states)
+
+
+def scan_in_parts(problem: Problem, config: Config, layout: Layout, of_pages: tuple | None, tensors: dict[str, Any]) -> None:
+    """The first part beside the maps of those between it and the last; the states between parts; then all parts but the first."""
+    number, maps = parts(problem, config), tensors["decay"]  # of one part nothing reads the maps
+    if number > 1 or is_recording():  # compiled even then, so that a longer sequence finds it
+        KP, VP = padded(problem.K), padded(problem.V)
+        maps = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=tensors["v"].device)
+        scan_staged.launch(problem, config, layout, number, "first", of_pages)(**tensors, maps=maps)
+        of_parts = {name: tensors[name] for name in ("v", "tiles", "decay", "cu_seqlens")}
+        scan_parts.launch_parts(problem, config, layout, number)(**of_parts, maps=maps)
+        scan_parts.launch_combine(problem, config, layout, number)(maps=maps, cu_seqlens=tensors["cu_seqlens"])
+    scan_staged.launch(problem, config, layout, number, "later", of_pages)(**tensors, maps=maps)
+
+
+def intermediate_states(problem: Problem, arrays: Arrays):
+    """The buffer for the states before each chunk, and per sequence the index of its first one. The number of chunks of packed sequences is
+    known only to whoever reads cu_seqlens: the one place where the host waits, unless cu_seqlens_cpu is given."""
+    like = dict(dtype=arrays.q.dtype, device=arrays.q.device)
+    if not problem.varlen:
+        return torch.empty((problem.B, problem.chunks, *problem.state_shape[1:]), **like), None
+    size, host = problem.options.chunk_size, arrays.cu_seqlens_cpu
+    counts = (arrays.cu_seqlens.diff() + size - 1) // size
+    ends = counts.cumsum(0)
+    offsets = (ends - counts).to(torch.int64)
+    if host is None:
+        return torch.empty((problem.B, int(ends[-1]), *problem.state_shape[1:]), **like), offsets
+    # Room for as many as there can be, whatever the two copies say: kernels go by the one on the device.
+    chunks = int(((host.diff() + size - 1) // size).sum())
+    return torch.zeros((problem.B, problem.chunks, *problem.state_shape[1:]), **like)[:, :chunks], offsets
+
+
+def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> Result:
+    """The token recurrence in one launch. final_state: where the state goes, perhaps over the initial one, of which every program reads and
+    writes a part of its own."""
+    if final_state is not None and not final_state.is_contiguous():
+        result = step(problem.replace(output_final_state=True), arrays, config)
+        return result._replace(final_state=final_state.copy_(result.final_state))
+    arrays = contiguous_parameters(arrays)
+    x = views(arrays)
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
+    final = final_state
+    if final is None and problem.options.output_final_state:
+        final = torch.empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype), device=x.v.device)
+    if problem.N:
+        with on_device(arrays.q):
+            step_kernel.launch(problem, config, x.layout, final is not None)(
+                q=x.q,
+                k=x.k,
+                v=x.v,
+                g=x.g,
+                beta=arrays.beta,
+                A_log=arrays.A_log,
+                dt_bias=arrays.dt_bias,
+                cu_seqlens=arrays.cu_seqlens,
+                o=out,
+                initial=arrays.initial_state,
+                final=final,
+            )
+            clear_output(problem, arrays, out)
+    return Result(out, final)
+
+
+def clear_output(problem: Problem, arrays: Arrays, o: torch.Tensor) -> None:
+    """Zeros in the rows of o [1, T, HV, V] past the last packed sequence, which no other launch visits."""
+    if problem.varlen and problem.T:
+        tail.launch(problem, False)(cu_seqlens=arrays.cu_seqlens, v=o, q=None, k=None, g=None, beta=None)
+
+
+def clear_gradients(problem: Problem, arrays: Arrays, d_q, d_k, d_v, d_g, d_beta) -> None:
+    """The same for gradients; d_q and d_k have HV heads."""
+    if problem.varlen and problem.T:
+        tail.launch(problem, True)(cu_seqlens=arrays.cu_seqlens, v=d_v, q=d_q, k=d_k, g=d_g, beta=d_beta)

@@ -1,0 +1,236 @@
+"""Host side of the pooled kernels: no value on the device is looked at."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from kdakit.backends.triton_gpu import tiles
+from kdakit.backends.triton_gpu.config import Config, Cut, chip_of, chunk_slots, padded
+from kdakit.backends.triton_gpu.host import forward
+from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft
+from kdakit.backends.triton_gpu.kernels.pool_decode import Held
+from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
+from kdakit.backends.triton_gpu.runtime.launch import on_device
+from kdakit.backends.triton_gpu.runtime.layout import contiguous_parameters, views
+from kdakit.problem import Arrays, Problem
+
+
+class Log(NamedTuple):
+    """Of each draft token."""
+
+    k: torch.Tensor  # [N, T, HV, K] as it came
+    decay: torch.Tensor  # [N, T, HV, K] float32
+    u: torch.Tensor  # [N, T, HV, V] float32, divided by k's norm
+
+
+def cut_for(call: str, s: Any) -> Cut:
+    """For a pool of sizes s. Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
+    table = tiles.pool()
+    if s.dtype == "int8":
+        return Cut(s.scale_group, table["int8"]["warps"])
+    cut = table["cuts"][call]["VK" if s.state_v_first else "KV"]
+    return Cut(max(16, min(cut["block_v"] * 128 // max(128, padded(s.K)), padded(s.V))), cut["warps"])
+
+
+@functools.lru_cache
+def chained(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended: on NVIDIA's GPUs from Hopper on."""
+    return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
+
+
+def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config) -> torch.Tensor:
+    """One launch."""
+    storage = pool.storage
+    arrays = contiguous_parameters(arrays)
+    x = views(arrays)
+    out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
+    if problem.N and problem.T:
+        with on_device(arrays.q):
+            held = Held(0, pool.capacity, storage.states.stride(0), 1, out.stride()[:3])
+            pool_decode.launch(problem, x.layout, pool.sizes, held, cut_for("decode", pool.sizes))(
+                q=x.q,
+                k=x.k,
+                v=x.v,
+                g=x.g,
+                beta=arrays.beta,
+                A_log=arrays.A_log,
+                dt_bias=arrays.dt_bias,
+                o=out,
+                states=storage.states,
+                scales=storage.scales,
+                residual=storage.residual,
+                slots=slots.contiguous(),
+                generation=pool.generation,
+                accepted=None,
+                cu_seqlens=None,
+            )
+    return out
+
+
+def decode_pages(problem: Problem, arrays: Arrays, pages: Any, slots, accepted, out: torch.Tensor | None) -> None:
+    """One launch over memory that somebody else owns: see kdakit.serving.torch.pages.decode. out: None where only states are wanted;
+    cu_seqlens may then be [N, 2], the first and last token + 1 of each row."""
+    arrays = contiguous_parameters(arrays)
+    x = views(arrays)
+    if not (problem.N and problem.T):
+        return
+    drafted = slots.dim() == 2
+    strides = (0, 0, 0) if out is None else out.stride()[:3]
+    span = arrays.cu_seqlens.stride(0) if problem.varlen else 1
+    held = Held(pages.first, len(pages.states), pages.states.stride(0), slots.stride(0), strides, False, drafted, span)
+    with on_device(arrays.q):
+        pool_decode.launch(problem, x.layout, pages.sizes, held, cut_for("decode", pages.sizes))(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=arrays.beta,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            o=out,
+            states=pages.states,
+            scales=None,
+            residual=None,
+            slots=slots,
+            generation=None,
+            accepted=accepted,
+            cu_seqlens=arrays.cu_seqlens,
+        )
+        if out is not None and problem.varlen:
+            _clear(problem, arrays, out)
+
+
+def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
+    """Rows past the last sequence; of an `out` that is part of a wider one by PyTorch."""
+    if out.is_contiguous():
+        forward.clear_output(problem, arrays, out)
+    else:
+        out.masked_fill_((torch.arange(problem.T, device=out.device) >= arrays.cu_seqlens[-1])[:, None, None], 0)
+
+
+def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, config: Config) -> torch.Tensor:
+    """o. Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
+    arrays = contiguous_parameters(arrays)
+    x, C = views(arrays), config.chunk
+    with on_device(arrays.q):
+        placed = None if marks is None else marks.by_chunk(chunk_slots(problem, C), C, arrays.cu_seqlens, problem.T)
+        paged = forward.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
+        space = forward.prepare(problem, arrays, x, config)
+        o = forward.scan(problem, arrays, x, space, config, paged).o
+    if marks is not None and not marks.aligned:
+        spans, left = marks.left_over(C, arrays.cu_seqlens, problem.T)
+        step = problem.replace(op="recurrent", B=1, N=len(left), varlen="cu_seqlens", T=problem.B * problem.T)
+        flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
+        decode_pages(step, flat, pages, left, None, None)
+    return o
+
+
+def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
+    """o, each row's slot (-1: skipped) and its generation, and the log. past: an earlier draft of these slots and what of it is accepted.
+
+    Two launches, the first of which looks at no state.
+    """
+    if past is not None and pool.sizes.state_v_first:  # there the two in one kernel want more registers than there are
+        commit(pool, *past)
+        past = None
+    p, device = problem, slots.device
+    arrays, slots = contiguous_parameters(arrays), slots.contiguous()
+    x = views(arrays)
+    key, value = (p.N, p.T, p.HV, p.K), (p.N, p.T, p.HV, p.V)
+    log = Log(torch.empty(key, dtype=x.k.dtype, device=device), torch.empty(key, device=device), torch.empty(value, device=device))
+    owners = torch.empty_like(slots), torch.empty(p.N, dtype=torch.int32, device=device)
+    out = torch.empty(value, dtype=x.v.dtype, device=device)
+    if out.numel() == 0:
+        return out, tuple(x.fill_(-1) for x in owners), log
+    with on_device(arrays.q):
+        made = _tokens(p, arrays, x, pool, slots, owners, log)
+        _draft(p, x, pool, slots, made, owners[1], log, out, past, config)
+    return out, owners, log
+
+
+def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, owners, log: Log) -> dict[str, torch.Tensor]:
+    """The vectors that meet the states, and the coefficients: see `tokens_kernel`."""
+    rows, TP, KP = problem.N * problem.HV, pool_draft.padded_tokens(problem.T), padded(problem.K)
+    vectors = torch.empty((rows, TP, 2, KP), device=x.k.device)
+    coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
+    table, chain = tiles.pool()["tokens"], chained(slots.device)
+    cut = Cut(0, table["warps"], table["registers"] if chain and TP == 8 and KP <= 128 else 0, chain)
+    pool_draft.launch_tokens(problem, x.layout, pool.capacity, _fetched(pool), cut)(
+        q=x.q,
+        k=x.k,
+        g=x.g,
+        beta=arrays.beta,
+        A_log=arrays.A_log,
+        dt_bias=arrays.dt_bias,
+        states=pool.storage.states,
+        slots=slots,
+        generation=pool.generation,
+        log_k=log.k,
+        log_decay=log.decay,
+        log_slots=owners[0],
+        log_generation=owners[1],
+        vectors=vectors,
+        coefficients=coefficients,
+    )
+    return dict(vectors=vectors, coefficients=coefficients)
+
+
+def _fetched(pool: Any) -> tuple[int, int, int]:
+    """From which head of which row on, and up to which, `tokens_kernel` asks for states; and the bytes of one."""
+    size, fetched = pool.sizes.K * pool.sizes.V * pool.storage.states.element_size(), tiles.pool()["fetched_bytes"]
+    return (fetched["from"] // size, fetched["to"] // size, size) if size % 16 == 0 else (0, 0, size)
+
+
+def _draft(problem: Problem, x, pool: Any, slots, made: dict[str, torch.Tensor], generation, log: Log, out, past, config: Config) -> None:
+    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool.sizes)
+    product = "sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32"
+    cut = replace(cut, chained=chained(slots.device), registers=0 if config.hip else _draft_registers(problem, pool, past, cut))
+    before = past[0].log if past else Log(None, None, None)
+    pool_draft.launch_draft(problem, x.layout, pool.sizes, pool.capacity, past[0].tokens if past else None, product, cut)(
+        v=x.v,
+        o=out,
+        states=storage.states,
+        scales=storage.scales,
+        residual=storage.residual,
+        slots=slots,
+        generation=pool.generation,
+        **made,
+        log_u=log.u,
+        log_generation=generation,
+        past_k=before.k,
+        past_decay=before.decay,
+        past_u=before.u,
+        past_generation=past[0].generation if past else None,
+        accepted=past[1].contiguous() if past else None,
+    )
+
+
+def _draft_registers(problem: Problem, pool: Any, past: Any, cut: Cut) -> int:
+    table, KP = tiles.pool()["draft_registers"], padded(problem.K)
+    if past is None and cut.warps == 1 and problem.T <= 4 and KP == 128:
+        return table["KV_short"]
+    return 0 if not pool.sizes.state_v_first else table["VK" if KP <= 128 else "VK_wide"]
+
+
+def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
+    """One launch."""
+    storage, cut = pool.storage, replace(cut_for("commit", pool.sizes), chained=chained(pool.storage.states.device))
+    N, T = draft.log.u.shape[:2]
+    if draft.log.u.numel():
+        with on_device(storage.states):
+            pool_draft.launch_commit(N, T, pool.sizes, cut)(
+                states=storage.states,
+                scales=storage.scales,
+                residual=storage.residual,
+                slots=draft.slots.contiguous(),
+                generation=pool.generation,
+                accepted=accepted.contiguous(),
+                log_k=draft.log.k,
+                log_decay=draft.log.decay,
+                log_u=draft.log.u,
+                log_generation=draft.generation,
+            )

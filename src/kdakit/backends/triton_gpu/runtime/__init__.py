@@ -1,0 +1,1 @@
+"""Triton without KDA: launches, their repetition, compilation ahead, streams, and how tensors lie."""

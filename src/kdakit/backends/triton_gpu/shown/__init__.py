@@ -1,0 +1,92 @@
+"""What a GPU has shown to be right: a JSON file per chip, written by `kdakit verify --random N --backend triton_gpu --record`.
+
+A *form* is one kernel as it is compiled for a kind of problem: dtype, padded head sizes, kind of gate, and the tile sizes that `config` has
+chosen. A problem's forms are those of all its launches; it has been shown where random problems with each of them were right on the chip.
+Tile sizes are part of a form's name, so a size that is changed in `tiles` waits until a GPU has shown it. Lengths, numbers of heads,
+strides and options that only mask or skip are not part of it: the random problems have them all.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdakit.backends.triton_gpu.config import Config, bounded, padded
+from kdakit.problem import Problem
+
+if TYPE_CHECKING:
+    from kdakit.backends.triton_gpu.config import Chip
+
+FOLDER = Path(__file__).parent
+LEAST = 2  # problems that must have been right
+
+
+def gate_kind(problem: Problem) -> str:
+    """given, given_bounded (its caller promises at least lower_bound), softplus or bounded."""
+    kind = {"log_decay": "given"}.get(problem.options.gate, problem.options.gate)
+    return "given_bounded" if kind == "given" and bounded(problem) else kind
+
+
+def forms(problem: Problem, config: Config) -> tuple[str, ...]:
+    """Names of the kernels that the problem launches."""
+    if problem.op == "recurrent":
+        of_gate = _name("step", problem, "K", gate_kind(problem))
+        of_values = _name("step", problem, "KV", config.step_block_v, f"w{config.step_warps}")
+        return of_gate, of_values, *(_chunk_forms(problem, config) if problem.needs_grad else ())
+    return _chunk_forms(problem, config)
+
+
+def _chunk_forms(problem: Problem, config: Config) -> tuple[str, ...]:
+    c, keys, use = config, "normed" if config.normed else "plain", "training" if problem.needs_grad else "alone"
+    gate, limit, order = gate_kind(problem), f"r{config.registers}", f"C{config.chunk}/{config.half}/{config.group}"
+    scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else ("staged" if c.staged else "scan", c.block_v)
+    made = [
+        _name("prepare", problem, "K", gate, keys, order, c.solve_dtype, use, f"w{c.prepare_warps}", f"r{c.prepare_registers}", c.vector),
+        _name("scan", problem, "KV", keys, order, use, *scan, f"w{c.scan_warps}", f"s{c.scan_stages}", limit),
+    ]
+    if not problem.needs_grad:
+        return tuple(made)
+    slices = (c.slice_k, f"w{c.slice_warps}", limit)
+    return (
+        *made,
+        _name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *(() if c.normed else slices)),
+        _name("replay", problem, "KV", order, c.solve_dtype, c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}", limit),
+        _name("reverse", problem, "KV", order, c.solve_dtype, c.reverse_block_v, f"w{c.reverse_warps}", f"s{c.reverse_stages}", limit),
+        _name("products", problem, "KV", order, c.solve_dtype, "joint" if c.by_token else "split", c.slice_v, c.product_slice_k,
+              f"w{c.product_warps}", f"s{c.product_stages}", limit),
+        _name("gradient", problem, "K", gate, *(("joint", f"r{c.gradient_registers}") if c.by_token else (keys, order, *slices))),
+    )  # fmt: skip
+
+
+def _name(kernel: str, problem: Problem, sizes: str, *facts: Any) -> str:
+    K, V = f"K{padded(problem.K)}", f"V{padded(problem.V)}"
+    return " ".join(map(str, (kernel, problem.dtype, K, *((V,) if "V" in sizes else ()), *facts)))
+
+
+def missing(problem: Problem, chip: Chip, config: Config) -> tuple[str, ...]:
+    """Those of the problem's forms that the chip has not shown."""
+    known = shown(chip.name)
+    return tuple(name for name in forms(problem, config) if known.get(name, 0) < LEAST)
+
+
+@lru_cache
+def shown(chip: str) -> dict[str, int]:
+    """{form: problems that were right} of a chip; empty where none has been tried."""
+    file = FOLDER / f"{chip}.json"
+    if not file.exists():
+        return {}
+    table = json.loads(file.read_text())
+    return {f"{kernel} {rest}": count for kernel, found in table["forms"].items() for rest, count in found.items()}
+
+
+def dump(chip: str, sources: list[str], counts: dict[str, int]) -> str:
+    """A chip's file: a line per form, by kernel."""
+    kernels: dict[str, list[str]] = {}
+    for name in sorted(counts):
+        kernel, _, rest = name.partition(" ")
+        kernels.setdefault(kernel, []).append(f"   {json.dumps(rest)}: {counts[name]}")
+    parts = [f'  "{kernel}": {{\n' + ",\n".join(lines) + "\n  }" for kernel, lines in kernels.items()]
+    head = [f' "chip": {json.dumps(chip)},', f' "sources": {json.dumps(sources)},', ' "forms": {']
+    return "\n".join(["{", *head, ",\n".join(parts), " }", "}"]) + "\n"

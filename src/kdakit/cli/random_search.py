@@ -1,0 +1,198 @@
+"""`kdakit verify --random N`: random problems in worker processes, what failed made smaller, a summary per dtype and head size.
+
+`kdakit verify --problem NUMBER` repeats one of them in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kdakit.measure.trial import Verdict
+
+SHRUNK = 3  # failures that are made smaller
+SHRINK_SECONDS = 60.0
+SAVE_EVERY = 5.0  # seconds
+
+
+def run(args) -> int:
+    from kdakit.cli import console
+    from kdakit.dispatch import names
+    from kdakit.measure import checking
+    from kdakit.measure.choices import pick
+
+    backends = pick("backend", args.backend or checking.native_backends(), names())
+    if args.problem:
+        return repeat(args, backends)
+    out, failed = console.output(), False
+    for backend in backends:
+        verdicts = campaign(args, backend)
+        show(out, backend, verdicts)
+        failed |= not verdicts or any(not v.ok for v in verdicts)
+    return int(failed)
+
+
+def repeat(args, backends: list[str]) -> int:
+    """Problems by number, in this process, every output shown."""
+    from kdakit.cli import console
+    from kdakit.measure.random_problems import parse
+    from kdakit.measure.trial import judge
+
+    out, failed = console.output(), False
+    for backend in backends:
+        for text in args.problem:
+            verdict = judge(parse(text), backend, args.device)
+            failed |= not verdict.ok
+            out.print(f"{backend} {verdict.what}", markup=False)
+            out.print(f"  {verdict.refused or verdict.complaint or 'within tolerance'}", markup=False)
+            out.print("  " + ", ".join(f"{name} {used:.0%}" for name, used in verdict.used.items()) + " of what is allowed", markup=False)
+    return int(failed)
+
+
+def campaign(args, backend: str) -> list[Verdict]:
+    """All verdicts on one backend; the JSON file grows as they come."""
+    from kdakit.cli import console
+    from kdakit.measure.campaign import search
+
+    drawn = list(wanted_numbers(args, backend))
+    workers = args.workers or os.cpu_count() or 1
+    found, saved, begun = [], 0.0, time.monotonic()
+    with console.progress() as bar:
+        task = bar.add_task(backend, total=len(drawn))
+        for verdict in search(drawn, backend, args.device, workers, args.minutes):
+            found.append(verdict)
+            bad = sum(not v.ok for v in found)
+            bar.update(task, advance=1, description=f"{backend}: {bad} failed" if bad else backend)
+            if not verdict.ok:
+                print(f"FAILED {verdict.what}\n  {verdict.complaint}\n  repeat: {command(verdict)}", flush=True)
+            if args.json and time.monotonic() - saved > SAVE_EVERY:
+                write(args, backend, found, begun)
+                saved = time.monotonic()
+    smaller = [shrunk(v, args.device) for v in found if not v.ok][:SHRUNK] if not args.minutes else []
+    for verdict in smaller:
+        print(f"smaller: {verdict.what}\n  {verdict.complaint}\n  repeat: {command(verdict)}", flush=True)
+    if args.json:
+        write(args, backend, found, begun, smaller)
+    if args.record:
+        record(args, backend, found)
+    return found
+
+
+def wanted_numbers(args, backend: str):
+    """Numbers that share compiled programs where a compiler takes seconds for each."""
+    from kdakit.cases import DTYPES
+    from kdakit.measure import checking
+    from kdakit.measure.choices import pick
+    from kdakit.measure.random_problems import numbers
+
+    dtypes = pick("dtype", args.dtype, DTYPES)
+    on_gpu = backend == "triton_gpu" and checking.interpreted(backend) is None
+    grad = not args.no_grad
+    return numbers(args.seed, args.random, on_gpu, lambda drawn: drawn.dtype in dtypes and (grad or not drawn.grad))
+
+
+def shrunk(verdict: Verdict, device: Any) -> Verdict:
+    """The verdict on the smallest problem found that fails too; every try in a worker, which may not survive it."""
+    from kdakit.measure.campaign import Worker, judge_label
+    from kdakit.measure.random_problems import Drawn, parse
+    from kdakit.measure.shrink import shrink
+
+    worker, last = Worker(judge_label, verdict.backend, device), verdict
+
+    def fails(drawn: Drawn) -> bool:
+        nonlocal worker, last
+        worker.give(drawn.label)
+        found = worker.take()
+        if found.deadly or not worker.process.is_alive():
+            worker.stop()
+            worker = Worker(judge_label, verdict.backend, device)
+        if not found.ok and not found.complaint.startswith(("ValueError", "TypeError")):  # not a problem that nobody may pose
+            last = found
+        return not found.ok and last is found
+
+    shrink(parse(verdict.label), fails, SHRINK_SECONDS)
+    worker.stop()
+    return last
+
+
+def command(verdict: Verdict) -> str:
+    return f"kdakit verify --backend {verdict.backend} --problem {verdict.label}"
+
+
+def write(args, backend: str, verdicts: list[Verdict], begun: float, smaller: list[Verdict] = ()) -> None:  # type: ignore[assignment]
+    """Everything so far, in one piece."""
+    from kdakit.measure import machine
+
+    rows = [row(v) for v in verdicts]
+    counts = Counter(f"{v.dtype} {v.call}" for v in verdicts if v.ok and not v.refused)
+    settings = {"random": args.random, "seed": args.seed, "backend": backend, "seconds": round(time.monotonic() - begun, 1)}
+    settings |= {"commit": os.environ.get("COMMIT", "")}
+    text = {"kind": "random", **machine.describe(), "settings": settings, "failed": sum(not v.ok for v in verdicts), "right": counts,
+            "smaller": [row(v) for v in smaller], "results": rows}  # fmt: skip
+    part = Path(f"{args.json}.part")
+    part.write_text("{\n" + ",\n".join(f" {json.dumps(n)}: {_lines(x)}" for n, x in text.items()) + "\n}\n")
+    part.replace(args.json)
+
+
+def _lines(x: Any) -> str:
+    if isinstance(x, list) and x:
+        return "[\n" + ",\n".join("  " + json.dumps(y) for y in x) + "\n ]"
+    return json.dumps(x)
+
+
+def row(v: Verdict) -> dict[str, Any]:
+    worst = max(v.used, key=lambda name: v.used[name], default=None)
+    told = {"label": v.label, "dtype": v.dtype, "call": v.call, "K": v.K, "V": v.V, "ok": v.ok, "seconds": [v.seconds, v.judged]}
+    told |= {"worst": [worst, v.used[worst] if v.used[worst] < float("inf") else None]} if worst else {}
+    told |= {"refused": v.refused} if v.refused else {}
+    return told if v.ok else told | {"what": v.what, "complaint": v.complaint}
+
+
+def record(args, backend: str, verdicts: list[Verdict]) -> None:
+    """Adds the forms of problems that were right to the chip's table; those of a problem that failed lose their place in it."""
+    from kdakit.backends.triton_gpu import shown
+    from kdakit.backends.triton_gpu.config import chip_of
+
+    chip = chip_of(args.device or "cuda").name
+    file = Path(args.record) / f"{chip}.json"
+    before = json.loads(file.read_text()) if file.exists() else {"sources": [], "forms": {}}
+    counts = Counter({f"{kernel} {rest}": n for kernel, found in before["forms"].items() for rest, n in found.items()})
+    counts.update(form for v in verdicts if v.ok for form in v.forms)
+    wrong = {form for v in verdicts if not v.ok for form in v.forms}
+    passed = sum(v.ok and not v.refused for v in verdicts)
+    source = f"kdakit verify --random {args.random} --seed {args.seed} --backend {backend}: {passed} right, {len(verdicts) - passed} not"
+    kept = {form: n for form, n in counts.items() if form not in wrong}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(shown.dump(chip, [*before["sources"], source], kept))
+    print(f"{file}: {len(kept)} forms, {len(wrong)} taken out")
+
+
+def show(out, backend: str, verdicts: list[Verdict]) -> None:
+    from kdakit.cli import console
+    from kdakit.measure.random_problems import SIZES
+
+    sizes = [str(size) for size in SIZES]
+    shown = console.table(f"{backend}: right / tried, by dtype, call and K padded", "dtype", "call", *sizes, "nearest", right=tuple(sizes))
+    for dtype, call in sorted({(v.dtype, v.call) for v in verdicts if not v.refused}):
+        mine = [v for v in verdicts if (v.dtype, v.call) == (dtype, call) and not v.refused]
+        cells = []
+        for size in SIZES:
+            of_size = [v for v in mine if size // 2 < v.K <= size or v.K <= size == SIZES[0]]
+            right = sum(v.ok for v in of_size)
+            cells.append(f"[red]{right} / {len(of_size)}[/red]" if right < len(of_size) else f"{right} / {len(of_size)}")
+        worst = max((used for v in mine if v.ok for used in v.used.values()), default=0.0)
+        shown.add_row(dtype, call, *cells, f"{worst:.0%}")
+    out.print(shown)
+    refused = Counter(v.refused for v in verdicts if v.refused)
+    for reason, count in refused.items():
+        out.print(f"{count} not taken: {reason}", markup=False)
+    failed = [v for v in verdicts if not v.ok]
+    for v in failed:
+        out.print(f"failed: {v.what}: {v.complaint}\n  {command(v)}", markup=False, style="red")
+    ran = len(verdicts) - sum(refused.values())
+    out.print(f"[red]{len(failed)} of {ran} failed[/red]" if failed else f"[green]All {ran} right.[/green]")

@@ -1,0 +1,73 @@
+"""kdakit::gated_norm: weight * x / sqrt(mean(x^2) + eps) * sigmoid(gate + bias), see `gated_norm_kernels`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdakit.layers.torch.fused import fast
+from kdakit.layers.torch.fused.operator import Operator
+
+PROGRAMS = 2048  # about so many of the backward, over heads and strips of tokens; each has a share of the weights' gradients
+
+
+def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """x [.., V] or, with a gate, [.., HV, V]; gate alike; weight [V]; bias [HV * V], added to the gate."""
+    return OPERATOR(x, weight, gate, bias, eps)[0]
+
+
+def _forward(x, weight, gate, bias, eps):
+    x, heads = x.contiguous(), _heads(x, gate)
+    y = torch.empty_like(x)
+    if x.numel():
+        kernels, on_device = _kernels()
+        run = kernels.norm(x.shape[-1], x.numel() // x.shape[-1] // heads, heads, eps, gate is not None, bias is not None, fast(x))
+        with on_device(x):
+            run(x, None if gate is None else gate.contiguous(), weight.contiguous(), bias, y)
+    return [y]
+
+
+def _backward(grads, needed, x, weight, gate, bias, eps):
+    x, heads, V = x.contiguous(), _heads(x, gate), x.shape[-1]
+    d_y = grads[0].to(x.dtype).contiguous()
+    tokens = x.numel() // V // heads
+    strip = max(16, min(1024, 1 << (max(1, tokens * heads // PROGRAMS) - 1).bit_length()))
+    strips = -(-tokens // strip)
+    d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    shares = torch.empty((2, strips, heads, V), device=x.device)
+    make = torch.empty if x.numel() else torch.zeros
+    d_weight = make(weight.shape, dtype=weight.dtype, device=x.device)
+    d_bias = None if bias is None else make(bias.shape, dtype=d_weight.dtype, device=x.device)
+    kernels, on_device = _kernels()
+    with on_device(x):
+        if x.numel():
+            run = kernels.norm_backward(V, tokens, heads, eps, gate is not None, bias is not None, strip, fast(x))
+            run(x, None if gate is None else gate.contiguous(), weight.contiguous(), bias, d_y, d_x, d_gate, shares)
+            kernels.sums(strips, heads, V, bias is not None)(shares, d_weight, d_bias)
+    return [d_x, d_weight, d_gate, d_bias if bias is None else d_bias.to(bias.dtype)]
+
+
+def _heads(x: Tensor, gate: Tensor | None) -> int:
+    return 1 if gate is None else x.shape[-2]
+
+
+def _shapes(x, weight, gate, bias, eps):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format)]
+
+
+OPERATOR = Operator(
+    "gated_norm", "Tensor x, Tensor weight, Tensor? gate, Tensor? bias, float eps",
+    tensors=4, differentiable=4, forward=_forward, backward=_backward, shapes=_shapes,
+)  # fmt: skip
+
+
+@lru_cache
+def _kernels() -> tuple[ModuleType, Any]:
+    from kdakit.backends.triton_gpu.runtime.launch import on_device
+    from kdakit.layers.torch.fused import gated_norm_launch
+
+    return gated_norm_launch, on_device

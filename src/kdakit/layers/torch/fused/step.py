@@ -1,0 +1,177 @@
+"""One token of each sequence, or a few: a KimiDeltaAttention whose sequences carry a state and windows, between its projections.
+
+The kernel reads and writes the rows of a cache, or the slots of a pool, in place where it is told to. No value on the device is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kdakit.layers.torch.fused import fast, fits
+from kdakit.layers.torch.fused.layer import fused_dtype, projected
+from kdakit.torch_operators import unwatched
+
+TOKENS = 8  # at most
+FEW = 132  # programs: with fewer, each takes a whole head at once
+STATES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Carried(NamedTuple):
+    """What sequences carry: windows [N, W - 1, D] of q, k and v, and states [N, HV, K, V]; rows are sequences, or slots of a pool."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state: Tensor
+
+
+class Slots(NamedTuple):
+    """Of a pool: which row of it each sequence has, see kdakit.serving."""
+
+    slots: Tensor  # [N]
+    generation: Tensor  # [capacity + 1] int32
+    capacity: int
+    state_v_first: bool = False
+
+
+class Log(NamedTuple):
+    """Of tokens that may be accepted later, as kdakit.serving's commit takes them."""
+
+    k: Tensor  # [N, T, HV, K]
+    decay: Tensor  # [N, T, HV, K] float32
+    u: Tensor  # [N, T, HV, V] float32, divided by k's norm
+    slots: Tensor  # [N], -1 where a row was skipped
+    generation: Tensor  # [N] int32
+
+
+def takes_step(layer: Any, x: Tensor, *carried: Tensor | None) -> bool:
+    """Whether `layer_step` can run x [N, T, hidden_size] of this layer, with these tensors carried along."""
+    if not x.is_cuda or not 1 <= x.shape[1] <= TOKENS or x.shape[0] == 0 or not layer.sizes.delta_rule or torch.is_grad_enabled():
+        return False
+    if any(a is None or not a.is_contiguous() for a in carried) or carried[-1].dtype not in STATES or not fits(*carried):
+        return False
+    return unwatched((x, layer.q_proj.weight)) and fused_dtype(layer, x) is not None
+
+
+def layer_step(
+    layer: Any, x: Tensor, before: Carried, after: Carried, slots: Slots | None = None, draft: bool = False
+) -> tuple[Tensor, Tensor, Log | None]:
+    """o [N, T, hidden_size] of x, the inputs of the convolutions [N, T, D], and with `draft`, where nothing moves, the log."""
+    x = x.to(fused_dtype(layer, x))
+    row, low_f, low_g, beta = projected(layer, x)
+    y, log = step(layer, row, layer.f_proj[1](low_f), beta, F.linear(low_g, layer.g_proj[1].weight), before, after, slots, draft)
+    return layer.o_proj(y), row, log
+
+
+def step(
+    layer: Any, row: Tensor, g: Tensor, beta: Tensor, gate: Tensor, before: Carried, after: Carried, slots: Slots | None = None,
+    draft: bool = False,
+) -> tuple[Tensor, Log | None]:  # fmt: skip
+    """Everything between the projections, in one launch. row [N, T, 2 key_dim + value_dim], g [N, T, gate_dim], beta [N, T, HV], the
+    gate without its bias [N, T, value_dim] -> y [N, T, value_dim]."""
+    s, (N, T), bias = layer.sizes, row.shape[:2], layer.g_proj[1].bias
+    y = torch.empty((N, T, s.value_dim), dtype=row.dtype, device=row.device)
+    log = _log(layer, row, slots) if draft else None
+    filters = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
+    where = (0, False) if slots is None else (slots.capacity, slots.state_v_first)
+    run, on_device = _launch(Form(
+        N, T, s.num_heads, s.value_heads, s.head_dim, s.head_v_dim, s.conv_size, s.conv_bias, bias is not None, s.lower_bound,
+        s.allow_neg_eigval, s.norm_eps, row.stride()[:2], beta.stride()[:2], *where, slots is not None, draft, fast(row),
+    ))  # fmt: skip
+    with on_device(row):
+        run(
+            *row.split((s.key_dim, s.key_dim, s.value_dim), -1), g.contiguous(), beta, gate.contiguous(), *(c.weight for c in filters),
+            *(c.bias for c in filters), layer.A_log, layer.dt_bias, layer.o_norm.weight, bias, *before, *after,
+            *((None, None) if slots is None else (slots.slots.contiguous(), slots.generation)), y, *(log or (None,) * 5),
+        )  # fmt: skip
+    return y, log
+
+
+def _log(layer: Any, x: Tensor, slots: Slots | None) -> Log:
+    s, (N, T), device = layer.sizes, x.shape[:2], x.device
+    wide = lambda *shape: torch.empty((N, T, s.value_heads, *shape), device=device)
+    k = torch.empty((N, T, s.value_heads, s.head_dim), dtype=x.dtype, device=device)
+    kind = torch.int64 if slots is None else slots.slots.dtype
+    owners = torch.empty(N, dtype=kind, device=device), torch.empty(N, dtype=torch.int32, device=device)
+    return Log(k, wide(s.head_dim), wide(s.head_v_dim), *owners)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the launch of a step depends on."""
+
+    N: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    W: int
+    conv_bias: bool
+    gate_bias: bool
+    lower_bound: float | None
+    allow_neg_eigval: bool
+    eps: float
+    row_strides: tuple[int, ...]
+    beta_strides: tuple[int, ...]
+    capacity: int
+    state_v_first: bool
+    pooled: bool
+    draft: bool
+    ptx: bool
+
+    def cut(self) -> tuple[int, int]:
+        """Value channels of a block, and warps: a whole head at once where there are few, else small blocks, many programs at a time."""
+        KP, VP = _padded(self.K), _padded(self.V)
+        if self.N * self.H <= FEW and self.T == 1:
+            return VP, max(1, min(8, KP * VP // 2048))
+        block = max(16, min(VP, 32 * 128 // KP))
+        return block, max(1, min(2, KP * block // 2048))
+
+
+@lru_cache(maxsize=1024)
+def _launch(form: Form) -> tuple[Any, Any]:
+    from kdakit.backends.triton_gpu.runtime.launch import Launch, on_device
+    from kdakit.layers.torch.fused.step_kernel import layer_step_kernel
+
+    f, KP, (block, warps) = form, _padded(form.K), form.cut()
+    own = [s if n > 1 else 0 for s, n in zip(f.row_strides, (f.N, f.T), strict=True)]
+    align = math.gcd(16, f.H * f.K, f.HV * f.V, *own)  # also of where q, k and v begin in the row
+    numbers = (
+        f.T, f.H, f.HV, f.capacity, f.K**-0.5, f.lower_bound or 0.0, f.eps, own[0] // align, own[1] // align, *f.beta_strides
+    )  # fmt: skip
+    constants = dict(
+        K=f.K, V=f.V, KP=KP, VP=_padded(f.V), BV=block, TP=1 << (f.T - 1).bit_length(), W=f.W, ALIGN=align, V_FIRST=f.state_v_first,
+        GATE="softplus" if f.lower_bound is None else "bounded", BETA="double_sigmoid" if f.allow_neg_eigval else "sigmoid",
+        HAS_CONV_BIAS=f.conv_bias, HAS_GATE_BIAS=f.gate_bias, HAS_SLOTS=f.pooled, DRAFT=f.draft, SINGLE=f.T == 1, PTX=f.ptx,
+    )  # fmt: skip
+    return Launch(layer_step_kernel, f.N * f.H, numbers, constants, num_warps=warps), on_device
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def commit_windows(row: Tensor, windows: list[Tensor], slots: Slots, generation: Tensor, accepted: Tensor) -> None:
+    """The windows of a pool's slots move on by the first accepted[n] of the inputs row [N, T, D]; a launch for each."""
+    accepted = accepted.contiguous()
+    for window, x in zip(windows, row.split([w.shape[2] for w in windows], -1), strict=True):
+        run, on_device = _commit_launch(x.shape, x.stride(), window.shape[1] + 1, slots.capacity)
+        with on_device(row):
+            run(x, window, slots.slots, slots.generation, generation, accepted)
+
+
+@lru_cache(maxsize=1024)
+def _commit_launch(shape: tuple[int, ...], stride: tuple[int, ...], W: int, capacity: int) -> tuple[Any, Any]:
+    from kdakit.backends.triton_gpu.runtime.launch import Launch, on_device
+    from kdakit.layers.torch.fused.step_kernel import commit_window_kernel
+
+    N, T, D = shape
+    return Launch(commit_window_kernel, (-(-D // 256), N, 1), (T, D, capacity, *stride[:2]), dict(W=W, BD=256), num_warps=2), on_device

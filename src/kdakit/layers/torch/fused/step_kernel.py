@@ -1,0 +1,165 @@
+"""A layer's tokens between its projections, for sequences that carry a state and the convolutions' windows: one launch.
+
+    q, k, v = silu(conv(.))        beta = sigmoid(.)        S <- Diag(e^g) S        u = beta (v - S^T k)        S <- S + k u^T
+    o = scale S^T q        y = o / sqrt(mean(o^2) + eps) weight sigmoid(gate + bias)
+
+with q and k normalised. Rounded where the separate kernels round: q, k, v and o to the dtype of the row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdakit.backends.triton_gpu.device.gate import inverse_norm, log2_decay, write_strength
+from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.pool_state import owner_of, slot_of
+from kdakit.backends.triton_gpu.device.program import state_offsets
+from kdakit.layers.torch.fused.rows import sigmoid
+
+
+@triton.jit
+def convolved(
+    p_x, p_weight, p_bias, p_window, t, s_t, o_c, m, D, W: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr, PTX: tl.constexpr
+):
+    """silu(conv) of channels o_c at token t, rounded; the window [W - 1, D] is what came before token 0."""
+    b_z = tl.zeros([m.shape[0]], tl.float32)
+    if HAS_BIAS:
+        b_z = tl.load(p_bias + o_c, mask=m, other=0.0).to(tl.float32)
+    p_x += t * s_t + o_c
+    b_z += tl.load(p_weight + o_c * W + (W - 1), mask=m, other=0.0).to(tl.float32) * tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, W):
+        b_x = tl.load(p_window + (W - 1 - i + t) * D + o_c, mask=m & (t < i), other=0.0).to(tl.float32)
+        if not SINGLE:
+            b_x = tl.where(t < i, b_x, tl.load(p_x - i * s_t, mask=m & (t >= i), other=0.0).to(tl.float32))
+        b_z += tl.load(p_weight + o_c * W + (W - 1 - i), mask=m, other=0.0).to(tl.float32) * b_x
+    return narrow(b_z * sigmoid(b_z, PTX), p_x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def move_window(p_x, p_window, p_after, T, s_t, o_c, m, D, taken, W: tl.constexpr):
+    """The last W - 1 inputs of (window, T tokens) go to `after`, perhaps the window itself."""
+    rows = ()
+    for r in tl.static_range(W - 1):
+        old = r + T < W - 1
+        b_w = tl.load(p_window + (r + T) * D + o_c, mask=m & old, other=0.0).to(tl.float32)
+        b_x = tl.load(p_x + (r + T - (W - 1)) * s_t + o_c, mask=m & (r + T >= W - 1), other=0.0).to(tl.float32)
+        rows += (tl.where(old, b_w, b_x),)
+    tl.debug_barrier()  # all have read before the first writes
+    for r in tl.static_range(W - 1):
+        tl.store(p_after + r * D + o_c, narrow(rows[r], p_after.dtype.element_ty), mask=m & taken)
+
+
+@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "eps", "s_n", "s_t", "s_bn", "s_bt"])
+def layer_step_kernel(
+    p_q, p_k, p_v, p_g, p_beta, p_gate, p_q_weight, p_k_weight, p_v_weight, p_q_bias, p_k_bias, p_v_bias,
+    p_A_log, p_dt_bias, p_norm, p_gate_bias, p_q_window, p_k_window, p_v_window, p_state,
+    p_q_after, p_k_after, p_v_after, p_state_after, p_slots, p_generation,
+    p_y, p_log_k, p_log_decay, p_log_u, p_log_slots, p_log_generation,
+    T, H, HV, CAPACITY, scale, lower_bound, eps, s_n, s_t, s_bn, s_bt,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, W: tl.constexpr,
+    ALIGN: tl.constexpr, V_FIRST: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, HAS_CONV_BIAS: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, DRAFT: tl.constexpr, SINGLE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """T <= TP tokens of the HV / H value heads that share a key head. S^T [BV, KP] of one block of V after the other, in registers.
+
+    DRAFT: states and windows stay as they are; k, e^g and u are logged for a later commit. Grid: (N * H,), heads fastest.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_p = tl.program_id(0)
+    i_n, i_hk = (i_p // H).to(tl.int64), i_p % H
+    slot, taken = i_n, i_n >= 0
+    inside = taken
+    if HAS_SLOTS:
+        slot, inside = slot_of(p_slots, i_n, CAPACITY)
+        slot = tl.where(inside, slot, 0)
+    o_k, o_t = tl.arange(0, KP), tl.arange(0, TP)
+    m_k = o_k < K
+    s_t = s_t * ALIGN
+    group = HV // H
+    DK, DV = H * K, HV * V
+    o_ck = i_hk * K + o_k
+    p_q += i_n * s_n * ALIGN
+    p_k += i_n * s_n * ALIGN
+    p_v += i_n * s_n * ALIGN
+    p_beta += i_n * s_bn
+    w_row = slot * (W - 1)
+    if HAS_SLOTS:
+        generation = owner_of(p_slots, p_generation, i_n, slot, inside)
+        taken = generation >= 0
+        if DRAFT:  # noqa: SIM102 - the compiler decides the one, the device the other
+            if i_hk == 0:
+                tl.store(p_log_generation + i_n, generation)
+                tl.store(p_log_slots + i_n, tl.where(taken, slot, -1).to(p_log_slots.dtype.element_ty))
+    for j in range(group):
+        i_h = i_hk * group + j
+        a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32))
+        b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        o_v = tl.arange(0, BV)
+        o_state = state_offsets(slot * HV + i_h, o_v, o_k, K, V, V_FIRST)
+        b_next = tl.load(p_state + o_state, mask=(o_v < V)[:, None] & m_k[None, :] & inside, other=0.0)
+        for i_v in tl.static_range(NV):
+            o_v = i_v * BV + tl.arange(0, BV)
+            m_v = o_v < V
+            o_cv = i_h * V + o_v
+            m_state = m_v[:, None] & m_k[None, :]
+            o_state = state_offsets(slot * HV + i_h, o_v, o_k, K, V, V_FIRST)
+            b_S = b_next.to(tl.float32)
+            if i_v + 1 < NV:  # the next block arrives while this one moves
+                o_next = (i_v + 1) * BV + tl.arange(0, BV)
+                o_after = state_offsets(slot * HV + i_h, o_next, o_k, K, V, V_FIRST)
+                b_next = tl.load(p_state + o_after, mask=(o_next < V)[:, None] & m_k[None, :] & inside, other=0.0)
+            for t in range(1 if SINGLE else T):
+                b_q = convolved(p_q, p_q_weight, p_q_bias, p_q_window + w_row * DK, t, s_t, o_ck, m_k, DK, W, HAS_CONV_BIAS, SINGLE, PTX)
+                b_k = convolved(p_k, p_k_weight, p_k_bias, p_k_window + w_row * DK, t, s_t, o_ck, m_k, DK, W, HAS_CONV_BIAS, SINGLE, PTX)
+                b_v = convolved(p_v, p_v_weight, p_v_bias, p_v_window + w_row * DV, t, s_t, o_cv, m_v, DV, W, HAS_CONV_BIAS, SINGLE, PTX)
+                i_t = (i_n * T + t) * HV + i_h
+                b_g = tl.load(p_g + i_t * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+                b_decay = tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))  # [KP]
+                b_beta = write_strength(tl.load(p_beta + t * s_bt + i_h).to(tl.float32), BETA)
+                scale_q = scale * inverse_norm(tl.sum(b_q * b_q, 0))
+                norm_k = inverse_norm(tl.sum(b_k * b_k, 0))
+                b_S = b_S * b_decay[None, :]
+                b_u = (b_beta * norm_k) * (b_v - tl.sum(b_S * b_k[None, :], 1) * norm_k)  # [BV]
+                b_o = (tl.sum(b_S * b_q[None, :], 1) + b_u * tl.sum(b_k * b_q, 0)) * scale_q  # [BV]
+                b_S = tl.fma(b_u[:, None], b_k[None, :], b_S)
+                tl.store(p_y + i_t * V + o_v, narrow(tl.where(taken, b_o, 0.0), p_y.dtype.element_ty), mask=m_v)
+                if DRAFT:
+                    tl.store(p_log_u + i_t * V + o_v, b_u, mask=m_v)
+                    if i_v == 0:
+                        tl.store(p_log_k + i_t * K + o_k, narrow(b_k, p_log_k.dtype.element_ty), mask=m_k)
+                        tl.store(p_log_decay + i_t * K + o_k, b_decay, mask=m_k)
+            if not DRAFT:
+                tl.store(p_state_after + o_state, narrow(b_S, p_state_after.dtype.element_ty), mask=m_state & taken)
+        tl.debug_barrier()  # o comes back, whoever wrote it
+        o_w = tl.arange(0, VP)
+        m_y = (o_t < T)[:, None] & (o_w < V)[None, :]
+        o_y = ((i_n * T + o_t[:, None]) * HV + i_h) * V + o_w[None, :]  # [TP, VP]
+        b_gate = tl.load(p_gate + o_y, mask=m_y, other=0.0).to(tl.float32)
+        if HAS_GATE_BIAS:
+            b_gate += tl.load(p_gate_bias + i_h * V + o_w, mask=o_w < V, other=0.0).to(tl.float32)[None, :]
+        b_y = tl.load(p_y + o_y, mask=m_y, other=0.0).to(tl.float32)
+        b_y *= tl.rsqrt(tl.sum(b_y * b_y, 1) / V + eps)[:, None] * tl.load(p_norm + o_w, mask=o_w < V, other=0.0).to(tl.float32)[None, :]
+        tl.debug_barrier()
+        tl.store(p_y + o_y, narrow(b_y * sigmoid(b_gate, PTX), p_y.dtype.element_ty), mask=m_y)
+        if not DRAFT:
+            o_cw = i_h * V + o_w
+            move_window(p_v, p_v_window + w_row * DV, p_v_after + w_row * DV, T, s_t, o_cw, o_w < V, DV, taken, W)
+    if not DRAFT:
+        move_window(p_q, p_q_window + w_row * DK, p_q_after + w_row * DK, T, s_t, o_ck, m_k, DK, taken, W)
+        move_window(p_k, p_k_window + w_row * DK, p_k_after + w_row * DK, T, s_t, o_ck, m_k, DK, taken, W)
+
+
+@triton.jit(do_not_specialize=["T", "D", "CAPACITY", "s_n", "s_t"])
+def commit_window_kernel(
+    p_x, p_window, p_slots, p_generation, p_log_generation, p_accepted, T, D, CAPACITY, s_n, s_t, W: tl.constexpr, BD: tl.constexpr
+):
+    """Windows of slots move on by the first accepted[n] inputs x [N, T, D] of each row. Grid: (cdiv(D, BD), N)."""
+    i_n = tl.program_id(1).to(tl.int64)
+    o_c = tl.program_id(0) * BD + tl.arange(0, BD)
+    slot, inside = slot_of(p_slots, i_n, CAPACITY)
+    generation = tl.load(p_log_generation + i_n)
+    same = inside & (generation >= 0) & (tl.load(p_generation + slot, mask=inside, other=0) == generation)
+    accepted = tl.minimum(tl.load(p_accepted + i_n).to(tl.int32), T)
+    p_window += tl.where(inside, slot, 0) * (W - 1) * D
+    move_window(p_x + i_n * s_n, p_window, p_window, tl.maximum(accepted, 0), s_t, o_c, o_c < D, D, same, W)

@@ -1,0 +1,190 @@
+"""A campaign: many random problems in worker processes, of which any may crash, hang or lose its device without ending the rest.
+
+    for verdict in search(numbers(seed, 500), "torch_native"):
+        ...
+
+`search` is also for whoever has a kernel of another kind: `judge` may be any function of (label, backend, device) that can be imported by
+name and returns something with the fields of `trial.Verdict`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from kdakit.measure.random_problems import FORMS, draw, form_of, parse
+from kdakit.measure.trial import Verdict
+from kdakit.measure.trial import judge as judge_drawn
+
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+WORKER = ONE_THREAD | {"KDAKIT_UNCHECKED": "1"}  # this is what checks
+HANGS = 300.0  # seconds
+Judge = Callable[[str, str, Any], Verdict]
+
+
+def judge_label(label: str, backend: str, device: Any) -> Verdict:
+    """What a worker does unless told otherwise."""
+    return judge_drawn(parse(label), backend, device)
+
+
+def serve(pipe: Connection, judge: Judge, backend: str, device: Any) -> None:
+    """A worker: labels in, verdicts out, until the device is lost."""
+    while True:
+        try:
+            label = pipe.recv()
+        except EOFError:
+            return
+        verdict = judge(label, backend, device)
+        pipe.send(verdict)
+        if verdict.deadly:
+            os._exit(1)  # nothing on this device can be trusted in this process
+
+
+class Worker:
+    """A process and the problem that it has."""
+
+    def __init__(self, judge: Judge, backend: str, device: Any):
+        self.judge, self.backend, self.device = judge, backend, device
+        self.label, self.since = "", 0.0
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, judge, backend, device), daemon=True)
+        with environment(WORKER):
+            self.process.start()
+        theirs.close()
+
+    def give(self, label: str) -> None:
+        self.label, self.since = label, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it is gone, which `take` will say
+            self.pipe.send(label)
+
+    def take(self) -> Verdict:
+        """The verdict that is there, or that of a process that is not."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(10)
+            return self.lost(f"the process ended with exit code {self.process.exitcode}")
+
+    def lost(self, complaint: str) -> Verdict:
+        return lost(self.label, self.backend, complaint)
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self.process.join(0.2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(5)
+
+
+def lost(label: str, backend: str, complaint: str) -> Verdict:
+    """The verdict on a problem that took its process along."""
+    drawn = parse(label)
+    about = dict(dtype=drawn.dtype, call=drawn.call, K=drawn.K, V=drawn.V)
+    return Verdict(label, str(drawn), backend, ok=False, complaint=complaint, **about)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class Queue:
+    """Problems by form. A form is one worker's, so that its programs are compiled once; of a family the first form goes ahead, and the
+    others find what they share with it in the compiler's cache."""
+
+    def __init__(self, numbers: Iterable[int]):
+        self.forms: OrderedDict[Any, list[str]] = OrderedDict()
+        self.family: dict[Any, Any] = {}
+        for number in numbers:
+            form, family = form_of(number)
+            self.forms.setdefault(form, []).append(str(number))
+            self.family[form] = family
+        slowest = sorted(self.forms, key=lambda form: -_cost(self.forms[form][0]))
+        self.forms = OrderedDict((form, self.forms[form]) for form in slowest)
+        self.begun: set[Any] = set()
+        self.warm: set[Any] = set()
+
+    def next_form(self) -> Any:
+        """A form that may begin now; None: there is none, or all wait for their family."""
+        for form in self.forms:
+            family = self.family[form]
+            if family not in self.begun or family in self.warm:
+                self.begun.add(family)
+                return form
+        return None
+
+    def left(self) -> int:
+        return sum(map(len, self.forms.values()))
+
+
+def _cost(label: str) -> float:
+    """What takes the compiler longest begins first: it would be what all wait for at the end."""
+    drawn = draw(int(label))
+    return drawn.K * (1.0 if drawn.dtype == "bfloat16" else 3.0)
+
+
+def search(
+    numbers: Iterable[int], backend: str, device: Any = None, workers: int = 2, minutes: float | None = None, judge: Judge = judge_label
+) -> Iterator[Verdict]:
+    """Verdicts as they come. Problems that time runs out for have none."""
+    end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    queue = Queue(numbers)
+    team: dict[int, tuple[Worker, Any, list[str]]] = {}
+    new = lambda: Worker(judge, backend, device)
+    idle = [new() for _ in range(min(workers, max(1, len(queue.forms))))]
+    try:
+        while time.monotonic() < end:
+            while idle and (form := queue.next_form()) is not None:
+                labels, worker = queue.forms.pop(form), idle.pop()
+                worker.give(labels.pop(0))
+                team[id(worker)] = (worker, form, labels)
+            if not team:
+                return
+            ready = wait([worker.pipe for worker, _, _ in team.values()], timeout=min(1.0, max(0.0, end - time.monotonic())))
+            for worker, form, labels in list(team.values()):
+                if worker.pipe in ready:
+                    verdict = worker.take()
+                elif time.monotonic() - worker.since > HANGS:
+                    verdict = worker.lost(f"nothing came for {HANGS:.0f} s")
+                else:
+                    continue
+                del team[id(worker)]
+                if not verdict.ok and (verdict.deadly or not worker.process.is_alive() or worker.pipe not in ready):
+                    worker.stop()
+                    worker = new()
+                yield verdict
+                if labels:
+                    worker.give(labels.pop(0))
+                    team[id(worker)] = (worker, form, labels)
+                else:
+                    queue.warm.add(queue.family[form])
+                    idle.append(worker)
+    finally:
+        for worker in [*idle, *(worker for worker, _, _ in team.values())]:
+            if worker in idle:
+                worker.stop()
+            else:
+                worker.process.kill()
+
+
+def rounds(count: int) -> float:
+    """How many times over `count` numbers that share programs go through all forms."""
+    from kdakit.measure.random_problems import PER_FORM
+
+    return count / (PER_FORM * len(FORMS))

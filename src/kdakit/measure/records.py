@@ -1,0 +1,85 @@
+"""Records of measurements: what was measured, on which machine, with which versions, from which commit. All that is kept has this form.
+
+kind       bench, suite, scaling, ranks, errors, tune, verify, tpu_schedule: which results to expect
+date       of the measurement; command: what was typed
+machine    cpu, cores, architecture, memory_gib, system, device
+versions   of kdakit, python and every package that could matter; commit: of the checkout
+settings   of the run, the same for all results
+results    a list of rows
+missing    what did not run, each with its reason
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kdakit.measure import checking, inputs, machine, peers
+from kdakit.measure.choices import UsageError
+
+
+def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
+    described = machine.describe(device())
+    described["versions"] |= peers.versions()
+    return {"kind": kind, **described, "settings": settings, "results": measured, "missing": missing}
+
+
+@lru_cache(maxsize=1)
+def device() -> str:
+    """The accelerators that the frameworks would use, or 'cpu'. With a GPU in torch JAX is not asked: it would take most of the memory."""
+    if (gpu := inputs.gpu()) is not None:
+        return importlib.import_module("torch").cuda.get_device_name(gpu)
+
+    def name(framework: str) -> str:
+        device = checking.default_device(framework)
+        if framework == "jax":
+            return importlib.import_module("jax").devices()[0].device_kind
+        return device.type
+
+    found = {machine.attempt(name, framework) for framework in ("torch", "jax")}
+    return ", ".join(sorted(d for d in found if not d.startswith("failed"))) or "cpu"
+
+
+def save(record: dict[str, Any], path: str) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """A record that has the form above; UsageError says what is wrong with others."""
+    try:
+        record = json.loads(Path(path).read_text())
+    except ValueError as problem:
+        raise UsageError(f"{path} is no JSON: {problem}") from problem
+    if wrong := faults(record):
+        raise UsageError(f"{path} is no record: {wrong[0]}")
+    return record
+
+
+KINDS = (
+    "bench", "suite", "scaling", "ranks", "errors", "tune", "verify", "tpu_schedule", "demo", "model", "serving", "pool", "state_bits",
+    "first_calls", "random", "trial",
+)  # fmt: skip
+FIELDS: dict[str, Any] = {
+    "kind": str, "date": str, "command": str, "machine": dict, "versions": dict, "commit": str, "settings": dict, "results": list,
+    "missing": list,
+}  # fmt: skip
+
+
+def faults(record: Any) -> list[str]:
+    """What keeps `record` from being one, in words; an empty list where nothing does."""
+    if not isinstance(record, dict):
+        return [f"it must be an object, got {type(record).__name__}"]
+    found = [f"{name} must be a {kind.__name__}, got {record.get(name)!r:.60}" for name, kind in FIELDS.items()
+             if not isinstance(record.get(name), kind)]  # fmt: skip
+    if found:
+        return found
+    if record["kind"] not in KINDS:
+        found.append(f"kind must be one of {', '.join(KINDS)}, got {record['kind']!r}")
+    found += [f"machine must name its {name}" for name in ("cpu", "device") if not record["machine"].get(name)]
+    found += [f"versions must name {name}" for name in ("kdakit", "python") if name not in record["versions"]]
+    found += ["every missing row must have a reason"] * any("reason" not in row for row in record["missing"])
+    return found

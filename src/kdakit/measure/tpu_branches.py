@@ -1,0 +1,63 @@
+"""Code of a TPU kernel that not every grid step runs: how many bundles it has in libtpu's text, and how often it is run.
+
+A schedule lists all code once. States that come and go with a sequence are copied in a branch that most steps jump over, and a kernel may
+choose between two ways through a chunk; counted in full, each step would take them all. The other count here takes each bundle as often as
+its branch is, for a call whose sequences begin and end in as many chunks as they can.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from kdakit.measure.tpu_kernels import Job
+
+SMALL = 100  # bundles: shorter branches are taken to run in every step
+WHOLE = 0.8  # of all bundles: the branch of the pipeline of copies around a kernel's step; others outside of it are the pipeline's too
+
+
+class Branch(NamedTuple):
+    """Bundles first .. last - 1 are jumped over unless the branch is taken."""
+
+    first: int
+    last: int
+
+
+def branches(text: str) -> tuple[int, list[Branch]]:
+    """How many bundles a `final_bundles` text has, and its larger branches, in order; inner ones follow the one that they are in."""
+    bundles = re.split(r"^ *(?:0x[0-9a-f]+) *(?:[A-Z]{2})? *: ", text, flags=re.MULTILINE)[1:]
+    starts = {int(n): i for i, bundle in enumerate(bundles) for n in re.findall(r"Start(?:/End empty)? region (\d+)", bundle)}
+    jumps = [
+        (i, starts.get(int(n), 0)) for i, bundle in enumerate(bundles) for n in re.findall(r"sbr\.rel .*?target = \$region(\d+)", bundle)
+    ]
+    found = sorted((Branch(i + 1, target) for i, target in jumps if target - i > SMALL), key=lambda branch: (branch.first, -branch.last))
+    around = [branch for branch in found if branch.last - branch.first > WHOLE * len(bundles)]
+    first, last = around[-1] if around else (0, len(bundles))
+    return len(bundles), [branch for branch in found if branch not in around and first <= branch.first and branch.last <= last]
+
+
+def runs(job: Job, count: int) -> list[float] | None:
+    """How often a step runs each of its `count` branches, on average; None if that is not known."""
+    chunks, N = -(-job.T // job.chunk_size), job.sequences
+    if job.kernel == "step":
+        return [1.0] * count
+    if not (N and job.states):  # where a row of chunks begins, and where it ends
+        return [1 / chunks] * count
+    if job.kernel == "training":  # where one of its visits' sequences begins, and where it ends
+        return [N / (chunks + N - 1)] * count
+    edges = min(chunks, N + 1)  # chunks in which sequences begin or end: N - 1 times both
+    visits = N - 1 + edges
+    each = [chunks - edges, edges, visits, N, visits, N]  # inside a sequence; not: visits, of which: it begins, has tokens, ends
+    return [n / chunks for n in each] if len(each) == count else None
+
+
+def weighted(job: Job, bundles_per_step: int, text: str) -> float | None:
+    """Bundles per step, each as often as it is run; `bundles_per_step` counts a few around the step that the text does not."""
+    total, found = branches(text)
+    often = runs(job, len(found))
+    if often is None:
+        return None
+    times = [1.0] * total
+    for branch, n in zip(found, often, strict=True):  # an inner branch overwrites the outer one
+        times[branch.first : branch.last] = [n] * (branch.last - branch.first)
+    return round(sum(times) + bundles_per_step - total, 1)

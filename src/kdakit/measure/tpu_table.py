@@ -1,0 +1,128 @@
+"""Records of `kdakit compile` as Markdown tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kdakit.measure.generated import markdown_table
+from kdakit.measure.tpu_kernels import CHIPS, Job
+from kdakit.measure.tpu_schedule import why
+
+# openxla/tokamax pull request 1103, B1 T8192 H32 K=V=128 bfloat16, bounded gate, counted the same way with the same versions: M cycles.
+TOKAMAX = {("v6e", "forward"): 4.84, ("v6e", "training"): 13.2, ("tpu7x", "forward"): 3.60, ("tpu7x", "training"): 9.83}
+CALLS = {"forward": "forward", "training": "forward + backward"}
+
+Found = dict[tuple[str, Job], dict[str, Any]]
+
+
+def render(files: list[str]) -> str:
+    """All tables that the records are enough for."""
+    records = [json.loads(Path(file).read_text()) for file in files]
+    found: Found = {(row["target"], Job(**row["job"])): row for record in records for row in record["results"]}
+    failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
+    parts = [against_tokamax(found), variants(found), heads(found), kernels(found), chips(found, failed), provenance(records)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def against_tokamax(found: Found) -> str:
+    """Millions of cycles beside tokamax's, and of the softplus gate beside the bounded."""
+    rows = []
+    for (chip, kernel), theirs in TOKAMAX.items():
+        bounded, softplus = (cycles(found, chip, Job(kernel, gate)) for gate in ("bounded", "softplus"))
+        if bounded and softplus:
+            ratios = f"{bounded / theirs:.2f}", f"{softplus / bounded:.2f}"
+            rows.append([chip, CALLS[kernel], f"{theirs:.2f}", f"{bounded:.2f}", ratios[0], f"{softplus:.2f}", ratios[1]])
+    header = ["chip", "", "tokamax", "bounded gate", "of tokamax's", "softplus gate", "of our bounded"]
+    return _titled("Millions of cycles, kernels and XLA's operations around them:", header, rows)
+
+
+def variants(found: Found) -> str:
+    """What packing and saving more change."""
+    compared = {
+        "25 sequences": ({}, {"sequences": 25}),
+        "25 sequences with states": ({"states": True}, {"sequences": 25, "states": True}),
+        "disable_recompute": ({}, {"disable_recompute": True}),
+    }
+    rows = []
+    for chip, kernel in TOKAMAX:
+        for name, (plain, changed) in compared.items():
+            cells = []
+            for count in ("cycles", "weighted_cycles"):
+                before, after = (cycles(found, chip, Job(kernel, **options), count) for options in (plain, changed))
+                cells += [f"{before:.2f}", f"{after:.2f}", f"{after / before:.2f}"] if before and after else ["–"] * 3
+            if cells[0] != "–":
+                rows.append([chip, CALLS[kernel], name, *cells])
+    header = ["chip", "", "", "without", "with", "of that", "as taken: without", "with", "of that"]
+    title = "The same, bounded gate; *as taken* counts a branch as often as it is taken, the columns before in every step:"
+    return _titled(title, header, rows, right=3)
+
+
+def heads(found: Found) -> str:
+    """What more heads a grid step spill, and gain."""
+    rows = []
+    for (chip, job), row in found.items():
+        if job == Job("forward", H=job.H, heads=job.heads):
+            (k,) = row["kernels"]
+            taken = job.T // job.chunk_size * job.H // k["steps"]
+            rows.append([chip, str(taken), f"{k['bundles_per_step'] / taken:.0f}", f"{spills(k):.2f}"])
+    rows = sorted(rows, key=lambda row: (row[0], int(row[1])))
+    header = ["chip", "heads a step", "bundles a head and chunk", "spills a bundle"]
+    return _titled("Forward, bounded gate:", header, rows, right=1)
+
+
+def kernels(found: Found) -> str:
+    """Where the cycles of each kernel go."""
+    slots = ("MXU", "VALU", "EUP", "XLU", "VLOAD", "VSTORE")
+    rows = []
+    for (chip, job), row in found.items():
+        if (job.T, job.H) != (8192, 32) or job.heads:
+            continue
+        for k in row["kernels"]:
+            used = [f"{k['slots'][n]['mean'] / k['slots'][n]['capacity']:.0%}" if n in k["slots"] else "" for n in slots]
+            sizes = f"{k['bundles_per_step']}", as_taken(k), f"{k['steps']}", f"{k['vmem_bytes'] / 2**20:.1f}"
+            rows.append([chip, str(job).replace(" B1 T8192 H32 K128, bfloat16", ""), k["name"], *sizes, *used, f"{spills(k):.2f}"])
+    header = ["chip", "call", "kernel", "bundles a step", "branches as taken", "steps", "VMEM MiB", *slots, "spills a bundle"]
+    return _titled("Bundles and slots:", header, rows, right=3)
+
+
+def chips(found: Found, failed: dict[tuple[str, Job], str]) -> str:
+    """Bundles a step of every kernel on five chips, or why libtpu refused."""
+    jobs = dict.fromkeys(job for _, job in [*found, *failed] if job.T < 8192)
+
+    def cell(chip: str, job: Job) -> str:
+        if (row := found.get((chip, job))) is not None:
+            return " + ".join(str(k["bundles_per_step"]) for k in row["kernels"])
+        return why(failed.get((chip, job), "–"))
+
+    rows = [[str(job), *(cell(chip, job) for chip in CHIPS)] for job in jobs]
+    return _titled("Bundles a step of what was compiled for five chips:", ["", *CHIPS], rows, right=1)
+
+
+def provenance(records: list[dict[str, Any]]) -> str:
+    """Versions, and the commits of the records."""
+    versions = ", ".join(f"{n} {records[0]['versions'][n]}" for n in ("libtpu", "jax") if n in records[0]["versions"])
+    commits = sorted({str(record["commit"])[:12] for record in records})
+    return f"{records[0]['date']}: {versions}; commit {', '.join(commits)}"
+
+
+def cycles(found: Found, chip: str, job: Job, count: str = "cycles") -> float | None:
+    """Millions; `count`: or weighted_cycles."""
+    row = found.get((chip, job))
+    return None if row is None or row.get(count) is None else row[count] / 1e6
+
+
+def as_taken(kernel: dict[str, Any]) -> str:
+    """Bundles a step, each branch as often as it is taken."""
+    found = kernel.get("weighted_bundles_per_step")  # records of before have none
+    return "–" if found is None else f"{found:.0f}"
+
+
+def spills(kernel: dict[str, Any]) -> float:
+    """Spilled registers written and read again, per bundle."""
+    return sum(kernel["slots"].get(n, {"mean": 0})["mean"] for n in ("VLOAD:FILL", "VSTORE:SPILL"))
+
+
+def _titled(title: str, header: list[str], rows: list[list[str]], right: int = 2) -> str:
+    return f"{title}\n\n{markdown_table(header, rows, tuple(range(right, len(header))))}" if rows else ""
