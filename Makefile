@@ -28,7 +28,7 @@ demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remem
 	$(BIN)/kdakit demo
 
 test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(ARGS)
 
 test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of cases and dtypes, every tile size for every GPU; over an hour
 	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -40,8 +40,8 @@ gpu-cases:  ## every case, dtype and operation of the Triton kernels against flo
 	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m kdakit.cli.main verify --backend triton_gpu --large --workers $(WORKERS) --op recurrent --no-grad $(ARGS)
 
 gpu-tests:
-	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_on_gpu.py \
-		tests/serving/test_pool_gpu.py -k 'triton_gpu or triton_on_gpu or pool_gpu' $(ARGS)
+	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_gpu.py \
+		tests/serving/test_pool_gpu.py -k 'triton_gpu or pool_gpu' $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
@@ -51,12 +51,18 @@ lint: $(STAMP)  ## ruff and mypy
 docs: $(STAMP)  ## the site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/
-	$(BIN)/kdakit doctor --table README.md docs/backends.md
+tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/, and the pictures of records
+	$(BIN)/kdakit doctor --table README.md docs/backends.md docs/adding-a-backend.md
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
-	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md --section cpu
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/ranks/*.json)) --table docs/distributed.md --section ranks
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*.json)) --table docs/performance.md --section gpu
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*.json)) --table README.md --section speed
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/first_calls/*.json)) --table docs/performance.md --section first_calls
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/pool/*_pool.json)) --table docs/serving.md --section pool
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/pool/*_state_bits.json)) --table docs/serving.md --section state_bits
 	$(BIN)/kdakit bench --render $(lastword $(sort $(wildcard benchmarks/results/gpu/suite/*_suite.json))) --plot docs/h200.png
+	$(BIN)/kdakit bench --render $(lastword $(sort $(wildcard benchmarks/results/*_cpu_x86.json))) --plot docs/cpu.png
 	$(BIN)/kdakit compile --render $(sort $(wildcard benchmarks/results/tpu/*.json)) --table docs/tpu.md
 
 cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)

@@ -46,9 +46,11 @@ TRITON_ROOMS = {
     "config": {"runtime", "tiles"},
     "tiles.candidates": {"config"},
     "times": {"config"},
+    "shown": {"config"},
+    "arguments": {"config", "runtime"},
     "device": set(),
-    "kernels": {"device", "config", "runtime"},
-    "host": {"kernels", "config", "runtime"},
+    "kernels": {"device", "arguments", "config", "runtime"},
+    "host": {"kernels", "config", "tiles", "runtime"},
     "call": {"host", "config", "runtime"},
 }
 

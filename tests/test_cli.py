@@ -288,7 +288,7 @@ def test_verify_fails_on_wrong_numbers_raises_and_refusals(broken, tmp_path, cap
     assert "FAIL" in out and "two is too many" in out and "refuses packed sequences" in out and "2 of 2 runs" in out
     record = json.loads(path.read_text())
     assert [r["ok"] for r in record["results"]] == [False, False]
-    assert record["refusals"][0]["reason"] == "refuses packed sequences"
+    assert record["missing"][0]["reason"] == "refuses packed sequences"
 
 
 def test_verify_names_a_missing_framework(monkeypatch):
@@ -364,7 +364,7 @@ def test_bench_says_why_the_peer_is_missing(monkeypatch, capsys):
         peers.importlib.util, "find_spec", lambda name: None if name == "fla" else importlib.machinery.ModuleSpec(name, None)
     )
     assert main(["bench", "--backend", "torch_native", "--shape", "1x64x1x16", "--mode", "fwd", "--against", "fla", "--repeat", "1"]) == 1
-    assert "fla did not run fwd B1 T64 H1 K16: fla is not installed: pip install fla-core" in capsys.readouterr().out
+    assert "fla did not run forward, 64 tokens, 1 head of 16: fla is not installed: pip install fla-core" in capsys.readouterr().out
 
 
 def test_bench_times_what_is_the_backends_own():
@@ -520,7 +520,7 @@ def test_demo_shows_what_the_delta_rule_is_worth(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "Is it right?" in out and "tokens/s of training" in out and "KV cache keeps" in out and "Largest distance" in out
     record = json.loads((tmp_path / "demo.json").read_text())
-    last = {name: rows[-1]["accuracy"] for name, rows in record["curves"].items()}
+    last = {row["contestant"]: row["curve"][-1]["accuracy"] for row in record["results"]}
     assert last["KDA"] > 0.95 and last["no delta rule"] < last["KDA"] - 0.2, last
     assert record["prefill_and_step_differ_by"] < 1e-5
     assert [row["state_bytes"] for row in record["memory"]] == [record["memory"][0]["state_bytes"]] * 2

@@ -28,11 +28,13 @@ from kdakit.measure import (  # noqa: E402
     contestants,
     errors,
     gpu_results,
+    hopper_peers,
     inputs,
     peers,
     plots,
     race,
     records,
+    regimes,
     results,
     roofline,
     runners,
@@ -282,14 +284,58 @@ def test_a_suite_is_drawn(tmp_path):
         plots.save(record | dict(kind="errors"), str(tmp_path / "errors.png"))
 
 
+@pytest.mark.parametrize("regime", regimes.REGIMES)
+def test_regimes_reach_inputs_and_truth(regime):
+    """The gates' parameters are the regime's, the rest of the inputs is the same, and the truth is that of these inputs."""
+    pytest.importorskip("torch")
+    job = Job(Shape(1, 8, 2, 16), "graph", "float32", regime=regime)
+    plain, drawn = (inputs.arrays(job.case(), job.dtype, r) for r in ("", regime))
+    A_log, dt_bias = regimes.parameters(regime, 2, 16)
+    assert (drawn.A_log == A_log).all() and (drawn.dt_bias == dt_bias).all() and (drawn.g == plain.g).all()
+    if inputs.gpu() is None:
+        o = reference.kda(**{n: x for n, x in drawn._asdict().items() if x is not None}, **job.case().call_options)[0]
+        assert np.allclose(inputs.picked_truth(job)[0], o[:, :, [0, 1]])
+    decays = -5 / (1 + np.exp(-np.exp(A_log)[:, None] * (dt_bias.reshape(2, 16))))
+    assert decays.mean() < -2 if regime != "fla" else decays.mean() > -1
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(K=64), "K = V = 128"),
+        (dict(options=FUSED), "no softplus gate"),
+        (dict(initial_state=False), "initial"),
+        (dict(HV=4), "grouped"),
+    ],
+)
+def test_what_cudnn_does_not_take(changes, reason):
+    case = Shape(1, 8, 2).case()
+    assert hopper_peers.cudnn_refusal(case, "bfloat16") is None and hopper_peers.cudnn_refusal(case, "bfloat16", grad=True) is None
+    assert reason in hopper_peers.cudnn_refusal(replace(case, **changes), "bfloat16")
+    assert "decode" in hopper_peers.cudnn_refusal(case, "bfloat16", "recurrent") and "float32" in hopper_peers.cudnn_refusal(
+        case, "float32"
+    )
+
+
+def test_peers_that_are_not_installed_say_so(monkeypatch):
+    case = Shape(1, 8, 2).case()
+    monkeypatch.setattr(peers.checking, "default_device", lambda framework: type("", (), {"type": "cuda"}))
+    monkeypatch.setattr(hopper_peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hopper_peers.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+    hopper_peers._load_vllm.cache_clear()
+    for name, remedy in (("cudnn", "nvidia-cudnn-frontend"), ("cudnn_g32", "nvidia-cudnn-frontend"), ("flash_kda_vllm", "vllm>=0.32")):
+        with pytest.raises(peers.Unavailable, match=remedy):
+            peers.find(name, case, "bfloat16", "chunk", False)
+
+
 def test_a_suite_where_nothing_runs_says_why(tmp_path, capsys, monkeypatch):
     if inputs.gpu() is not None:
         pytest.skip("there is a GPU: it would run")
     monkeypatch.setattr(suites, "cannot_run", lambda: None)
     path = tmp_path / "suite.json"
     assert main(["bench", "--suite", "gpu", "--entry", "eager h2", "--repeat", "1", "--json", str(path)]) == 1
-    assert "flash_kda did not run eager B1 T512 H2 K128: its kernels need a GPU" in capsys.readouterr().out
-    assert len(json.loads(path.read_text())["missing"]) == 4
+    assert "flash_kda did not run forward, call after call, 512 tokens, 2 heads of 128: its kernels need a GPU" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["missing"]) == 6
 
 
 @pytest.mark.parametrize(
@@ -472,3 +518,19 @@ def test_tuning_is_shown(capsys):
     bench.show(record)
     out = capsys.readouterr().out
     assert "tile sizes of sm_90" in out and "taken" in out and "in use" in out
+
+
+def test_constants_of_times_are_found_again():
+    """Calls that take what other constants say: the fit finds times within 3 %, and leaves rows alone that describe too few calls."""
+    from kdakit.backends.cuda import times
+    from kdakit.measure import time_fit
+
+    rows = times.load("sm_90")
+    calls = [tuning.problem_of(Job(shape, "graph", "bfloat16")) for shape in suites.REGIME_SHAPES.values()]
+    mine = times.row_of(calls[0], rows)
+    true = mine["use"] | {"prepare": 1.7 * mine["use"]["prepare"], "chain": 0.6 * mine["use"]["chain"]}
+    found = time_fit.refit(rows, [(p, times.microseconds(p, true)) for p in calls], times.row_of, times.microseconds)
+    use = times.row_of(calls[0], found)["use"]
+    assert all(abs(times.microseconds(p, use) / times.microseconds(p, true) - 1) < 0.03 for p in calls)
+    assert [new for new, old in zip(found, rows, strict=True) if old is not mine] == [old for old in rows if old is not mine]
+    assert json.loads(time_fit.dump({"chip": "sm_90", "source": "", "rows": found}))["rows"] == found

@@ -1,6 +1,7 @@
 """The language model: one set of weights in two frameworks, one pass or many, files that are whole or refused."""
 
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -350,7 +351,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*args):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(weights.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
         weights.save(path, DEEP, moved(DEEP, seed=9))
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1

@@ -306,7 +306,7 @@ def test_whatever_moment_a_save_is_interrupted_the_folder_is_whole(saved, monkey
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights.os, "replace", counting(os.replace))
+        patch.setattr(os, "replace", counting(os.replace))
         patch.setattr(checkpoint.Path, "unlink", counting(checkpoint.Path.unlink))
         try:
             checkpoint.save(saved, found)

@@ -39,22 +39,4 @@ __device__ __forceinline__ float write_strength(const HopperForward& p, int64_t 
   return p.beta_kind == Beta::double_sigmoid ? 2.0f * x : x;
 }
 
-// v[r] of every lane, r = 0 .. 2 N - 1 -> where `index` % (2 N) = r the sum of v[r] over the lanes that differ in these bits of the index.
-// `index` is the lane divided by `scale`.
-template <int N>
-__device__ __forceinline__ float transposed_sum(float (&v)[2 * N], int index, int scale) {
-  const bool upper = index & N;
-  float half[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float send = upper ? v[i] : v[i + N], keep = upper ? v[i + N] : v[i];
-    half[i] = keep + __shfl_xor_sync(~0u, send, N * scale);
-  }
-  if constexpr (N == 1) {
-    return half[0];
-  } else {
-    return transposed_sum<N / 2>(half, index, scale);
-  }
-}
-
 }  // namespace kda::hopper

@@ -1,7 +1,11 @@
 // Thin wrappers of the PTX instructions the Hopper kernels use. Fragment layouts are those of mma.m16n8k16:
 //   A [16, 16]: 4 registers, (row, k) = (lane / 4 + 8 (r % 2), 2 (lane % 4) + 8 (r / 2));   B [16, 8]: 2 registers, k = 2 (lane % 4) + 8 r
 //   C [16, 8]: 4 floats, (row, column) = (lane / 4 + 8 (r / 2), 2 (lane % 4) + r % 2). Two C tiles side by side, packed, are an A tile.
+// tests/emulate_hopper.h has those of the prepare kernel for a CPU.
 #pragma once
+#ifdef KDA_EMULATE
+#include "../tests/emulate_hopper.h"
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cstdint>
@@ -26,6 +30,8 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
   return y;
 }
 
+#define KDA_TOUCH(x) asm volatile("" : "+f"(x))  // the compiler forgets how it came by a float
+
 // Two bfloat16 in a register: the first in the low half.
 __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
@@ -43,6 +49,12 @@ __device__ __forceinline__ uint32_t pack_half(float a, float b) {
 __device__ __forceinline__ uint32_t multiply_half(uint32_t a, uint32_t b) {
   uint32_t y;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 
@@ -107,6 +119,11 @@ __device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
   return x;
 }
 
+// `threads` of the block meet at barrier 1 to 15.
+__device__ __forceinline__ void named_barrier(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Ordinary shared-memory writes before, the copy engine or the tensor cores reading after.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -157,3 +174,4 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 }
 
 }  // namespace kda::hopper
+#endif

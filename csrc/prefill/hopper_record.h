@@ -6,7 +6,11 @@
 // Rows of 128 bytes; the 16-byte unit u of row r lies at u ^ (r % 8): the 128-byte swizzle of wgmma. A_solved^T as 16 x 16 blocks, rows of
 // 32 bytes, unit u of row r at u ^ (r / 4 % 2): the 32-byte swizzle. Of its row block b the record has the column blocks b .. 3.
 #pragma once
+#ifdef KDA_EMULATE
+#include "../tests/emulate_hopper.h"
+#else
 #include <cuda_runtime.h>
+#endif
 
 namespace kda::hopper {
 

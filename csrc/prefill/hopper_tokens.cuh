@@ -9,27 +9,18 @@ constexpr int kTokens = 8;                 // per warp
 constexpr int kBlock = 16;                 // tokens of a block: two warps
 constexpr int kTile = kBlock * kHead * 2;  // bytes of a block's tile: rows of 256 bytes, 16-byte unit u of row r at u ^ (r % 8)
 
-// A lane's four channels of eight tokens of q or k: in registers, or STAGED in the rows of a tile that its decayed rows will overwrite.
-template <bool STAGED>
-struct Rows;
-template <>
-struct Rows<false> {
-  uint2 x[kTokens];
-  __device__ __forceinline__ uint2 operator[](int t) const { return x[t]; }
-};
-template <>
-struct Rows<true> {
+// A lane's four channels of eight tokens of q or k, in the rows of a tile that its decayed rows will overwrite.
+struct Rows {
   uint32_t tile;  // the warp's first row
   int lane;
   __device__ __forceinline__ uint2 operator[](int t) const;
 };
 
-template <bool STAGED>
 struct Inputs {
-  Rows<STAGED> q, k;
+  Rows q, k;
   float g[kTokens][4];  // log2-decay
   float inverse_norm;   // lane l: 1 / |q| of token l / 2, or 1 / |k| of token l / 2 - 8
-  float dot;            // STAGED, lane 4 t + t / 2: q . k of token t
+  float dot;            // lane 4 t + t / 2: q . k of token t
 
   __device__ __forceinline__ float norm_q(int t) const { return __shfl_sync(~0u, inverse_norm, 2 * t); }
   __device__ __forceinline__ float norm_k(int t) const { return __shfl_sync(~0u, inverse_norm, 16 + 2 * t); }
@@ -40,41 +31,18 @@ __device__ __forceinline__ uint32_t lane_offset(int t, int lane) { return t * 25
 __device__ __forceinline__ uint32_t record_offset(int t, int lane) {
   return (lane >> 4) * 8192 + t * 128 + (((((lane & 15) >> 1) ^ t) << 4) | ((lane & 1) << 3));
 }
-__device__ __forceinline__ uint2 Rows<true>::operator[](int t) const { return load_shared_pair(tile + lane_offset(t, lane)); }
+__device__ __forceinline__ uint2 Rows::operator[](int t) const { return load_shared_pair(tile + lane_offset(t, lane)); }
 
-// Keeps the compiler from carrying what it computed from the inputs over this point: there is more of it than registers.
-template <bool STAGED>
-__device__ __forceinline__ void forget_products(Inputs<STAGED>& x) {
+// Keeps the compiler from carrying what it computed from the gates over this point: there is more of it than registers.
+__device__ __forceinline__ void forget_products(Inputs& x) {
 #pragma unroll
-  for (int t = 0; t < kTokens; ++t) {
-    if constexpr (!STAGED) asm volatile("" : "+r"(x.q.x[t].x), "+r"(x.q.x[t].y), "+r"(x.k.x[t].x), "+r"(x.k.x[t].y));
+  for (int t = 0; t < kTokens; ++t)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) asm volatile("" : "+f"(x.g[t][c]));
-  }
+    for (int c = 0; c < 4; ++c) KDA_TOUCH(x.g[t][c]);
 }
 
-__device__ __forceinline__ float dot(uint2 x, uint2 y) {
-  return fmaf(low(x.x), low(y.x), fmaf(high(x.x), high(y.x), fmaf(low(x.y), low(y.y), high(x.y) * high(y.y))));
-}
-
-// 1 / |q|, 1 / |k| and q . k of the warp's tokens.
-__device__ __forceinline__ void find_norms(Inputs<false>& x, int lane) {
-  float sums[2 * kTokens];
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) sums[t] = dot(x.q[t], x.q[t]), sums[kTokens + t] = dot(x.k[t], x.k[t]);
-  const float sum = transposed_sum<kTokens>(sums, lane >> 1, 2);
-  x.inverse_norm = rsqrtf(sum + __shfl_xor_sync(~0u, sum, 1) + 1e-6f);
-}
-__device__ __forceinline__ float find_dots(const Inputs<false>& x, int lane) {  // lane l: of token l / 4
-  float dots[kTokens];
-#pragma unroll
-  for (int t = 0; t < kTokens; ++t) dots[t] = dot(x.q[t], x.k[t]);
-  float sum = transposed_sum<kTokens / 2>(dots, lane >> 2, 4);
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  return sum + __shfl_xor_sync(~0u, sum, 2);
-}
-// STAGED: the diagonals of [q; k] q^T and [q; k] k^T, whose products are exact.
-__device__ __forceinline__ void find_norms(Inputs<true>& x, int lane) {
+// 1 / |q|, 1 / |k| and q . k of the warp's tokens: the diagonals of [q; k] q^T and [q; k] k^T, whose products are exact.
+__device__ __forceinline__ void find_norms(Inputs& x, int lane) {
   const uint32_t rows = (lane & 8 ? x.k.tile : x.q.tile) + (lane & 7) * 256 + (((lane >> 4) ^ (lane & 7)) << 4);
   float with_q[4] = {}, with_k[4] = {};
 #pragma unroll
@@ -89,7 +57,6 @@ __device__ __forceinline__ void find_norms(Inputs<true>& x, int lane) {
   x.inverse_norm = rsqrtf((lane < 16 ? q : k) + 1e-6f);
   x.dot = odd ? with_k[1] : with_k[0];
 }
-__device__ __forceinline__ float find_dots(const Inputs<true>& x, int) { return x.dot; }
 
 struct Source {  // rows of one head in global memory, from the chunk's first token on; offsets in bytes fit 32 bits
   const uint8_t* base;
@@ -117,10 +84,7 @@ struct Source {  // rows of one head in global memory, from the chunk's first to
       for (int t = 0; t < kTokens; ++t) store(t, first + t < rows ? at<T>(t, lane) : T{});
     }
   }
-  __device__ __forceinline__ void fetch(Rows<false>& to, uint32_t, int lane) const {
-    each<uint2>(lane, [&](int t, uint2 x) { to.x[t] = x; });
-  }
-  __device__ __forceinline__ void fetch(Rows<true>& to, uint32_t tile, int lane) const {
+  __device__ __forceinline__ void fetch(Rows& to, uint32_t tile, int lane) const {
     to.tile = tile, to.lane = lane;
     const int odd = lane / 16, unit = lane % 16;
     const uint32_t from = (first + odd) * step + unit * 16, at = tile + odd * 256 + ((unit ^ odd) << 4);
@@ -137,10 +101,10 @@ struct Source {  // rows of one head in global memory, from the chunk's first to
   }
 };
 
-// The warp's tokens: q and k, into `rows_q` and `rows_k` where STAGED, and log2-decays. Past the sequence's end: zeros that do not decay.
-template <Gate GATE, bool G32, bool STAGED>
+// The warp's tokens: q and k, into `rows_q` and `rows_k`, and log2-decays. Past the sequence's end: zeros that do not decay.
+template <Gate GATE, bool G32>
 __device__ __forceinline__ void load_tokens(const HopperForward& p, const Span& span, int head, int warp, int lane, uint32_t rows_q,
-                                            uint32_t rows_k, Inputs<STAGED>& x) {
+                                            uint32_t rows_k, Inputs& x) {
   const int key_head = p.H == p.HV ? head : head / static_cast<int>(p.HV / p.H);
   const Source q(p.q, p.q_strides, span, key_head, warp, 2), k(p.k, p.k_strides, span, key_head, warp, 2);
   const Source g(p.g, p.g_strides, span, head, warp, G32 ? 4 : 2);
@@ -162,7 +126,7 @@ __device__ __forceinline__ void load_tokens(const HopperForward& p, const Span& 
     for (int t = 0; t < kTokens; ++t)
 #pragma unroll
       for (int c = 0; c < 4; ++c) x.g[t][c] = g.first + t < g.rows ? x.g[t][c] : 0.0f;
-  if (STAGED) copy_async_wait();
+  copy_async_wait();
   find_norms(x, lane);
   forget_products(x);
 }
@@ -176,53 +140,5 @@ __device__ __forceinline__ void multiply(float (&y)[4], const float (&x)[4]) {
 }
 __device__ __forceinline__ uint2 packed(const float (&y)[4]) { return {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])}; }
 __device__ __forceinline__ uint2 packed_half(const float (&y)[4]) { return {pack_half(y[0], y[1]), pack_half(y[2], y[3])}; }
-
-// Writes tokens first .. last - 1 of a warp into its rows of three tiles, for the diagonal blocks of gates without a bound. What cannot
-// exceed 1 is float16; what grows, and the rows that meet it, bfloat16.
-struct LevelWriter {
-  const Inputs<false>& x;
-  uint32_t rows_q, rows_k, columns;
-  int lane;
-
-  // Rows decayed from `first`; AFTER: without that token's own gate, to meet what has grown.
-  template <bool AFTER>
-  __device__ __forceinline__ void rows(int first, int last) const {
-    float sum[4] = {};
-#pragma unroll
-    for (int t = first; t < last; ++t) {
-      float e[4], y[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] += AFTER && t == first ? 0.0f : x.g[t][c], e[c] = exp2_fast(sum[c]);
-      scaled(y, x.q[t], x.norm_q(t)), multiply(y, e);
-      store_shared(rows_q + lane_offset(t, lane), AFTER ? packed(y) : packed_half(y));
-      scaled(y, x.k[t], x.norm_k(t)), multiply(y, e);
-      store_shared(rows_k + lane_offset(t, lane), AFTER ? packed(y) : packed_half(y));
-    }
-  }
-  // Columns decayed to the end of token last - 1.
-  __device__ __forceinline__ void tails(int first, int last) const {
-    float sum[4] = {};
-#pragma unroll
-    for (int t = last - 1; t >= first; --t) {
-      float y[4];
-      scaled(y, x.k[t], x.norm_k(t));
-#pragma unroll
-      for (int c = 0; c < 4; ++c) y[c] *= exp2_fast(sum[c]), sum[c] += x.g[t][c];
-      store_shared(columns + lane_offset(t, lane), packed_half(y));
-    }
-  }
-  // Columns grown from `first`: 1 / d(first, j).
-  __device__ __forceinline__ void grown(int first, int last) const {
-    float sum[4] = {};
-#pragma unroll
-    for (int t = first; t < last; ++t) {
-      float y[4];
-      scaled(y, x.k[t], x.norm_k(t));
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[c] -= t == first ? 0.0f : x.g[t][c], y[c] *= exp2_fast(sum[c]);
-      store_shared(columns + lane_offset(t, lane), packed(y));
-    }
-  }
-};
 
 }  // namespace kda::hopper

@@ -14,6 +14,7 @@
 #include <functional>
 #include <vector>
 
+#define __host__
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -49,9 +50,9 @@ inline float __uint_as_float(uint32_t bits) {
 }
 
 struct Index {
-  unsigned x;
+  unsigned x, y, z;
 };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 
 namespace kda {
 
@@ -68,7 +69,8 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   std::vector<std::vector<Copy>> copies;  // the last group is open
-  enum { READY, WARP, BLOCK, DONE } at = READY;
+  enum { READY, WARP, NAMED, BLOCK, DONE } at = READY;
+  int barrier, threads;  // where NAMED: which, and how many wait there
 };
 
 inline std::vector<Fiber> fibers;
@@ -88,7 +90,12 @@ inline void wait(decltype(Fiber::at) where) {
   swapcontext(&self.context, &scheduler);
 }
 
-// Run one block. Every thread goes on until all live threads of its warp, or of the block, are at the same barrier.
+inline void wait_named(int barrier, int threads) {
+  fibers[threadIdx.x].barrier = barrier, fibers[threadIdx.x].threads = threads;
+  wait(Fiber::NAMED);
+}
+
+// Run one block. Every thread goes on until all live threads of its warp, of a named barrier, or of the block are at the same barrier.
 inline void run_block(unsigned block, int threads, int order, const std::function<void()> &kernel) {
   memset(memory, 0xff, sizeof memory);
   body = kernel;
@@ -121,6 +128,11 @@ inline void run_block(unsigned block, int threads, int order, const std::functio
         ++ready;
       }
     }
+    int waiting[16] = {};
+    for (const Fiber &fiber : fibers)
+      if (fiber.at == Fiber::NAMED) ++waiting[fiber.barrier];
+    for (Fiber &fiber : fibers)
+      if (fiber.at == Fiber::NAMED && waiting[fiber.barrier] == fiber.threads) fiber.at = Fiber::READY, ++ready;
     for (const Fiber &fiber : fibers) done += fiber.at == Fiber::DONE, blocked += fiber.at == Fiber::BLOCK;
     if (done == threads) return;
     if (blocked + done == threads) {

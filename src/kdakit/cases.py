@@ -183,6 +183,8 @@ CASES = {
              options=FUSED),
         Case("lower_bound", "everything in the kernel, bounded gate", gate="raw", beta="logits", A_log=True, dt_bias=True,
              options=FUSED | {"lower_bound": -5.0, "safe_gate": True}),
+        Case("lower_bound_saturated", "bounded gate, nearly all saturated: the few that are not have tiny gradients", T=80, gate="raw_huge",
+             beta="logits", A_log=True, dt_bias=True, options=FUSED | {"lower_bound": -5.0}),
         Case("lower_bound_bare", "bounded gate without A_log, dt_bias or safe_gate; beta to 2", gate="raw", beta="logits",
              options=FUSED | {"lower_bound": -2.5, "allow_neg_eigval": True}),
         Case("varlen", "packed sequences: empty, tiny, ragged", T=137, lengths=(0, 5, 32, 0, 1, 64, 35, 0)),

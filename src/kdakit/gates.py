@@ -13,6 +13,11 @@ def sigmoid(x):
     return np.where(x >= 0, 1, e) / (1 + e)
 
 
+def sigmoid_slope(x):
+    """s (1 - s) with s = sigmoid(x). 1 - s is sigmoid(-x), of which subtracting from 1 leaves nothing where s is near 1."""
+    return sigmoid(x) * sigmoid(-x)
+
+
 def softplus(x):
     """log(1 + e^x) without overflow."""
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
@@ -46,8 +51,7 @@ def bounded_gate_backward(g, A_log, dt_bias, lower_bound, d_out):
     """d_g, d_A_log [HV] or None, d_dt_bias [HV, K]."""
     a = 1 if A_log is None else np.exp(A_log).reshape(-1, 1)
     x = _shifted(g, dt_bias)
-    s = sigmoid(a * x)
-    d_argument = lower_bound * s * (1 - s) * d_out
+    d_argument = lower_bound * sigmoid_slope(a * x) * d_out
     d_A_log = None if A_log is None else _sum_to_heads(d_argument * a * x).sum(-1)
     return d_argument * a, d_A_log, _sum_to_heads(d_argument * a)
 
@@ -77,5 +81,4 @@ def beta_activation(beta, kind):
 def beta_activation_backward(beta, kind, d_out):
     if kind == "given":
         return d_out
-    s = sigmoid(beta)
-    return (2 if kind == "double_sigmoid" else 1) * s * (1 - s) * d_out
+    return (2 if kind == "double_sigmoid" else 1) * sigmoid_slope(beta) * d_out

@@ -54,7 +54,18 @@ class Spec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class Passed:
+    """Options that the public calls take under the same name: a new one is a line here and an argument of the frontends."""
+
+    output_final_state: bool = False
+    return_intermediate_states: bool = False
+    state_v_first: bool = False  # states are [.., V, K]
+    disable_recompute: bool = False  # keep the intermediates for the backward
+    chunk_size: int = 64
+
+
+@dataclass(frozen=True)
+class Options(Passed):
     """What is computed, whatever the sizes."""
 
     scale: float | None = None  # None until the problem's K is known: K ** -0.5
@@ -63,25 +74,21 @@ class Options:
     safe_gate: bool = False  # the log-decay lies in [lower_bound, 0): a fast path may rely on it
     l2norm: bool = False  # normalise q and k first
     beta: str = "given"  # one of BETAS
-    output_final_state: bool = False
-    return_intermediate_states: bool = False
-    state_v_first: bool = False  # states are [.., V, K]
-    disable_recompute: bool = False  # keep the intermediates for the backward
-    chunk_size: int = 64
     deterministic: bool = False  # the bits of a sequence depend on no other sequence in the call
 
     def encode(self) -> str:
         """A string for interfaces that carry only plain values; `Options.decode` reads it back."""
-        # Field by field: torch.compile cannot follow vars() in every version.
-        return repr((
-            self.scale, self.gate, self.lower_bound, self.safe_gate, self.l2norm, self.beta, self.output_final_state,
-            self.return_intermediate_states, self.state_v_first, self.disable_recompute, self.chunk_size, self.deterministic,
-        ))  # fmt: skip
+        # By name: torch.compile cannot follow vars() in every version.
+        return repr(tuple([getattr(self, name) for name in OPTION_NAMES]))
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def decode(text: str) -> Options:
         return Options(*ast.literal_eval(text))
+
+
+OPTION_NAMES = tuple(f.name for f in fields(Options))
+PASSED_NAMES = tuple(f.name for f in fields(Passed))
 
 
 @dataclass(frozen=True)
@@ -156,25 +163,21 @@ def checks_enabled() -> bool:
 
 
 def make_options(
-    arrays: Arrays, *, scale=None, output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None, disable_recompute=False,
-    return_intermediate_states=False, state_v_first=False, chunk_size=64,
+    arrays: Arrays, *, scale=None, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, safe_gate=False, lower_bound=None, **passed: Any,
 ) -> Options:  # fmt: skip
-    """The public calls' keyword arguments, checked and reduced to `Options`."""
-    flags = dict(output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                 use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                 allow_neg_eigval=allow_neg_eigval, safe_gate=safe_gate, disable_recompute=disable_recompute,
-                 return_intermediate_states=return_intermediate_states, state_v_first=state_v_first)  # fmt: skip
+    """The public calls' keyword arguments, checked and reduced to `Options`; `passed` are fields of `Passed`."""
+    flags = dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+                 use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval, safe_gate=safe_gate)  # fmt: skip
     on = {name: _flag(name, value) for name, value in flags.items()}
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, numbers.Integral) or chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size must be one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size!r}")
+    as_they_are = {name: _passed(name, value) for name, value in passed.items()}
     bound = None if lower_bound is None else _real("lower_bound", lower_bound)
     if on["allow_neg_eigval"] and not on["use_beta_sigmoid_in_kernel"]:
         raise ValueError("allow_neg_eigval=True requires use_beta_sigmoid_in_kernel=True: it doubles the sigmoid; "
                          "a beta that is already activated may simply be passed up to 2")  # fmt: skip
     gate = "log_decay" if not on["use_gate_in_kernel"] else "softplus" if bound is None else "bounded"
     safe = bound is not None and SAFE_BOUND <= bound < 0
-    if gate == "bounded" and not (bound < 0 and (safe or not on["safe_gate"])):
+    if bound is not None and gate == "bounded" and not (bound < 0 and (safe or not on["safe_gate"])):
         raise ValueError(f"lower_bound must be negative, and lie in [-5, 0) with safe_gate=True, got {lower_bound}")
     if gate == "softplus" and on["safe_gate"]:
         raise ValueError("safe_gate=True with use_gate_in_kernel=True requires lower_bound in [-5, 0), got lower_bound=None")
@@ -192,12 +195,18 @@ def make_options(
         safe_gate=on["safe_gate"],
         l2norm=on["use_qk_l2norm_in_kernel"],
         beta="given" if not on["use_beta_sigmoid_in_kernel"] else "double_sigmoid" if on["allow_neg_eigval"] else "sigmoid",
-        output_final_state=on["output_final_state"],
-        return_intermediate_states=on["return_intermediate_states"],
-        state_v_first=on["state_v_first"],
-        disable_recompute=on["disable_recompute"],
-        chunk_size=int(chunk_size),
+        **as_they_are,
     )
+
+
+def _passed(name: str, value: Any) -> Any:
+    if name not in PASSED_NAMES:
+        raise TypeError(f"a call takes no option {name!r}")
+    if name != "chunk_size":
+        return _flag(name, value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size must be one of {', '.join(map(str, CHUNK_SIZES))}, got {value!r}")
+    return int(value)
 
 
 def make_problem(op: str, arrays: Arrays, options: Options, needs_grad: bool = False) -> Problem:
@@ -261,6 +270,47 @@ def check_cu_seqlens(values: np.ndarray, T: int, name: str = "cu_seqlens", paddi
     if values[0] != 0 or not ends or (np.diff(values.astype(np.int64)) < 0).any():
         shown = np.array2string(np.asarray(values), threshold=16, separator=", ")
         raise ValueError(f"{name} must start at 0, never decrease and end at {'most ' if padding else ''}T = {T}, got {shown}")
+
+
+def check_same_cu_seqlens(values: np.ndarray, host: np.ndarray) -> None:
+    """Both copies, for whoever can see them: a plan made of one and kernels that read the other would not fit."""
+    different = np.flatnonzero(values != host)
+    if different.size:
+        n = different[0]
+        raise ValueError(f"cu_seqlens_cpu must equal cu_seqlens, got cu_seqlens_cpu[{n}] = {host[n]} and cu_seqlens[{n}] = {values[n]}")
+
+
+def check_values(problem: Problem, values: Arrays) -> None:
+    """KDAKIT_CHECKS=1: the values of a call, as NumPy arrays; raises for the first element, in C order, that breaks a rule.
+
+    All inputs are finite. A log-decay is at most 0. Keys that nobody normalises have beta |k|^2 <= 2: else I - beta k k^T has an eigenvalue
+    below -1, and every such token makes the state larger. Tokens behind the last packed sequence are padding.
+    """
+    o = problem.options
+    if values.cu_seqlens is not None:
+        end = int(values.cu_seqlens[-1])
+        values = values._replace(**{n: getattr(values, n)[:, :end] for n in ("q", "k", "v", "g", "beta")})
+    for name, x in zip(DIFFERENTIABLE, values, strict=False):
+        if x is not None:
+            _check_each(name, x, ~np.isfinite(x), "must be finite")
+    if o.gate == "log_decay":
+        _check_each("g", values.g, values.g > 0, "must be a log-decay, at most 0: pass use_gate_in_kernel=True for a raw gate")
+    if o.gate == "log_decay" and o.safe_gate and o.lower_bound is not None:
+        low = values.g < o.lower_bound
+        _check_each("g", values.g, low, f"must lie in [lower_bound, 0) = [{o.lower_bound}, 0), as safe_gate=True promises")
+    if not o.l2norm:
+        beta = values.beta if o.beta == "given" else (2 if o.beta == "double_sigmoid" else 1) / (1 + np.exp(-values.beta))
+        growth = np.repeat((values.k**2).sum(-1), problem.group, 2) * beta  # [B, T, HV]
+        rounding = 1 + {"bfloat16": 2**-5, "float16": 2**-8}.get(problem.dtype, 2**-16)
+        rule = "has beta |k|^2, which must be at most 2, else the state grows without bound: pass use_qk_l2norm_in_kernel=True"
+        _check_each("k", growth, ~(growth <= 2 * rounding), rule)
+
+
+def _check_each(name: str, x: np.ndarray, bad: np.ndarray, rule: str) -> None:
+    if bad.any():
+        first = np.unravel_index(np.argmax(bad), bad.shape)
+        place = ", ".join(map(str, first))
+        raise ValueError(f"{name}[{place}] {rule}, got {x[first]} ({int(bad.sum())} of {bad.size} elements; KDAKIT_CHECKS=1 looked)")
 
 
 def check_backend_name(name: Any) -> None:

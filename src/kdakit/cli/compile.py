@@ -95,7 +95,7 @@ def measure(args, made: list) -> dict[str, Any]:
             (missing if "reason" in found else results).append(row)
             bar.update(task, advance=1)
     note = "static schedule by libtpu, nothing was run; cycles are instruction bundles and do not wait for memory"
-    return {"kind": "tpu_schedule", "note": note, **machine.describe(), "results": results, "missing": missing}
+    return {"kind": "tpu_schedule", **machine.describe(), "settings": {"note": note}, "results": results, "missing": missing}
 
 
 def show(record: dict[str, Any]) -> None:

@@ -133,7 +133,7 @@ def is_it_right(out, backends, names) -> bool:
 def learn(out, framework: str, race, folder: Path, device: str | None) -> dict:
     """Train both models and show how they did; the record of the demo so far."""
     from kdakit.cli import console, recall_race
-    from kdakit.measure import machine
+    from kdakit.measure import machine, records
 
     out.rule("3. A memory that corrects itself", align="left")
     task, config = race.task(), race.config(True)
@@ -158,7 +158,9 @@ def learn(out, framework: str, race, folder: Path, device: str | None) -> dict:
         (task.with_pairs(race.warm_pairs) if s <= race.warm_share * race.steps else task).length for s in range(1, race.steps + 1)
     )
     out.print(f"{seconds:.0f} s for both, side by side: {tokens / seconds:,.0f} tokens/s of training each.\n", markup=False)
-    return {"kind": "demo", **machine.describe(), "framework": framework, "settings": asdict(race), "curves": curves, "seconds": seconds}
+    results = [{"entry": "recall", "contestant": name, "curve": rows} for name, rows in curves.items()]
+    described = machine.describe(records.device()) | {"framework": framework, "settings": asdict(race), "seconds": seconds}
+    return {"kind": "demo", **described, "results": results, "missing": []}
 
 
 def generate(out, framework: str, record: dict, folder: Path) -> bool:

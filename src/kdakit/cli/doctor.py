@@ -65,6 +65,7 @@ def examine() -> dict[str, Any]:
         "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
         "support": attempt(support),
         "stacks": attempt(_stacks),
+        "training": attempt(training),
     }
 
 
@@ -155,6 +156,31 @@ def support(device: str | None = None) -> dict[str, dict[str, str]]:
     return table
 
 
+def training() -> dict[str, str]:
+    """{GPU: the backend that 'auto' trains with there in PyTorch, and why none before it}."""
+    import torch
+
+    from kdakit import dispatch
+
+    problem = problems()["bfloat16, gradients"]
+    found = {}
+    for n in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", n)
+        found[f"cuda:{n} ({torch.cuda.get_device_name(n)})"] = attempt(_training_backend, dispatch, problem, device)
+    return found
+
+
+def _training_backend(dispatch, problem, device) -> str:
+    refusals = []
+    for name in dispatch.names("torch"):
+        reason = dispatch.supports(name, problem, device) or dispatch.load(name).interpreted(device)
+        if reason is None:
+            slow = ", which is slow there" if name in dispatch.SLOW else ""
+            return f"{name}{slow}" + (f", because {'; '.join(refusals)}" if refusals else "")
+        refusals.append(f"{name}: {reason}")
+    return f"none: {'; '.join(refusals)}"
+
+
 def _device(framework: str, device: str | None) -> Any:
     from kdakit.measure import checking
 
@@ -173,14 +199,33 @@ def _answer(backend, problem, where) -> str:
     return dispatch.supports(backend.name, problem, where) or OK
 
 
+# What each backend is for. Where no GPU can be asked, `triton_gpu` answers as on an H200 (sm_90).
+OWN_DEVICE = {"triton_gpu": "a GPU", "cuda": "an NVIDIA GPU", "torch_native": "any device", "pallas_tpu": "a TPU", "cuda_ffi": "an NVIDIA GPU",
+              "xla": "any device"}  # fmt: skip
+
+
 def support_markdown() -> str:
-    """Problems down, backends across, on a CPU: the table in README.md and docs/backends.md."""
+    """Problems down, backends across, each on the device it is for: the table of docs/backends.md."""
+    from kdakit import dispatch
     from kdakit.measure.generated import markdown_table
 
-    table = support("cpu")
+    table = {b.name: {label: attempt(_own_answer, b, problem) for label, problem in problems().items()} for b in dispatch.BACKENDS}
     rows, reasons = numbered(table)
-    drawn = markdown_table(["on a CPU", *(f"`{name}`" for name in table)], rows)
-    return "\n".join([drawn, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1))])
+    drawn = markdown_table(["", *(f"`{name}` on {OWN_DEVICE.get(name, 'a CPU')}" for name in table)], rows)
+    borrowed = [
+        f"Gradients of `{name}` are computed by `{dispatch.load(name).gradients}`." for name in table if dispatch.load(name).gradients
+    ]
+    return "\n".join([drawn, "", *(f"{n}. {reason}" for n, reason in enumerate(reasons, 1)), "", " ".join(borrowed)])
+
+
+def _own_answer(backend, problem) -> str:
+    """`_answer` on the backend's own device, whether or not there is one here."""
+    from kdakit import dispatch
+
+    module, where = dispatch.load(backend.name), {"triton_gpu": "cuda", "pallas_tpu": "tpu"}.get(backend.name, "cpu")
+    if OWN_DEVICE.get(backend.name) != "an NVIDIA GPU" or (problem.op == "recurrent" and module.step is None):
+        return _answer(backend, problem, _device(backend.framework, where))
+    return module.unsupported(problem) or OK
 
 
 def numbered(table: dict[str, dict[str, str]]) -> tuple[list[list[str]], list[str]]:
@@ -223,6 +268,11 @@ def _show(report: dict[str, Any]) -> None:
         shown.add_row(framework, escape(found if isinstance(found, str) else "\n".join(found)))
     out.print(shown)
     _show_support(out, report["support"])
+    if isinstance(report["training"], str):
+        out.print(f"training {report['training']}", markup=False)
+    else:
+        for gpu, backend in report["training"].items():
+            out.print(f"training on {gpu}: {backend}", markup=False)
     _show_stacks(out, report["stacks"])
 
 

@@ -76,7 +76,7 @@ def plot(record: dict[str, Any], path: str) -> None:
 
     race = Race(**record["settings"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.8), gridspec_kw={"width_ratios": [3, 2]})
-    for (name, rows), colour in zip(record["curves"].items(), ("#2f6f9f", "#d98032"), strict=True):
+    for (name, rows), colour in zip(((r["contestant"], r["curve"]) for r in record["results"]), ("#2f6f9f", "#d98032"), strict=True):
         steps, right_share = [0, *(r["step"] for r in rows)], [1 / race.values, *(r["accuracy"] for r in rows)]
         left.plot(steps, [100 * share for share in right_share], color=colour, label=f"{name}: {right_share[-1]:.1%}")
     left.axhline(100 / race.values, color="#999999", linewidth=1, linestyle=":")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +78,12 @@ def run(args) -> int:
     count = sum(x.size for x in run_.state.weights.values())
     out.print(f"{count:,} parameters, {len(data):,} bytes of {run_.data['text'] or 'the built-in book'}; {framework} on {where}; "
               f"steps {run_.state.step} .. {run_.optimizer.steps}", markup=False)  # fmt: skip
-    _loop(out, learner, run_, data, held_out, Path(args.out) if speaks else None, args.every, Speed.of(run_, where, args.nproc))
+    speed = Speed.of(run_, where, args.nproc)
+    if speaks:
+        with _own_folder(args, run_):
+            _loop(out, learner, run_, data, held_out, Path(args.out), args.every, speed)
+    else:
+        _loop(out, learner, run_, data, held_out, None, args.every, speed)
     if speaks:
         _finish(out, learner, run_, Path(args.out), checkpoint.INDEX)
     processes.leave(framework)
@@ -121,9 +128,29 @@ def resumed(args):
         wanted, had = getattr(args, name), had_options.get(name, getattr(SIZES["small"], name))
         if wanted is not None and wanted != had:
             raise UsageError(f"--{name.replace('_', '-')} must be {had}, as in {args.out}'s checkpoint, got {wanted}")
+    for name in ("text", "sha256", "batch", "length", "seed"):
+        if name not in found.data:
+            raise UsageError(f"{args.out} must be a checkpoint of kdakit train, and does not say the {name} of its data")
     if args.text is not None:
         found.data["text"] = str(Path(args.text).resolve())
     return found
+
+
+@contextmanager
+def _own_folder(args, run_) -> Iterator[None]:
+    """No other run writes into --out meanwhile, and none has since its checkpoint was looked at. A disk that is full ends the run."""
+    from kdakit.models.disk import only_writer
+    from kdakit.training import checkpoint
+
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+        with only_writer(args.out):
+            if checkpoint.exists(args.out) != args.resume or (args.resume and checkpoint.load(args.out).state.step != run_.state.step):
+                raise UsageError(f"another run has written a checkpoint into {args.out} meanwhile: use --resume to go on, or another --out")
+            yield
+    except OSError as problem:
+        left = "the checkpoint before it is whole" if checkpoint.exists(args.out) else "there is no checkpoint"
+        raise UsageError(f"{args.out} must be a folder that can be written to, got: {problem}; {left}") from problem
 
 
 def _read(path: str | None) -> bytes:

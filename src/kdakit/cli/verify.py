@@ -131,7 +131,7 @@ def as_json(args, outcomes: list[Outcome], refusals: list[Refusal]) -> dict[str,
     plain = ("backend", "case", "dtype", "ok", "raised", "seconds")
     results = [{name: getattr(o, name) for name in plain} | {"outputs": outputs(o)} for o in outcomes]
     settings = {"op": args.op, "seed": args.seed, "grad": not args.no_grad}
-    return {"kind": "verify", **machine.describe(), "settings": settings, "results": results, "refusals": [r._asdict() for r in refusals]}
+    return {"kind": "verify", **machine.describe(), "settings": settings, "results": results, "missing": [r._asdict() for r in refusals]}
 
 
 def error_markdown(outcomes: list[Outcome]) -> str:

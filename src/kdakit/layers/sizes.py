@@ -5,6 +5,7 @@ Names and shapes are those of flash-linear-attention's layer of the same name, s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MODES = ("auto", "chunk", "recurrent")
@@ -35,7 +36,7 @@ class LayerSizes:
             _check_positive("num_v_heads", self.num_v_heads)
             if self.num_v_heads % self.num_heads:
                 raise ValueError(f"num_v_heads must be a multiple of num_heads = {self.num_heads}, got {self.num_v_heads}")
-        if self.head_v_dim != self.head_dim * self.expand_v or self.head_v_dim < 1:
+        if not math.isfinite(self.expand_v) or self.head_v_dim != self.head_dim * self.expand_v or self.head_v_dim < 1:
             raise ValueError(f"expand_v * head_dim must be a positive integer, got {self.expand_v} * {self.head_dim}")
         for name, size in (("head_dim", self.head_dim), ("expand_v * head_dim", self.head_v_dim)):
             if size > 256:

@@ -21,7 +21,7 @@ from kdakit.measure.peers import PEERS, Absent, Unavailable
 
 __all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare", "reserve", "split", "why"]
 
-MODES = ("fwd", "fwdbwd", "decode", "eager")  # eager: fwd by the host's clock, call after call
+MODES = ("fwd", "fwdbwd", "decode", "eager", "graph")  # eager: fwd by the host's clock, call after call; graph: fwd in a CUDA graph
 GATES = ("bounded", "softplus", "log_decay")
 OPERATORS = ("cuda_prefill",)
 
@@ -35,6 +35,7 @@ class Job:
     dtype: str = "float32"
     gate: str = "bounded"
     chunk_size: int = 64
+    regime: str = ""  # one of regimes.REGIMES; "": as the case draws its gates
 
     @property
     def op(self) -> str:
@@ -105,10 +106,10 @@ def prepare(name: str, job: Job) -> runners.Run:
     if framework == "jax":
         seeds = inputs.host_cotangents(case, job.dtype) if grad else None
         place = runners.over_heads(case, devices) if devices > 1 else None
-        return runners.jax_run(function, inputs.arrays(case, job.dtype), case.dtypes(job.dtype), seeds, job.dtype, place)
+        return runners.jax_run(function, inputs.arrays(case, job.dtype, job.regime), case.dtypes(job.dtype), seeds, job.dtype, place)
     device = checking.default_device("torch")
     seeds = inputs.cotangents(case, job.dtype, device) if grad else None
-    return runners.torch_run(function, inputs.tensors(case, job.dtype, device), seeds, job.mode)
+    return runners.torch_run(function, inputs.tensors(case, job.dtype, device, regime=job.regime), seeds, job.mode)
 
 
 def why(problem: Unavailable) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def why(problem: Unavailable) -> dict[str, Any]:
 def _prefill(job: Job):
     """torch.ops.kdakit.prefill: o, w, u and the final state; tensors are turned to [B, H, T, K] before anything is timed."""
     case = job.case()
-    if job.dtype != "float32" or job.mode not in ("fwd", "eager") or job.gate != "log_decay" or case.lengths:
+    if job.dtype != "float32" or job.mode not in ("fwd", "eager", "graph") or job.gate != "log_decay" or case.lengths:
         raise Unavailable("it takes float32 log-decays, forward alone, no packed sequences: use --gate log_decay --mode fwd")
     if case.K not in (64, 128) or job.chunk_size not in (32, 64):
         raise Unavailable(f"it takes K = V = 64 or 128 in chunks of 32 or 64, got {case.K} in chunks of {job.chunk_size}")

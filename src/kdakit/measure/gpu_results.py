@@ -7,13 +7,14 @@ from typing import Any
 from kdakit.measure import suites
 
 SHOWN = {"cuda_prefill": "cuda_prefill (gives out w and u)"}
-COLUMNS = ("median ms", "host ms", "TB/s", "of peak", "TFLOP/s", "of floor", "extra MiB", "error of o", "of state")
+COLUMNS = ("ms per call", "host ms", "of floor", "peak memory MiB", "error of o", "of state")
+AIMS = "aims"
 
 
 def table(title: str, rows: list[dict[str, Any]]):
     """One job: a row per contestant, fastest first."""
     names = [r["contestant"] for r in rows]
-    header = ["contestant", *COLUMNS, *(f"x {name}" for name in _peers(names)), "o differs by"]
+    header = ["implementation", *COLUMNS, *(f"x {name}" for name in _peers(names)), "o differs by"]
     ordered = sorted(rows, key=lambda r: r["median_ms"])
     return title, header, [[_name(r), *_cells(r), *_ratios(r, rows, _peers(names)), f"{r['difference']:.0e}"] for r in ordered]
 
@@ -28,13 +29,13 @@ def suite_tables(record: dict[str, Any]):
         made.append([r["entry"] if r["entry"] != last else "", _name(r), *_cells(r), *_ratios(r, rows, peers)])
         last = r["entry"]
     if made:
-        yield f"suite {record['settings']['suite']}", ["", "contestant", *COLUMNS, *(f"x {name}" for name in peers)], made
+        yield f"suite {record['settings']['suite']}", ["", "implementation", *COLUMNS, *(f"x {name}" for name in peers)], made
     aims = []
     for text, kind, limit, value, met in suites.judge(record):
         if value is not None:
             aims.append([text, f"{kind} {limit:g}", f"{value:.3g}", "yes" if met else "no"])
     if aims:
-        yield "aims", ["", "aim", "measured", "met"], aims
+        yield AIMS, ["", "aim", "measured", "met"], aims
 
 
 def error_tables(record: dict[str, Any]):
@@ -84,12 +85,11 @@ def _ratios(row, rows, peers) -> list[str]:
 
 
 def _cells(r) -> list[str]:
-    def shown(field: str, form: str = "{:.3f}", scale: float = 1.0) -> str:
-        return form.format(r[field] * scale) if r.get(field) is not None else "–"
+    def shown(field: str, form: str = "{:.3f}") -> str:
+        return form.format(r[field]) if r.get(field) is not None else "–"
 
     return [
-        shown("median_ms", "{:.4f}" if r["median_ms"] < 0.1 else "{:.3f}"), shown("host_ms"), shown("bytes_per_s", "{:.2f}", 1e-12),
-        shown("bandwidth_share", "{:.0%}"), shown("flops_per_s", "{:.0f}", 1e-12), shown("floor_share", "{:.0%}"),
+        shown("median_ms", "{:.4f}" if r["median_ms"] < 0.1 else "{:.3f}"), shown("host_ms"), shown("floor_share", "{:.0%}"),
         shown("extra_mib", "{:.0f}"), shown("error_o", "{:.1e}"), shown("error_state", "{:.1e}"),
     ]  # fmt: skip
 

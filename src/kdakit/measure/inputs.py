@@ -14,18 +14,26 @@ import numpy as np
 
 from kdakit import reference
 from kdakit.cases import Case
-from kdakit.measure import checking
+from kdakit.measure import checking, regimes
 from kdakit.problem import Arrays
 
 
-def tensors(case: Case, dtype: str, device: Any, seed: int = 0) -> Arrays:
-    """The case's arrays as torch tensors on `device`."""
-    if device.type != "cuda":
-        return checking.to_torch(case.arrays(dtype, seed), case.dtypes(dtype), device)
-    return drawn(case, dtype, device, seed)
+def tensors(case: Case, dtype: str, device: Any, seed: int = 0, regime: str = "") -> Arrays:
+    """The case's arrays as torch tensors on `device`; `regime`: one of regimes.REGIMES for its gates, or what the case says."""
+    if device.type == "cuda":
+        return drawn(case, dtype, device, seed, regime)
+    return checking.to_torch(in_regime(case.arrays(dtype, seed), case, regime), case.dtypes(dtype), device)
 
 
-def drawn(case: Case, dtype: str, device: Any, seed: int = 0) -> Arrays:
+def in_regime(arrays: Arrays, case: Case, regime: str) -> Arrays:
+    """NumPy arrays with the gates' parameters of a regime."""
+    if not regime or not (case.A_log and case.dt_bias):
+        return arrays
+    A_log, dt_bias = regimes.parameters(regime, case.HV, case.K)
+    return arrays._replace(A_log=A_log.astype(np.float64), dt_bias=dt_bias.astype(np.float64))
+
+
+def drawn(case: Case, dtype: str, device: Any, seed: int = 0, regime: str = "") -> Arrays:
     """What `case.arrays` draws for a timed case (random keys, raw or mild gates), from the device's generator."""
     import torch
 
@@ -44,19 +52,23 @@ def drawn(case: Case, dtype: str, device: Any, seed: int = 0) -> Arrays:
         g = torch.nn.functional.logsigmoid(1 + 1.5 * g)
     elif case.gate != "raw":
         raise ValueError(f"a timed case has raw or mild gates, got {case.gate!r}")
-    return Arrays(
+    made = Arrays(
         q.to(types.q), k.to(types.k), v.to(types.v), g.to(types.g), (beta.sigmoid() if case.beta == "uniform" else beta).to(types.beta),
         normal(HV).abs().to(types.A_log) if case.A_log else None,
         normal(HV * K).to(types.dt_bias) if case.dt_bias else None,
         normal(*case.problem_sizes[2]).to(types.initial_state) if case.initial_state else None,
         torch.tensor([0, *np.cumsum(case.lengths)], device=device) if case.lengths else None,
     )  # fmt: skip
+    if not regime or made.A_log is None or made.dt_bias is None:
+        return made
+    A_log, dt_bias = (torch.from_numpy(x).to(device) for x in regimes.parameters(regime, HV, K))
+    return made._replace(A_log=A_log.to(types.A_log), dt_bias=dt_bias.to(types.dt_bias))
 
 
-def arrays(case: Case, dtype: str) -> Arrays:
+def arrays(case: Case, dtype: str, regime: str = "") -> Arrays:
     """The same values in NumPy, for frameworks that are not torch."""
     device = gpu()
-    return case.arrays(dtype) if device is None else to_numpy(drawn(case, dtype, device))
+    return in_regime(case.arrays(dtype), case, regime) if device is None else to_numpy(drawn(case, dtype, device, regime=regime))
 
 
 def cotangents(case: Case, dtype: str, device: Any) -> tuple[Any, Any]:
@@ -119,7 +131,10 @@ def picked_truth(job: Any) -> tuple[np.ndarray, np.ndarray]:
 @lru_cache(maxsize=32)
 def _picked_truth(job: Any) -> tuple[np.ndarray, np.ndarray]:
     case, device = job.case(), gpu()
-    values = pick_heads(case, case.arrays(job.dtype) if device is None else drawn(case, job.dtype, device))
+    drawn_arrays = (
+        in_regime(case.arrays(job.dtype), case, job.regime) if device is None else drawn(case, job.dtype, device, regime=job.regime)
+    )
+    values = pick_heads(case, drawn_arrays)
     return reference.kda(**{n: x for n, x in values._asdict().items() if x is not None}, **case.call_options)[:2]
 
 

@@ -2,6 +2,7 @@
 
     fla         flash-linear-attention: on a GPU its Triton kernels, elsewhere its readable references
     flash_kda   FlashKDA: a CUTLASS forward for Hopper and newer
+    cudnn, cudnn_g32, flash_kda_vllm        see hopper_peers.py
 
 `find` gives one as a function with the signature of `kdakit.torch`'s calls, or raises Unavailable with the reason.
 """
@@ -20,14 +21,11 @@ from types import ModuleType
 from typing import Any
 
 from kdakit.cases import Case
-from kdakit.measure import checking
+from kdakit.measure import checking, hopper_peers
+from kdakit.measure.hopper_peers import Unavailable
 from kdakit.problem import Arrays
 
-PEERS = ("fla", "flash_kda")
-
-
-class Unavailable(Exception):
-    """Why a contestant cannot take part."""
+PEERS = ("fla", "flash_kda", "cudnn", "cudnn_g32", "flash_kda_vllm")
 
 
 class Absent(Unavailable):
@@ -39,13 +37,25 @@ def find(name: str, case: Case, dtype: str, op: str, grad: bool) -> Callable[[Ar
     on_gpu = checking.default_device("torch").type == "cuda"
     if name == "flash_kda":
         return _flash_kda(case, dtype, op, grad, on_gpu)
+    if name in ("cudnn", "cudnn_g32"):
+        return _hopper(hopper_peers.cudnn_refusal(case, dtype, op, grad), on_gpu, lambda: hopper_peers.cudnn(case, name == "cudnn_g32"))
+    if name == "flash_kda_vllm":
+        return _hopper(flash_kda_refusal(case, dtype, op, grad), on_gpu, lambda: hopper_peers.flash_kda_vllm(case))
     return _fla_kernels(case, op) if on_gpu else _fla_references(case, op)
+
+
+def _hopper(reason: str | None, on_gpu: bool, make: Callable[[], Callable[[Arrays], Any]]) -> Callable[[Arrays], Any]:
+    if reason is not None or not on_gpu:
+        raise Unavailable(reason or "its kernels need a GPU")
+    return make()
 
 
 def versions() -> dict[str, str]:
     """Of the peers that have been imported, installed or not."""
     found = {"fla-core": sys.modules.get("fla"), "flash_kda": sys.modules.get("flash_kda")}
-    return {name: getattr(module, "__version__", "unversioned") for name, module in found.items() if module is not None}
+    return {
+        name: getattr(module, "__version__", "unversioned") for name, module in found.items() if module is not None
+    } | hopper_peers.versions()
 
 
 def load_fla() -> ModuleType:

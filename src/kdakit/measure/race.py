@@ -15,6 +15,8 @@ def run(names, job, repeat: int, seconds: float, tick=lambda name: None, with_er
     """One job, all contestants: rows of results, and of those who cannot take part with the reason."""
     runs, outputs, missing = {}, {}, []
     about = {"shape": sizes(job.shape), "mode": job.mode, "dtype": job.dtype, "gate": job.gate, "chunk_size": job.chunk_size}
+    if job.regime:
+        about["regime"] = job.regime
     for name in names:
         try:
             run = contestants.prepare(name, job)

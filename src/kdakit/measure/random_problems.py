@@ -179,23 +179,29 @@ def _value(drawn: Drawn, name: str, text: str) -> Any:
     return text if isinstance(like, str) else int(text) if text.lstrip("-").isdecimal() else float(text)
 
 
-def _size(rng, padded: int) -> int:
-    """A head size that is padded to this: all of it, most of it, or anything."""
+def _size(rng, padded: int, even: bool) -> int:
+    """A head size that is padded to this: a multiple of 16, or an odd one. Kernels read rows of the one in pieces of 16 bytes and more, and
+    of the other element by element, which is another program."""
     least = 1 if padded == SIZES[0] else padded // 2 + 1
-    return int(rng.choice([padded, padded - rng.integers(1, 4) if padded - 4 >= least else padded, rng.integers(least, padded + 1)]))
+    if even:
+        return int(rng.choice([padded, padded, *range(-(-least // 16) * 16, padded + 1, 16)]))
+    return int(rng.choice([padded - 1, 2 * rng.integers(least // 2, padded // 2) + 1]))
 
 
 def _drawn(number: int, form: Form, V_padded: int, call: str, crowd: str, family, own_form, own) -> Drawn:
     """From three generators: what a family has in common, what a form has, what is this problem's own."""
-    sizes = {padded: _size(family, padded) for padded in (*SIZES, *SIZES)}  # the second of a key counts
-    K, alike = _size(family, form.K), family.random() < 0.5
+    even, alike = bool(family.random() < 0.5), family.random() < 0.5
+    sizes = {padded: _size(family, padded, even) for padded in SIZES}
+    K = _size(family, form.K, even)
     V = K if V_padded == form.K and alike else sizes[V_padded]
+    if number % 2 == 0 and own.random() < 0.5:  # nothing is shared: any sizes
+        K, V = (int(own.integers(padded // 2 + 1, padded + 1)) for padded in (form.K, V_padded))
     options, fixed = _family_options(form, family)
     gate_options, gate_fields = _gate(form, own_form, own)
     options |= gate_options
     if own.random() < 0.5:
         options["scale"] = float(own.choice([1.0, 0.7, -0.5, own.uniform(0.05, 2)]))
-    if call == "gradient" and own.random() < 0.1:
+    if call == "gradient" and own.random() < (0.1 if number % 2 == 0 else 0.3) and (number % 2 == 0 or V_padded == SIZES[0]):
         call = "step_gradient"
     if call in ("forward", "gradient") and own.random() < 0.15:
         options["disable_recompute"] = True

@@ -60,20 +60,9 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 KINDS = (
-    "bench",
-    "suite",
-    "scaling",
-    "ranks",
-    "errors",
-    "tune",
-    "verify",
-    "tpu_schedule",
-    "demo",
-    "model",
-    "pool",
-    "state_bits",
-    "first_calls",
-)
+    "bench", "suite", "scaling", "ranks", "errors", "tune", "verify", "tpu_schedule", "demo", "model", "serving", "pool", "state_bits",
+    "first_calls", "random", "trial",
+)  # fmt: skip
 FIELDS: dict[str, Any] = {
     "kind": str, "date": str, "command": str, "machine": dict, "versions": dict, "commit": str, "settings": dict, "results": list,
     "missing": list,

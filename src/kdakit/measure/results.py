@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+import textwrap
 from typing import Any
 
 from kdakit.measure import generated, gpu_results, speed, suites
 
 # The packages that every measurement names.
+UNKNOWN = "not recorded"  # what an old record does not say
+WIDTH = 120  # of prose in documents
 NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
 
 
@@ -21,21 +24,30 @@ def markdown(records: list[dict[str, Any]]) -> str:
     parts = []
     for record in records:
         for title, header, rows in tables(record):
+            if title == gpu_results.AIMS:  # for those who work on it
+                continue
             parts += [f"**{title}**", generated.markdown_table(header, rows, right=tuple(range(1, len(header))))]
-        parts += [f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}." for gone in record["missing"]]
-        parts.append(provenance(record))
+        parts += [wrap(f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}.") for gone in record["missing"]]
+        parts.append(wrap(provenance(record)))
     return "\n\n".join(parts)
+
+
+def wrap(text: str) -> str:
+    """A paragraph in lines that an editor shows whole."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def provenance(record: dict[str, Any]) -> str:
     """Machine, versions and commit in one line."""
     m = record["machine"]
-    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in NAMED)
+    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in NAMED and v != UNKNOWN)
     commit = (record.get("commit") or "unknown")[:12]
-    place = f"{m['cpu']} ({m['cores']} cores, {m['architecture']})"
+    about = ", ".join(str(x) for x in (f"{m['cores']} cores" if "cores" in m else None, m.get("architecture")) if x is not None)
+    place = f"{m['cpu']} ({about})" if m["cpu"] != UNKNOWN else ""
     if m.get("device", "cpu") != "cpu":
-        place = f"{m['device']}, {place}; triton {record['versions'].get('triton')}"
-    return f"{record['date']}: {place}; {software}; commit {commit}; `{record['command']}`"
+        place = f"{m['device']}{', ' * bool(place)}{place}; triton {record['versions'].get('triton')}"
+    command = "" if record["command"] == UNKNOWN else f"; `{record['command']}`"
+    return f"{record['date']}: {place}; {software}; commit {commit}{command}"
 
 
 def tables(record: dict[str, Any]):
@@ -55,9 +67,9 @@ def _bench_tables(record):
             yield gpu_results.table(f"{title}, {record['settings']['dtype']}, {record['settings']['gate']} gate", rows)
             continue
         slowest = max(rows, key=lambda r: r["median_ms"])
-        header = ["contestant", "median ms", "best ms", "runs", "tokens/s", f"times as fast as {slowest['contestant']}", "o differs by"]
+        header = ["implementation", "median ms", "best ms", "runs", "tokens/s", f"times as fast as {slowest['contestant']}", "o differs by"]
         memory = any("peak_mib" in r for r in rows)
-        header += ["peak MiB", "extra MiB"] if memory else []
+        header += ["process MiB", "peak memory MiB"] if memory else []
         compared = all("error_o" in r for r in rows)
         header += ["error of o", "of state"] if compared else []
         made = []
@@ -82,8 +94,8 @@ def _scaling_tables(record):
             made.append([str(T), f"{r['median_ms']:.0f}", per_token, growth, f"{r['peak_mib']:.0f}", f"{r['extra_mib']:.0f}", more])
             before = r
         s, settings = rows[0]["shape"], record["settings"]
-        title = f"{name} {mode}, B{s['B']} H{s['H']} K{s['K']}, {settings['dtype']}, {settings['gate']} gate" + _exponents(rows)
-        yield title, ["T", "median ms", "us/token", "time vs row above", "peak MiB", "extra MiB", "extra vs row above"], made
+        title = f"{name}, {MODES[mode]}, {s['H']} heads of {s['K']}, {settings['dtype']}, {settings['gate']} gate" + _exponents(rows)
+        yield title, ["tokens", "median ms", "us per token", "time vs row above", "process MiB", "peak memory MiB", "vs row above"], made
 
 
 def _rank_tables(record):
@@ -94,9 +106,19 @@ def _rank_tables(record):
         for r in rows:
             T = r["shape"]["T"]
             ratio = f"{alone[T] / r['median_ms']:.2f}" if T in alone else ""
-            made.append([f"T{T}, {r['ranks']} ranks", f"{r['median_ms']:.1f}", ratio, f"{r['sent_bytes']:,}", f"{r['formula_bytes']:,}"])
+            made.append(
+                [
+                    f"{T} tokens, {r['ranks']} rank{'s' * (r['ranks'] > 1)}",
+                    f"{r['median_ms']:.1f}",
+                    ratio,
+                    f"{r['sent_bytes']:,}",
+                    f"{r['formula_bytes']:,}",
+                ]
+            )
         s, settings = rows[0]["shape"], record["settings"]
-        title = f"context parallel {mode}, B{s['B']} H{s['H']} K{s['K']}, {settings['dtype']}, {settings['gate']} gate, a thread per rank"
+        title = (
+            f"context parallel, {MODES[mode]}, {s['H']} heads of {s['K']}, {settings['dtype']}, {settings['gate']} gate, a thread per rank"
+        )
         yield title, ["", "median ms", "times as fast as 1 rank", "most bytes a rank sent", "at most, by formula"], made
 
 
@@ -112,9 +134,20 @@ def _exponents(rows) -> str:
     return f": time grows as T^{time:.2f}, memory as T^{math.log(last['extra_mib'] / first['extra_mib']) / span:.2f}"
 
 
+MODES = {"fwd": "forward", "fwdbwd": "forward + backward", "decode": "decode", "eager": "forward, call after call"}
+
+
 def label(row) -> str:
+    """A job in words: 'forward, 8192 tokens, 96 heads of 128'."""
     if "case" in row:
         return f"{row['case']} in {row['dtype']}"
+    if "shape" not in row:
+        return row["entry"]
     s = row["shape"]
-    sizes = f"B{s['B']} H{s['H']} K{s['K']}" if row["mode"] == "decode" else f"B{s['B']} T{s['T']} H{s['H']} K{s['K']}"
-    return f"{row['mode']} {sizes}" + (f" in {len(s['lengths'])} sequences" if s["lengths"] else "")
+    if row["mode"] == "decode":
+        tokens = f"one token of {s['B']} sequences" if s["B"] > 1 else "one token"
+    else:
+        tokens = f"{len(s['lengths'])} sequences in {s['T']} tokens" if s["lengths"] else f"{s['B']} x {s['T']} tokens"
+        tokens = tokens.removeprefix("1 x ")
+    heads = f"{s['H']} heads of {s['K']}" if s["H"] > 1 else f"1 head of {s['K']}"
+    return f"{MODES.get(row['mode'], row['mode'])}, {tokens}, {heads}"

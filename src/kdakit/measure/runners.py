@@ -37,7 +37,7 @@ class Run:
 
 
 def torch_run(function, tensors, cotangents, mode: str) -> Run:
-    """`function(tensors)` is the public call. On a GPU decode is a CUDA graph. 'eager': forwards in a row, by the host's clock."""
+    """`function(tensors)` is the public call. On a GPU decode and 'graph' are CUDA graphs. 'eager': by the host's clock."""
     import torch
 
     gpu = tensors.q.device.type == "cuda"
@@ -56,15 +56,15 @@ def torch_run(function, tensors, cotangents, mode: str) -> Run:
         with torch.no_grad():
             return function(tensors)
 
-    if gpu and mode == "decode":
-        return in_graph(forward)
+    if gpu and mode in ("decode", "graph"):
+        return in_graph(forward, GRAPH_CALLS if mode == "decode" else 1)
     if mode == "eager":
         return Run(lambda: [forward() for _ in range(EAGER_CALLS)][-1], wait, calls=EAGER_CALLS)
     return Run(forward, wait, gpu)
 
 
-def in_graph(call) -> Run:
-    """GRAPH_CALLS calls captured once, so that what is timed is the GPU's work and not the host's."""
+def in_graph(call, calls: int = GRAPH_CALLS) -> Run:
+    """`calls` calls captured once, so that what is timed is the GPU's work and not the host's."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -74,14 +74,14 @@ def in_graph(call) -> Run:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
+        for _ in range(calls):
             out = call()
 
     def replay():
         graph.replay()
         return out
 
-    return Run(replay, torch.cuda.synchronize, True, GRAPH_CALLS)
+    return Run(replay, torch.cuda.synchronize, True, calls)
 
 
 def over_heads(case: Case, devices: int):

@@ -44,6 +44,9 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers"):
             _check_integer(name, getattr(self, name), 1)
+        for field in fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} must be True or False, got {getattr(self, field.name)!r}")
         for name in ("intermediate_size", "num_attention_heads", "num_kv_heads"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), 1)
@@ -87,6 +90,12 @@ class ModelConfig:
             made |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
         made["model.norm.weight"] = (hidden,)
         return made if self.tie_embeddings else made | {"lm_head.weight": (self.vocab_size, hidden)}
+
+    def parameter_count(self) -> int:
+        """How many arrays `parameters` names, without naming them."""
+        attention = self.num_layers // self.attention_every if self.attention_every else 0
+        mixers = attention * 4 + (self.num_layers - attention) * len(self.layer_sizes().parameters())
+        return mixers + 5 * self.num_layers + 2 + (not self.tie_embeddings)
 
     def _attention_parameters(self) -> dict[str, tuple[int, ...]]:
         hidden, queries, keys = self.hidden_size, self.attention_heads * self.head_dim, self.kv_heads * self.head_dim

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,11 @@ from typing import Any
 import numpy as np
 
 from kdakit.models.config import ModelConfig
+from kdakit.models.disk import write_whole
 
 CONFIG_KEY = "kdakit.config"
+LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")  # as arrays and as headers name them
 
 
 class WeightsError(ValueError):
@@ -32,16 +34,64 @@ def save(path: str | Path, config: ModelConfig, weights: Mapping[str, np.ndarray
 
 
 def load(path: str | Path) -> tuple[ModelConfig, dict[str, np.ndarray]]:
-    """The configuration and the weights of a file that `save` wrote; WeightsError says what is wrong with any other."""
-    arrays, metadata = from_bytes(Path(path).read_bytes(), path)
+    """The configuration and the weights of a file that `save` wrote; WeightsError says what is wrong with any other.
+
+    What a file claims is held against its size before any of it is read: a bad one costs no more than its header.
+    """
+    path = Path(path)
+    header, metadata = read_header(path)
     if CONFIG_KEY not in metadata:
         raise WeightsError(f"{path} must carry {CONFIG_KEY!r} in its header, as kdakit.models.weights.save writes it; it has none")
     try:
-        config = ModelConfig.from_dict(json.loads(metadata[CONFIG_KEY]))
-        check_weights(config, arrays)
-    except (ValueError, TypeError) as problem:
+        config = ModelConfig.from_dict(parse_json(metadata[CONFIG_KEY]))
+        check_weights(config, header)
+    except (ValueError, TypeError, OverflowError) as problem:
         raise WeightsError(f"{path}: {problem}") from problem
-    return config, arrays
+    return config, from_bytes(path.read_bytes(), path)
+
+
+class Claim:
+    """What a header says of one array."""
+
+    def __init__(self, dtype: str, shape: list[int]):
+        self.dtype, self.shape = dtype, tuple(shape)
+
+
+def read_header(path: Path) -> tuple[dict[str, Claim], dict[str, Any]]:
+    """Names, dtypes and shapes in a safetensors file, and its metadata; sizes that do not add up to the file's are refused."""
+    total = os.path.getsize(path)
+
+    def refused(why: Any) -> WeightsError:
+        return WeightsError(f"{path} must be a whole safetensors file, got {total} bytes that are none: {why}")
+
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(LARGEST_HEADER, total - 8):
+            raise refused(f"its header claims {size} bytes")
+        text = file.read(size)
+    try:
+        found = parse_json(text)
+        metadata = found.pop("__metadata__", {})
+        claims = {name: Claim(x["dtype"], x["shape"]) for name, x in found.items()}
+        lengths = [int(x["data_offsets"][1]) - int(x["data_offsets"][0]) for x in found.values()]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError) as problem:
+        raise refused(f"its header cannot be read ({type(problem).__name__}: {problem})") from problem
+    if sum(lengths) != total - 8 - size or min(lengths, default=0) < 0:
+        raise refused(f"its header claims {sum(lengths)} bytes of arrays, it has {total - 8 - size}")
+    if not isinstance(metadata, dict):
+        raise refused("its metadata is no mapping")
+    return claims, metadata
+
+
+def parse_json(text: str | bytes) -> dict[str, Any]:
+    """An object; ValueError for anything else, however deep."""
+    try:
+        found = json.loads(text)
+    except RecursionError as problem:
+        raise ValueError("JSON that is nested too deeply") from problem
+    if not isinstance(found, dict):
+        raise ValueError(f"must be a JSON object, got {type(found).__name__}")
+    return found
 
 
 def to_bytes(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
@@ -50,36 +100,21 @@ def to_bytes(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None =
     return serialise({name: np.ascontiguousarray(value) for name, value in arrays.items()}, metadata)
 
 
-def from_bytes(data: bytes, path: str | Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Arrays and header of a safetensors file's bytes."""
+def from_bytes(data: bytes, path: str | Path) -> dict[str, np.ndarray]:
+    """Arrays of a safetensors file's bytes."""
     from safetensors import SafetensorError
     from safetensors.numpy import load as parse
 
     try:
-        arrays = parse(data)
-        size = int.from_bytes(data[:8], "little")
-        return arrays, json.loads(data[8 : 8 + size]).get("__metadata__", {})
+        return parse(data)
     except (SafetensorError, ValueError, KeyError) as problem:
         raise WeightsError(f"{path} must be a whole safetensors file, got {len(data)} bytes that are none: {problem}") from problem
 
 
-def write_whole(path: str | Path, data: bytes) -> None:
-    """Into a new file, onto the disk, then under its name: whoever looks sees the old file or the new one, never a part."""
-    path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
 def check_weights(config: ModelConfig, weights: Mapping[str, Any]) -> None:
-    """Every parameter of `config` with its shape, and nothing else."""
+    """Every parameter of `config` with its shape, in floats, and nothing else."""
+    if (count := config.parameter_count()) > 2 * len(weights) + 1000:  # do not name a million of them
+        raise ValueError(f"weights must hold the {count} parameters of the model, got {len(weights)}")
     wanted = config.parameters()
     missing, foreign = [n for n in wanted if n not in weights], [n for n in weights if n not in wanted]
     if missing or foreign:
@@ -88,6 +123,8 @@ def check_weights(config: ModelConfig, weights: Mapping[str, Any]) -> None:
     for name, shape in wanted.items():
         if tuple(weights[name].shape) != shape:
             raise ValueError(f"{name} must be {list(shape)}, got {list(weights[name].shape)}")
+        if str(weights[name].dtype) not in FLOATS:
+            raise TypeError(f"{name} must be floats ({', '.join(FLOATS)}), got {weights[name].dtype}")
 
 
 def _some(names: list[str]) -> str:

@@ -75,6 +75,7 @@ class Engine:
         Raises only if it can do nothing at all: nobody runs, and slots of requests that have ended cannot be freed.
         """
         with self._lock:
+            self._dismiss()  # whom an interrupted turn has left
             stuck = self._give_back()
             self._admit()
             for request in self.running[:]:
@@ -86,9 +87,7 @@ class Engine:
                 for group in ([r for r in members if r.suspect is None], *([r] for r in members if r.suspect is not None)):
                     if group:
                         self._attempt(step, group)
-            for request in [r for r in self.running if r.done]:
-                self.counts.finished += 1
-                self._leave(request)
+            self._dismiss()
             self.counts.turns += bool(reading or writing)
             again = self._give_back()
             if stuck and again and not self.running and not (self.waiting and self.served.free_slots):
@@ -134,13 +133,16 @@ class Engine:
     # Slots
 
     def _admit(self) -> None:
-        while self.waiting and self.served.free_slots:
-            request, expected = self.waiting[0], self.served.next_slot
+        while self.waiting:
+            request, expected = self.waiting[0], None
             try:
+                if not self.served.free_slots:
+                    return
+                expected = self.served.next_slot
                 request.slot = self.served.allocate()
             except Exception as error:  # whoever is first in the line gets another chance, then it is the next one's turn
                 self._note(error)
-                if self.served.taken(expected):
+                if expected is not None and self.served.taken(expected):
                     self._leaving.append(expected)
                 if request.suspect is None:
                     request.suspect = 1
@@ -150,6 +152,12 @@ class Engine:
             request.read = 0
             self.running.append(request)
             self.waiting.popleft()
+
+    def _dismiss(self) -> None:
+        """Those that have all their tokens."""
+        for request in [r for r in self.running if r.done]:
+            self.counts.finished += 1
+            self._leave(request)
 
     def _leave(self, request: Request) -> None:
         if request.slot is None:
@@ -251,5 +259,5 @@ def _right(draft: list[int], chosen: list[int]) -> int:
 
 def _not_finite(request: Request) -> FloatingPointError:
     return FloatingPointError(
-        f"the logits after {len(request.text)} tokens must be finite, and are not: the weights or the prompt's states"
+        f"the logits after {len(request.text)} tokens must be finite, and are not: look at the weights"
     )

@@ -50,6 +50,8 @@ class PrefillArgs(Structure):
         *((name, c_int32) for name in ("safe_gate", "beta_kind", "l2norm", "state_v_first", "cu_seqlens_64")),
         *((name, c_void_p) for name in ("A_log", "dt_bias", "cu_seqlens")),
         ("sequences", c_int64),
+        ("parts", c_int32),
+        ("reserved", c_int32),
     ]
 
     def __init__(self, **fields):

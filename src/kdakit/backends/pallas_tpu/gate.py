@@ -128,8 +128,7 @@ def log_decay_backward(tile: Tile, g, a, bias, log_decay, d_g):
     x = g + bias
     if tile.gate == "softplus":
         return -a * sigmoid(tile, x) * d_g, log_decay * d_g
-    s = sigmoid(tile, a * x)
-    d_x = a * (tile.lower_bound * s * (1 - s) * d_g)
+    d_x = a * (tile.lower_bound * sigmoid(tile, a * x) * sigmoid(tile, -a * x) * d_g)
     return d_x, x * d_x
 
 
@@ -153,8 +152,7 @@ def activate_beta(tile: Tile, beta):
 def activate_beta_backward(tile: Tile, beta, d_beta):
     if tile.beta == "given":
         return d_beta
-    s = jax.nn.sigmoid(beta)
-    return (2.0 if tile.beta == "double_sigmoid" else 1.0) * s * (1 - s) * d_beta
+    return (2.0 if tile.beta == "double_sigmoid" else 1.0) * jax.nn.sigmoid(beta) * jax.nn.sigmoid(-beta) * d_beta
 
 
 def normalise(tile: Tile, x):

@@ -51,16 +51,18 @@ def activate_backward(problem: Problem, arrays: Arrays, d: Activated) -> Arrays:
             d_A_log = d_g * -a * F.softplus(x, threshold=SOFTPLUS_LINEAR)
             d_g = d_g * -a * torch.sigmoid(x)
         else:
-            s = torch.sigmoid(a * x)
-            d_argument = d_g * (o.lower_bound * s * (1 - s))
+            d_argument = d_g * (o.lower_bound * _sigmoid_slope(a * x))
             d_A_log = d_argument * a * x
             d_g = d_argument * a
         d_A_log = d_A_log.sum((0, 1, 3)) if problem.has_A_log else None
         d_dt_bias = d_g.sum((0, 1)) if problem.has_dt_bias else None
     if o.beta != "given":
-        s = torch.sigmoid(beta)
-        d_beta = d_beta * (s * (1 - s) * (2 if o.beta == "double_sigmoid" else 1))
+        d_beta = d_beta * (_sigmoid_slope(beta) * (2 if o.beta == "double_sigmoid" else 1))
     return Arrays(d_q, d_k, d.v, d_g, d_beta, d_A_log, d_dt_bias)
+
+
+def _sigmoid_slope(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x) * torch.sigmoid(-x)
 
 
 def _inverse_norm(x):

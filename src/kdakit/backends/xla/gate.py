@@ -77,15 +77,17 @@ def activate_backward(problem: Problem, arrays: Arrays, d_x: Activated, valid=No
             d_A_log = (-a * jax.nn.softplus(x) * d_g).sum((0, 1, 3))
             d_g = -a * jax.nn.sigmoid(x) * d_g
         else:
-            s = jax.nn.sigmoid(a * x)
-            z = o.lower_bound * s * (1 - s) * d_g
+            z = o.lower_bound * _sigmoid_slope(a * x) * d_g
             d_A_log, d_g = (a * x * z).sum((0, 1, 3)), a * z
         d_dt_bias = d_g.sum((0, 1))
     if o.beta != "given":
-        s = jax.nn.sigmoid(beta)
-        d_beta = (2 if o.beta == "double_sigmoid" else 1) * s * (1 - s) * d_beta
+        d_beta = (2 if o.beta == "double_sigmoid" else 1) * _sigmoid_slope(beta) * d_beta
     gradients = (d.astype(x.dtype) for x, d in zip(arrays[:5], (d_q, d_k, d_v, d_g, d_beta), strict=True))
     return Arrays(*gradients, None if arrays.A_log is None else d_A_log, None if arrays.dt_bias is None else d_dt_bias)
+
+
+def _sigmoid_slope(x):
+    return jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)
 
 
 def _gate_argument(problem: Problem, arrays: Arrays, g):

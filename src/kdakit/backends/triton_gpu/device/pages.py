@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.program import state_offsets
 
 
@@ -40,4 +40,4 @@ def store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_
     slot, real = slot_at(p_slot, FIRST, CAPACITY)
     if real:
         o_state = page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
-        tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state)
+        tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state)

@@ -6,19 +6,27 @@ somebody else's, where every slot from FIRST on is somebody's. Strides of pages 
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import activations, strides
+from kdakit.backends.triton_gpu.config import Cut
 from kdakit.backends.triton_gpu.device.delta_rule import delta_rule
 from kdakit.backends.triton_gpu.device.gate import log2_decay, write_strength
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pages import page_offsets, slot_at
 from kdakit.backends.triton_gpu.device.pool_state import load_state, owner_of, store_state
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "FIRST", "CAPACITY", "s_page", "s_slot", "s_span", "scale", "lower_bound", "s_qb", "s_qt",
-                               "s_qh", "s_kb", "s_kt", "s_kh", "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh",
-                               "s_ob", "s_ot", "s_oh"])  # fmt: skip
+@kernel
 def decode_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_o, p_states, p_scales, p_residual, p_slots, p_generation, p_accepted, p_cu_seqlens,
     T, H, HV, FIRST, CAPACITY, s_page, s_slot, s_span, scale, lower_bound,
@@ -95,11 +103,39 @@ def decode_kernel(
         b_o, b_S = delta_rule(b_S, b_q_now, b_k_now, b_v_now, b_beta_now, b_decay, scale, L2NORM)
         b_scale = b_scale * b_decay
         if p_o is not None:
-            tl.store(p_o, narrow(tl.where(taken, b_o, 0.0), p_o.dtype.element_ty), mask=m_v)
+            tl.store(p_o, round_to(tl.where(taken, b_o, 0.0), p_o.dtype.element_ty), mask=m_v)
             p_o += s_ot
         if DRAFTED:
             to, real = slot_at(p_slots + t, FIRST, CAPACITY)
             o_to = page_offsets(to, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
-            tl.store(p_states + o_to, narrow(b_S, p_states.dtype.element_ty), mask=m_state & taken & real)
+            tl.store(p_states + o_to, round_to(b_S, p_states.dtype.element_ty), mask=m_state & taken & real)
     if not DRAFTED:
         store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & taken, m_k & taken, b_S, b_scale, FEEDBACK)
+
+
+class Held(NamedTuple):
+    """Where a decode finds states and leaves outputs."""
+
+    first: int  # slots below are nobody's
+    capacity: int  # and from this on
+    page: int  # elements from one state to the next
+    slot: int  # elements from one row's slots to the next row's
+    out: tuple[int, ...]  # strides of o: row, token, head
+    owned: bool = True
+    drafted: bool = False
+    span: int = 1  # entries of cu_seqlens from one row's first token to the next row's
+
+    def values(self) -> dict[str, Any]:
+        unit = math.gcd(16, self.page)
+        pages = dict(FIRST=self.first, CAPACITY=self.capacity, s_page=self.page // unit, PAGE=unit, s_slot=self.slot, s_span=self.span)
+        return pages | dict(zip(("s_ob", "s_ot", "s_oh"), self.out, strict=True)) | dict(OWNED=self.owned, DRAFTED=self.drafted)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, layout: Layout, pool: Any, held: Held, cut: Cut) -> Launch:
+    """pool: the sizes of its states."""
+    grid, varlen = problem.N * problem.HV * -(-problem.V // cut.block_v), bool(problem.varlen)
+    sizes = dict(T=problem.T, H=problem.H, HV=problem.HV, ALIGN=layout.align, VARLEN=varlen, SINGLE=problem.T == 1 and not varlen)
+    state = dict(K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v)
+    state |= dict(V_FIRST=pool.state_v_first, FEEDBACK=pool.feedback)
+    return Launch(decode_kernel, grid, sizes | state | held.values() | strides(layout) | activations(problem), num_warps=cut.warps)

@@ -1,0 +1,82 @@
+"""The layer's kernels compile for every shipped target on a machine without a GPU, without spills. As a script: JSON lines for a target."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+KERNELS = {
+    "convolution_kernel",
+    "convolution_backward_kernel",
+    "last_inputs_kernel",
+    "places_kernel",
+    "norm_kernel",
+    "norm_backward_kernel",
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_layer_kernels_compile(target):
+    pytest.importorskip("triton")
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
+        done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {r["kernel"] for r in rows} == KERNELS
+    for row in rows:
+        assert row["stack"] == 0 and row["registers"] > 16, row
+        assert row["wide"] or row["kernel"] == "places_kernel", f"memory is not read in 16, or 8, bytes at a time: {row}"
+
+
+def launches():
+    """What a layer of 32 heads of 128 channels launches, forward and backward, packed and not."""
+    import torch
+
+    from kdakit.backends.triton_gpu.runtime import launch
+    from kdakit.layers.torch.fused import gated_norm, short_convolution
+
+    empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
+    sizes = (4096, 4096, 4096)
+    x, weight, window, cu = empty(1, 1000, 12576)[..., :12288], empty(12288, 4), empty(2, 3, 12288), empty(3, dtype=torch.int64)
+    d_ys, o = [empty(1, 1000, 4096)] * 3, empty(1, 1000, 32, 128)
+    with launch.recording() as record:
+        short_convolution._forward(x, weight, None, None, None, None, sizes)
+        short_convolution._backward(d_ys, [True, True, False, False], x, weight, None, None, None, None, sizes)
+        short_convolution._forward(x, weight, None, window, cu, None, sizes)
+        short_convolution._backward([*d_ys, None], [True, True, False, True], x, weight, None, window, cu, None, sizes)
+        gated_norm._forward(o, empty(128), o, empty(4096), 1e-5)
+        gated_norm._backward([o], [True] * 4, o, empty(128), o, empty(4096), 1e-5)
+        gated_norm._forward(empty(1000, 2304), empty(2304), None, None, 1e-5)
+        gated_norm._backward([empty(1000, 2304)], [True, True, False, False], empty(1000, 2304), empty(2304), None, None, 1e-5)
+    return record
+
+
+def compile_all(target: str) -> None:
+    from triton.runtime import driver
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+    from triton_offline import offline_driver, resources
+
+    from kdakit.backends.triton_gpu import config as configs
+
+    chip = configs.CHIPS[target]
+    driver.set_active(offline_driver(chip))
+    for kernel, args, constants, options in launches():
+        made = kernel.warmup(*args, grid=(1,), **constants, **options)
+        text = made.asm.get("ptx") or made.asm["amdgcn"]
+        wide = re.search(r"ld\.global\.v[24]\.b32|load_dwordx[24]|load_b(64|128)", text) is not None
+        facts = dict(kernel=kernel.__name__, wide=wide, constants={name: str(value) for name, value in constants.items()})
+        print(json.dumps(facts | resources(made)), flush=True)
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1])

@@ -1,0 +1,245 @@
+"""The bfloat16 prepare kernel itself, run thread by thread on the CPU (csrc/tests/emulate_hopper.h); NumPy walks along its records.
+
+Gates are what is hard here: the kernel refers decays to whole numbers, and no gate may overflow, cancel or lose a pair that counts.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kdakit.backends.cuda import build, library
+from kdakit.cases import CASES, FUSED, Case
+from kdakit.measure import checking
+from kdakit.rounding import round_to
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+CHUNK = 64
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Compiled for this module."""
+    target = tmp_path_factory.mktemp("emulated") / "libkdakit_hopper_emulated.so"
+    source = build.source_folder() / "tests" / "emulate_hopper.cpp"
+    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DKDA_EMULATE", "-Wall", "-Wno-unknown-pragmas"]
+    done = subprocess.run(["g++", *options, "-o", str(target), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = ctypes.CDLL(str(target))
+    found.kda_emulate_record_bytes_bf16.restype = ctypes.c_size_t
+    return found
+
+
+def bits(x):
+    """bfloat16, as the upper halves of float32."""
+    return np.ascontiguousarray((np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16))
+
+
+def floats(x):
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def prepare(kernels, problem, arrays, order=1):
+    """Records [slots, HV, bytes] of a call; 16 bytes of guard behind them."""
+    o, B, T, H, HV, N = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.N
+    slots = T // CHUNK + N if problem.varlen else B * -(-T // CHUNK)
+    size = kernels.kda_emulate_record_bytes_bf16()
+    space = np.full(slots * HV * size + 512, 0xFF, np.uint8)
+    start = -space.ctypes.data % 256
+
+    def tensor(x, dtype):
+        return library.Tensor(x.ctypes.data, dtype, 0, *(x.strides[i] // x.itemsize for i in (0, 2, 1)))
+
+    q, k, v = (bits(x) for x in arrays[:3])
+    wide = problem.gate_dtype == "float32"
+    g = np.ascontiguousarray(arrays.g, np.float32) if wide else bits(arrays.g)
+    beta = bits(arrays.beta)
+    A_log, dt_bias = (None if x is None else x.astype(np.float32) for x in (arrays.A_log, arrays.dt_bias))
+    pointer = lambda x: None if x is None else x.ctypes.data
+    args = library.PrefillArgs(
+        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=128, value_dim=128, chunk_size=CHUNK, sequences=N, scale=o.scale,
+        q=tensor(q, 1), k=tensor(k, 1), v=tensor(v, 1), g=tensor(g, 0 if wide else 1), beta=tensor(beta, 1), o=tensor(v, 1),
+        A_log=pointer(A_log), dt_bias=pointer(dt_bias), workspace=space.ctypes.data + start, workspace_size=slots * HV * size,
+        gate=library.GATES[o.gate], beta_kind=library.BETAS[o.beta], lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm,
+        safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens=pointer(arrays.cu_seqlens), cu_seqlens_64=1,
+    )  # fmt: skip
+    kernels.kda_emulate_prepare_bf16(ctypes.byref(args), order)
+    assert (space[start + slots * HV * size :] == 0xFF).all() and (space[:start] == 0xFF).all(), "written past an end"
+    return space[start : start + slots * HV * size].reshape(slots, HV, size)
+
+
+def tile(record, at):
+    """[64, 128] of a swizzled tile."""
+    units = floats(record[at : at + 16384].view(np.uint16)).reshape(2, 64, 8, 8)
+    rows = np.arange(64)
+    out = np.empty((64, 2, 8, 8), np.float32)
+    for u in range(8):
+        out[:, :, u] = units[:, rows, u ^ (rows % 8)].transpose(1, 0, 2)
+    return out.reshape(64, 128)
+
+
+def opened(record):
+    """k_in, q_decayed, k_solved [64, 128], A_solved [64, 64], decay [128]."""
+    A, at = np.zeros((64, 64), np.float32), 3 * 16384
+    for b in range(4):
+        for c in range(b, 4):
+            square = floats(record[at : at + 512].view(np.uint16)).reshape(16, 2, 8)
+            for r in range(16):
+                A[16 * c : 16 * c + 16, 16 * b + r] = square[r, [(r // 4) % 2, 1 - (r // 4) % 2]].reshape(16)
+            at += 512
+    return *(tile(record, 16384 * i) for i in range(3)), A, record[at : at + 512].view(np.float32)
+
+
+def scan(problem, arrays, records):
+    """o and final_state from the records, rounded where the scan kernel rounds."""
+    bf16 = lambda x: round_to(x, "bfloat16")
+    o, final = np.zeros((problem.B, problem.T, problem.HV, 128)), np.zeros((problem.N, problem.HV, 128, 128))
+    cu = arrays.cu_seqlens
+    for n in range(problem.N):
+        row, first, last = (0, cu[n], cu[n + 1]) if cu is not None else (n, 0, problem.T)
+        slot = first // CHUNK + n if cu is not None else n * -(-problem.T // CHUNK)
+        for head in range(problem.HV):
+            S = np.zeros((128, 128)) if arrays.initial_state is None else arrays.initial_state[n, head].astype(np.float64)
+            for i, t in enumerate(range(first, last, CHUNK)):
+                k_in, q_decayed, k_solved, A_solved, decay = opened(records[slot + i, head])
+                length, left = min(CHUNK, last - t), bf16(S)
+                v = np.zeros((CHUNK, 128))
+                v[:length] = arrays.v[row, t : t + length, head]
+                r = bf16(v - k_in @ left)
+                o[row, t : t + length, head] = bf16(q_decayed @ left + A_solved @ r)[:length]
+                S = decay[:, None] * S + k_solved.T.astype(np.float64) @ r
+            final[n, head] = S
+    return {"o": o, "final_state": final}
+
+
+def check(kernels, case, arrays=None):
+    problem, arrays = case.problem("bfloat16"), arrays or case.arrays("bfloat16")
+    rows = checking.compare(problem, arrays, scan(problem, arrays, prepare(kernels, problem, arrays)), operand_dtype="bfloat16")
+    assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
+    return {row.name: row.error for row in rows}
+
+
+HARD = [
+    "gate_zero", "gate_slow", "gate_bounded", "gate_strong", "gate_huge", "gate_resets", "gate_spikes", "keys_identical", "identical_two",
+    "softplus", "softplus_huge", "lower_bound", "grouped", "varlen",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_cases(kernels, name):
+    check(kernels, replace(CASES[name], H=1, HV=2 if name == "grouped" else 1, B=1, K=128, V=128))
+
+
+def _three_resets(rng, shape):
+    """Three tokens forget everything, then slow ones: within a group, across its middle, and across the boundary of two."""
+    g = np.full(shape, -1e-3)
+    for first in (1, 6, 18, 27, 45):
+        g[:, first : first + 3] = -3000.0
+    return g
+
+
+def _turning(rng, shape, first, then):
+    """Every block of 16 tokens begins with one gate and goes on with another, each channel from a token of its own on."""
+    return np.where(np.arange(shape[1])[None, :, None, None] % 16 < rng.integers(1, 16, size=shape[3]), first, then)
+
+
+FAMILIES = {
+    "all_minus_5": lambda rng, shape: np.full(shape, -5.0),
+    "all_minus_20": lambda rng, shape: np.full(shape, -20.0),  # kFloor, nearly: the largest growth
+    "all_minus_100": lambda rng, shape: np.full(shape, -100.0),
+    "steep_then_slow": lambda rng, shape: _turning(rng, shape, -20.0, -1e-4),
+    "slow_then_steep": lambda rng, shape: _turning(rng, shape, -1e-4, -20.0),
+    "half_the_channels": lambda rng, shape: np.where(np.arange(shape[3]) % 2, -2661.0, -0.01 * rng.uniform(size=shape)),
+    "spikes_of_30_percent": lambda rng, shape: np.where(rng.uniform(size=shape) < 0.3, -60.0, -0.1 * rng.uniform(size=shape)),
+    "moderate": lambda rng, shape: -10 * rng.uniform(size=shape),
+    "three_resets": _three_resets,
+    "minus_infinity": lambda rng, shape: np.where(rng.uniform(size=shape) < 0.05, -np.inf, -0.1),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_gate_is_too_strong(kernels, family):
+    case = Case(family, "adversarial gates", T=72, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    arrays = case.arrays("bfloat16")
+    g = round_to(FAMILIES[family](np.random.default_rng(7), arrays.g.shape), "float32")
+    errors = check(kernels, case, arrays._replace(g=g))
+    assert max(errors.values()) < 6e-3, errors  # that of slow gates
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_keys_keep_their_norms(kernels, scale):
+    """Without l2norm in the kernel keys are divided by powers of two and multiplied again, whatever their size."""
+    case = Case("norms", "keys of any size", T=70, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    arrays = case.arrays("bfloat16")
+    k = round_to(arrays.k * scale, "bfloat16")
+    check(kernels, case, arrays._replace(k=k, beta=round_to(arrays.beta / scale**2, "bfloat16") if scale > 1 else arrays.beta))
+
+
+def test_order_of_threads_does_not_matter(kernels):
+    case = Case("order", "races", T=64, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, options=FUSED)
+    problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
+    assert (prepare(kernels, problem, arrays) == prepare(kernels, problem, arrays, order=-1)).all()
+
+
+def test_records_are_causal(kernels):
+    """A chunk's earlier rows do not change a bit with its later tokens: what the scan reads of the first block."""
+    case = Case("causal", "causality", T=64, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
+    g = arrays.g.copy()
+    g[:, 40:] = -3000.0
+    before, after = (opened(prepare(kernels, problem, arrays._replace(g=x))[0, 0]) for x in (arrays.g, g))
+    for x, y in zip(before[:2], after[:2], strict=True):  # k_in, q_decayed
+        assert (x[:40] == y[:40]).all() and not (x == y).all()
+    assert (before[3][:40, :40] == after[3][:40, :40]).all()
+
+
+def _attack(kind):
+    """Keys, write strengths and gates at which a heuristic about decays alone would be wrong."""
+    case = Case(kind, "what forgets", T=192, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    arrays, rng = case.arrays("bfloat16"), np.random.default_rng(3)
+    g, k, beta = arrays.g.copy(), arrays.k.copy(), arrays.beta.copy()
+    if kind == "strong":  # every channel forgets at once
+        g[:] = -5 * rng.uniform(0.2, 1, size=g.shape)
+    elif kind == "slow_channel":  # one channel keeps what the others pass to it
+        g[:] = -5.0
+        g[..., 17] = -1e-4
+    elif kind == "reflections":  # beta 2 and identical keys: the state is reflected, not damped
+        g[:], k[:], beta[:] = -0.01, k[:, :1], 2.0
+    elif kind == "grows":  # write strengths beyond the contract: the state grows
+        g[:], beta[:] = -0.05, 9.0
+    elif kind == "late":  # the last chunk is slow, those before it strong
+        g[:, :128], g[:, 128:] = -5.0, -1e-3
+    return case, arrays._replace(g=round_to(g, "float32"), k=round_to(k, "bfloat16"), beta=round_to(beta, "bfloat16"))
+
+
+@pytest.mark.parametrize("kind, few", [("strong", 1), ("slow_channel", 0), ("reflections", 0), ("grows", 0), ("late", 0)])
+def test_only_what_is_forgotten_is_dropped(kernels, kind, few):
+    """The number of last chunks that decide about the state, and that the product of their matrices is indeed below the limit."""
+    case, arrays = _attack(kind)
+    problem = case.problem("bfloat16")
+    records = prepare(kernels, problem, arrays)
+    kernels.kda_emulate_deciding.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    last = records[-1, 0].ctypes.data
+    found = {kernels.kda_emulate_deciding(last, records.strides[0], len(records), order) for order in (1, -1)}
+    assert found == {few}
+    product = np.eye(128)
+    for record in records[len(records) - few :, 0] if few else []:
+        k_in, _, k_solved, _, decay = (x.astype(np.float64) for x in opened(record))
+        product = (np.diag(decay) - k_solved.T @ k_in) @ product
+    assert not few or np.linalg.norm(product, 2) < 2.0**-40
+
+
+def test_no_matrix_exceeds_its_bound(kernels):
+    """max decay + sum |k_solved| |k_in| over random gates, keys and write strengths."""
+    for seed, scale in enumerate((0.01, 0.3, 2.0, 30.0)):
+        case = Case("bound", "bounds", T=64, H=1, HV=1, K=128, V=128, keys=("random", "parallel", "identical", "random")[seed])
+        arrays = case.arrays("bfloat16", seed)
+        g = round_to(arrays.g * scale, "float32")
+        k_in, _, k_solved, _, decay = (
+            x.astype(np.float64) for x in opened(prepare(kernels, case.problem("bfloat16"), arrays._replace(g=g))[0, 0])
+        )
+        bound = decay.max() + (np.linalg.norm(k_solved, axis=1) * np.linalg.norm(k_in, axis=1)).sum()
+        assert np.linalg.norm(np.diag(decay) - k_solved.T @ k_in, 2) <= bound

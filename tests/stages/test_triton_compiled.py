@@ -1,0 +1,197 @@
+"""Every Triton kernel compiles for every shipped target on a machine without a GPU, within its shared memory and without heavy spills.
+
+Run as a script with a target's name it prints a JSON line per kernel. Each target has a process: wrong code for one can abort LLVM. With
+KDAKIT_EVERY_TILE=1 (`make test-full`) every row of every chip's tile sizes is compiled, forward and backward, which takes minutes a chip.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads
+PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
+            ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, True, 4))  # fmt: skip
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: every problem for every target
+# Few heads take other kernels on sm_90 alone.
+TAKEN = dict.fromkeys(TARGETS, range(5)) | ({} if FULL else dict.fromkeys(("sm_80", "sm_89", "sm_100", "gfx942"), range(4)))
+ODD = ("bfloat16", 101, 128, True, 1)  # rows of an odd number of elements: loads of two bytes
+TRAINED = dict.fromkeys(TAKEN, (0,)) | {"sm_90": (0, 3)}
+# {(target, dtype): chips with the same instructions}: what they launch alike is compiled for the target, and held to their shared memory.
+STANDS_FOR = {} if FULL else {("sm_80", "bfloat16"): ("sm_89",), ("sm_80", "float32"): ("sm_89",)}
+FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
+NVIDIA_KERNELS = {"prepare_normed_kernel", "rebuild_normed_kernel", "gradient_normed_kernel"}
+BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "sums_kernel", "restore_kernel"}
+PLAIN_KERNELS = {"rebuild_kernel", "gradient_kernel"}  # of problems that the normed ones do not take; theirs on every chip takes too long
+PLAIN = ("sm_90", "gfx942")
+# Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
+STACK = 1536
+TIMED, TIMED_STACK = "K128 V128 C64 bfloat16", 400  # on sm_90, where it is timed
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_compile(target):
+    rows = compiled(target)
+    needed = FORWARD_KERNELS | BACKWARD_KERNELS
+    needed |= {"parts_kernel", "combine_kernel", "staged_scan_kernel"} if target == "sm_90" else set()
+    needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
+    needed |= PLAIN_KERNELS if target in PLAIN else set()
+    assert {r["kernel"] for r in rows} == needed
+    rows = [r for r in rows if not r["elsewhere"]]
+    assert {"scan_kernel", "reverse_kernel", "replay_kernel", "products_kernel"} <= {r["kernel"] for r in rows}, "their tiles differ"
+    for row in rows:
+        check(target, row)
+        assert row["new"], f"compiled again for another length: {row}"
+
+
+@pytest.mark.skipif(os.environ.get("KDAKIT_EVERY_TILE") != "1", reason="KDAKIT_EVERY_TILE=1 is not set: minutes a chip")
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_row_of_tile_sizes_compiles(target):
+    for row in compiled(target, "every"):
+        check(target, row)
+
+
+NAMES = """
+import importlib, pkgutil, sys
+from kdakit.backends.triton_gpu import kernels as room
+from kdakit.backends.triton_gpu.runtime import names
+files = [importlib.import_module(f"{room.__name__}.{x.name}") for x in pkgutil.iter_modules(room.__path__)]
+kernels = [x for file in files for n, x in sorted(vars(file).items()) if n.endswith("_kernel")]
+for kernel in kernels[:: int(sys.argv[1])]:
+    names.settle(kernel)
+print(len(kernels), *(kernel.cache_key for kernel in kernels))
+"""
+
+
+def test_names_in_the_cache_do_not_depend_on_what_came_first():
+    """A second process finds what a first one compiled, in whatever order both compile."""
+    pytest.importorskip("triton")
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+
+    def names(step):
+        return subprocess.run([sys.executable, "-c", NAMES, step], capture_output=True, text=True, env=env, check=True).stdout.split()
+
+    forward = names("1")
+    assert int(forward[0]) >= 20 and len(set(forward)) == len(forward) and names("-1") == forward
+
+
+def check(target: str, row: dict) -> None:
+    assert row["shared"] <= row["limit"], row
+    assert row["stack"] <= (TIMED_STACK if target == "sm_90" and TIMED in row["problem"] else STACK), row
+    assert row["registers"] > 16, f"the compiler left nothing of {row}"
+
+
+def compiled(*words: str) -> list[dict]:
+    pytest.importorskip("triton")
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
+        done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def covering(target: str) -> list[tuple]:
+    """Problems that reach every row of the chip's tile sizes, few of them."""
+    from kdakit.backends.triton_gpu import config as configs
+    from kdakit.backends.triton_gpu import tiles
+
+    chip, table = configs.CHIPS[target], tiles.load(target)["tiles"]
+    base = {bounded: _case("bfloat16", 16, 16, bounded, 1).problem("bfloat16") for bounded in (True, False)}
+    reach = {}
+    sizes = product(("bfloat16", "float32", "float16"), (128, 64, 32, 16, 256), (128, 32, 256), (True, False), (96, 50, 4))
+    for dtype, K, V, bounded, H in sizes:
+        problem = base[bounded].replace(dtype=dtype, K=K, V=V, H=H, HV=H)
+        facts = configs.facts(problem, chip, configs.choose(problem, chip).normed)
+        facts |= {"K_is": facts["K"], "V_is": facts["V"]}
+        first = {kernel: next(i for i, r in enumerate(rows) if tiles.holds(r["when"], facts)) for kernel, rows in table.items()}
+        reach[dtype, K, V, bounded, H] = set(first.items())
+    left, chosen = set().union(*reach.values()), []
+    while left:
+        chosen.append(max(reach, key=lambda p: len(reach[p] & left)))
+        left -= reach[chosen[-1]]
+    return chosen
+
+
+def _case(dtype: str, K: int, V: int, bounded: bool, H: int):
+    from kdakit.cases import FUSED, Case
+
+    options = FUSED | {"chunk_size": 64} | ({"lower_bound": -5.0} if bounded else {})
+    return Case("offline", "", T=1, H=H, HV=H, K=K, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True, options=options)
+
+
+def problem_of(dtype: str, K: int, V: int, bounded: bool, H: int, T: int):
+    """A problem, and arrays that have its shapes and dtypes only."""
+    import torch
+
+    from kdakit.problem import Arrays
+
+    case = _case(dtype, K, V, bounded, H)
+    shapes = [None if x is None else (1, T, *x.shape[2:]) if x.shape[:2] == (1, 1) else x.shape for x in case.arrays(dtype)[:5]]
+    shapes += [None if x is None else x.shape for x in case.arrays(dtype)[5:]]
+    arrays = Arrays(*(None if s is None else torch.empty(s, dtype=getattr(torch, d), device="meta")
+                      for s, d in zip(shapes, case.dtypes(dtype), strict=True)))  # fmt: skip
+    return case.problem(dtype).replace(T=T), arrays
+
+
+def compile_all(target: str, every: bool = False) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+    import triton_code
+    from triton.runtime import driver
+    from triton_offline import offline_driver, resources
+
+    from kdakit.backends.triton_gpu import call
+    from kdakit.backends.triton_gpu import config as configs
+    from kdakit.backends.triton_gpu.runtime import launch
+
+    chip, seen = configs.CHIPS[target], set()
+    driver.set_active(offline_driver(chip))
+
+    def launches(problem, arrays, chip):
+        """[(what is compiled, how it is launched)]."""
+        known = call.launches(problem, arrays, configs.choose(problem, chip))
+        return [((x[0].__name__, list(map(launch.specialised, x[1])), *x[2:]), x) for x in known]
+
+    def launched_by(what, problem, arrays, chips):
+        return [c for c in chips if what in [w for w, _ in launches(problem, arrays, configs.CHIPS[c])]]
+
+    def compile_launches(problem, arrays, longer):
+        first = [t for (t, dtype), chips in STANDS_FOR.items() if target in chips and dtype == problem.dtype and not every]
+        others = STANDS_FOR.get((target, problem.dtype), ())
+        for what, (kernel, args, constants, options) in launches(problem, arrays, chip):
+            elsewhere = bool(launched_by(what, problem, arrays, first))
+            facts = dict(kernel=kernel.__name__, problem=str(problem), new=not longer, elsewhere=elsewhere)
+            if not elsewhere:
+                made = kernel.warmup(*args, grid=(1,), **constants, **options)
+                if longer and id(made) in seen:
+                    continue
+                seen.add(id(made))
+                alike = (target, *launched_by(what, problem, arrays, others))
+                limit = min(configs.CHIPS[c].shared_memory for c in alike)
+                facts |= dict(shared=made.metadata.shared, limit=limit, code=triton_code.of_compiled(made), **resources(made))
+            print(json.dumps(facts), flush=True)
+
+    for index, sizes in enumerate(covering(target) if every else PROBLEMS):
+        if not every and index not in TAKEN[target]:
+            continue
+        trained = every or index in TRAINED[target]
+        for longer in (False,) if every else (False, True):
+            problem, arrays = problem_of(*sizes, T=1000 if longer else 128)
+            if every or FULL or not trained or (index, target) == (0, "sm_90"):  # one that keeps more stands for it
+                compile_launches(problem, arrays, longer)
+            compile_launches(problem.replace(op="recurrent"), arrays, longer)
+            if trained:
+                compile_launches(problem.replace(needs_grad=True), arrays, longer)
+    if target == "sm_90" and not every:
+        compile_launches(*problem_of(*ODD, T=128), False)
+
+
+if __name__ == "__main__":
+    compile_all(sys.argv[1], sys.argv[2:] == ["every"])

@@ -1,0 +1,52 @@
+"""Every record that is kept has the one form, and a reader: a generated table, a picture or a page that names it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kdakit.measure import records
+from kdakit.measure.choices import UsageError
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "benchmarks/results").rglob("*.json"))
+GOOD = {
+    "kind": "bench", "date": "2026-01-01", "command": "kdakit bench", "machine": {"cpu": "one", "device": "cpu"},
+    "versions": {"kdakit": "0", "python": "3"}, "commit": "0" * 40, "settings": {}, "results": [], "missing": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_record_has_the_form(path):
+    assert records.faults(json.loads(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({"kind": "guess"}, "kind must be one of"),
+        ({"commit": None}, "commit must be a str, got None"),
+        ({"machine": {"cpu": "one"}}, "machine must name its device"),
+        ({"versions": {}}, "versions must name kdakit"),
+        ({"missing": [{"contestant": "x"}]}, "every missing row must have a reason"),
+        ({"results": {}}, "results must be a list"),
+    ],
+)
+def test_what_is_no_record_is_refused(change, fault, tmp_path):
+    assert records.faults(GOOD) == [] and fault in records.faults(GOOD | change)[0]
+    (tmp_path / "r.json").write_text(json.dumps(GOOD | change))
+    with pytest.raises(UsageError, match=re.escape(fault)):
+        records.load(tmp_path / "r.json")
+
+
+def test_every_record_has_a_reader():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "Makefile"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    rendered = set(re.findall(r"benchmarks/results/([\w/]*)\*", (ROOT / "Makefile").read_text()))  # by whole folders
+
+    def shown(path: Path) -> bool:
+        folder = path.relative_to(ROOT / "benchmarks/results").parent.as_posix()
+        return path.name in text or ("" if folder == "." else folder + "/") in rendered
+
+    assert not [str(path.relative_to(ROOT)) for path in FILES if not shown(path)]
