@@ -37,7 +37,7 @@ ALLOWED = {
     "parallel": {"problem", "torch", "jax", "layers", "parallel"},
     "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
     "measure": None,  # anything but the command line
-    "stacks": {"problem", "dispatch", "torch", "serving", "stacks"},
+    "stacks": {"problem", "dispatch", "torch", "jax", "serving", "stacks"},
     "fla": {"__version__"},
     "cli": None,  # anything
 }

@@ -46,6 +46,7 @@ def needs(code):
         ("docs/model.md", 0),
         ("docs/model.md", 1),
         ("docs/serving.md", 0),
+        ("docs/serving.md", 1),
     ],
 )
 def test_examples_run(path, index, tmp_path, monkeypatch):
