@@ -75,7 +75,7 @@ def in_parts(monkeypatch):
     torch_operators._plans.clear()
 
 
-@pytest.mark.parametrize("parts", [3, 5, 9])
+@pytest.mark.parametrize("parts", [2, 3, 5, 9])
 @pytest.mark.parametrize("name", [*(c.name for c in LONG), "no_state", "v_first", "no_tokens", "gate_bounded", "softplus_huge"])
 def test_parts_against_the_recurrence(name, parts, in_parts):
     """Parts of one chunk and of several, empty ones too; states that are forgotten, kept and reflected."""
@@ -84,7 +84,7 @@ def test_parts_against_the_recurrence(name, parts, in_parts):
     assert all(r.ok for r in rows), rows
 
 
-@pytest.mark.parametrize("parts", [3, 4, 8])
+@pytest.mark.parametrize("parts", [2, 3, 4, 8])
 def test_parts_forget_only_what_is_forgotten(parts, in_parts):
     """Heads of one call forget at once, slowly, not at all, only up to a part's end, or but for one channel; and beta reaches 2."""
     case = Case("mixed", "regimes", T=1100, H=6, HV=6, K=128, V=128, beta="up_to_two", options=L2NORM)
@@ -108,6 +108,8 @@ def test_parts_forget_only_what_is_forgotten(parts, in_parts):
 
 
 def test_parts_are_causal_and_repeatable(in_parts):
+    in_parts(2)
+    test_prefix_causality_and_determinism("long_huge")
     in_parts(4)
     test_prefix_causality_and_determinism("long_mild")
     test_prefix_causality_and_determinism("long_fused")
