@@ -162,9 +162,7 @@ class StatePool:
             if name not in self.windows:
                 raise ValueError(f"window inputs must be of {', '.join(self.windows) or 'none: the pool has no windows'}, got {name!r}")
             if not isinstance(x, Tensor) or not x.is_floating_point():
-                raise TypeError(
-                    f"the inputs of window {name!r} must be floats, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
-                )
+                raise TypeError(f"the inputs of window {name!r} must be floats, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
             want = (rows, tokens, self.windows[name].shape[2])
             if tuple(x.shape) != want:
                 raise ValueError(f"the inputs of window {name!r} must be [B, T, D] = {want}, got {tuple(x.shape)}")

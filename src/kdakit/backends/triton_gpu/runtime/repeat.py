@@ -6,7 +6,7 @@ Two calls that agree in
 
 launch the same kernels with the same numbers: these are all that `launch` looks at, and more than Triton specialises on. So the second call
 needs its results, one piece of scratch memory, and the launches of the first one, which a `Plan` remembers. Large tensors have memory of
-their own, which others can use before and after as it is.
+their own, for as long as launches want it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from kdakit.backends.triton_gpu.runtime import launch, streams
 
 APART = 256  # bytes: where tensors may begin in the scratch memory
-LARGE = 2**26  # bytes: these are not part of it
+LARGE = 2**24  # bytes: these are not part of it
 Tensors = Sequence[Any]  # or None
 
 
@@ -33,7 +33,11 @@ def plan_of(given: Tensors, made: Tensors, seen: list, shaped: Callable[[list], 
 
 
 class Plan:
-    """Launches of one call. A place is an index into (nothing, the tensors given, those made, scratch ..)."""
+    """Launches of one call. A place is an index into (nothing, the tensors given, those made, scratch ..).
+
+    Large tensors, made or scratch, have memory of their own from their first launch on; scratch until its last one. What runs beside the
+    others counts from where the two part until where they meet: before and after, memory may be somebody else's.
+    """
 
     def __init__(self, given: Tensors, made: Tensors, seen: list, shaped: Callable[[list], Any]):
         known = [None, *given, *made]
@@ -43,49 +47,87 @@ class Plan:
         for x in (x for step in seen if isinstance(step, launch.Seen) for x in step.tensors if x is not None):
             sizes[x.data_ptr()] = max(x.nbytes, sizes.get(x.data_ptr(), 0))
         self.steps: list[Any] = []
-        self.offsets: list[tuple[int, int]] = []  # (piece, bytes from its beginning)
-        self.pieces = [0]  # bytes
+        self.offsets: list[int | None] = []  # of scratch, in bytes from the beginning of what is shared; None: has its own
+        self.shared = 0  # bytes
+        large: dict[int, int] = {}  # place: bytes
         for step in seen:
             if not isinstance(step, launch.Seen):
                 self.steps.append(step)
                 continue
             for x in step.tensors:
                 if x is not None and x.data_ptr() not in places:
-                    places[x.data_ptr()] = len(known) + len(self.offsets)
-                    self.offsets.append(self._place(-(-sizes[x.data_ptr()] // APART) * APART))
+                    place = places[x.data_ptr()] = len(known) + len(self.offsets)
+                    size = -(-sizes[x.data_ptr()] // APART) * APART
+                    if size >= LARGE:
+                        large[place] = size
+                    self.offsets.append(None if size >= LARGE else self.shared)
+                    self.shared += size if size < LARGE else 0
             self.steps.append(step._replace(tensors=[0 if x is None else places[x.data_ptr()] for x in step.tensors]))
-        self.shaped = shaped
+        self.shaped, self.first_made = shaped, 1 + len(given)
         inside = {id(x): i for i, x in enumerate(given)}
         self.made = [None if x is None else inside.get(id(x), (x.shape, x.dtype)) for x in made]
+        own = {self.first_made + i: 0 for i, x in enumerate(made) if x is not None and x.nbytes >= LARGE}
+        launched = {place for step in self.steps if isinstance(step, launch.Seen) for place in step.tensors}
+        own = {place: size for place, size in own.items() if places[known[place].data_ptr()] == place and place in launched}
+        self.late = {place - self.first_made for place in own}  # of those made
+        self.begins, self.ends = self._spans(large, own)
 
-    def _place(self, size: int) -> tuple[int, int]:
-        if size < LARGE:
-            self.pieces[0] += size
-            return 0, self.pieces[0] - size
-        self.pieces.append(size)
-        return len(self.pieces) - 1, 0
+    def _spans(self, large: dict[int, int], own: dict[int, int]) -> tuple[dict[int, list[tuple[int, int]]], dict[int, list[int]]]:
+        """{step: [(place, bytes)]} where large tensors begin, 0 bytes for one that is made, and {step: [place]} where scratch ends."""
+        starts, stops, fork = list(range(len(self.steps))), list(range(len(self.steps))), 0
+        for i, step in enumerate(self.steps):
+            if step is streams.FORK:
+                fork = i
+            elif step is streams.JOIN:
+                starts[fork:i], stops[fork:i] = [fork] * (i - fork), [i] * (i - fork)
+        begins: dict[int, list[tuple[int, int]]] = {}
+        ends: dict[int, list[int]] = {}
+        for place, size in (large | own).items():
+            uses = [i for i, step in enumerate(self.steps) if isinstance(step, launch.Seen) and place in step.tensors]
+            begins.setdefault(starts[uses[0]], []).append((place, size))
+            if place in large:
+                ends.setdefault(stops[uses[-1]], []).append(place)
+        return begins, ends
 
     def __call__(self, given: Tensors) -> Any:
         first = given[0]  # q
+        device = first.device
         with launch.on_device(first):
-            made = [self._make(how, given, first.device) for how in self.made]
+            made = [None if i in self.late else self._make(how, given, device) for i, how in enumerate(self.made)]
             values = [None, *[None if x is None else x.data_ptr() for x in (*given, *made)]]
-            if self.offsets:
-                space = [torch.empty((size // 4,), dtype=torch.float32, device=first.device) for size in self.pieces]
-                starts = [x.data_ptr() for x in space]
-                values += [starts[i] + offset for i, offset in self.offsets]
-            here = second = None
-            for step in self.steps:
+            space = torch.empty((self.shared // 4,), dtype=torch.float32, device=device) if self.offsets else first
+            start = space.data_ptr()
+            values += [None if offset is None else start + offset for offset in self.offsets]
+            self._start(values, made, given, device)
+        return self.shaped(made)
+
+    def _start(self, values: list, made: list, given: Tensors, device: torch.device) -> None:
+        """The launches, each with the memory that begins with it."""
+        large: dict[int, torch.Tensor] = {}
+        fork = None
+        try:
+            for i, step in enumerate(self.steps):
+                for place, size in self.begins.get(i, ()):
+                    if size:
+                        x = large[place] = torch.empty((size // 4,), dtype=torch.float32, device=device)
+                    else:
+                        x = made[place - self.first_made] = self._make(self.made[place - self.first_made], given, device)
+                    values[place] = x.data_ptr()
                 if step is streams.FORK:
-                    here = streams.fork_here()
-                    here.fork()
-                    second = here.second.cuda_stream
+                    fork = streams.fork_here()
+                    fork.fork()
+                    second = fork.second.cuda_stream
                 elif step is streams.JOIN:
-                    here.join()
+                    fork.join()
+                    fork = None
                 else:
                     stream = (second,) if step.aside else ()
                     launch.start(step.compiled, step.grid, [values[i] for i in step.tensors], step.rest, *stream)
-        return self.shaped(made)
+                for place in self.ends.get(i, ()):
+                    large.pop(place)
+        finally:
+            if fork is not None:  # as in `beside`
+                fork.join()
 
     def _make(self, how: Any, given: Tensors, device: torch.device) -> torch.Tensor | None:
         if how is None or isinstance(how, int):

@@ -38,3 +38,8 @@ def _shown(device: int) -> bool:
     if os.environ.get("KDAKIT_UNCHECKED", "0") == "1":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fast(x: Tensor) -> bool:
+    """Whether single PTX instructions, right to 2^-22, are exact enough: for what is rounded to 11 bits or fewer, on NVIDIA's GPUs."""
+    return x.is_cuda and x.dtype != torch.float32 and torch.version.hip is None

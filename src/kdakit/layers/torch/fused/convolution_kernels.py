@@ -82,7 +82,7 @@ def convolution_kernel(
     p_x, p_weight, p_bias, p_window, p_places, p_y0, p_y1, p_y2,
     T, N, D0, D1, D2, s_xb, s_xt,
     W: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """GROUP tokens of BD channels. Sizes of sections are in units of UNIT channels. Grid: (blocks of channels, groups of tokens, B)."""
     D = (D0 + D1 + D2) * UNIT
@@ -118,7 +118,7 @@ def convolution_kernel(
         b_z = b_bias + taps[0] * b_x
         for i in tl.static_range(1, W):
             b_z += taps[i] * past[i - 1]
-        tl.store(p_y + (t0 + j) * width, narrow(b_z * sigmoid(b_z), p_y.dtype.element_ty), mask=m_d & (t0 + j < T))
+        tl.store(p_y + (t0 + j) * width, narrow(b_z * sigmoid(b_z, PTX), p_y.dtype.element_ty), mask=m_d & (t0 + j < T))
         moved = (b_x,)
         for i in tl.static_range(1, W - 1):
             moved += (past[i - 1],)
@@ -156,7 +156,7 @@ def convolution_backward_kernel(
     p_x, p_weight, p_bias, p_window, p_places, p_d0, p_d1, p_d2, p_dx, p_shares, p_d_window,
     T, N, D0, D1, D2, s_xb, s_xt, STRIP,
     W: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_D_WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_D_WINDOW: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """STRIP tokens of BD channels, a multiple of GROUP, from the last to the first. dx [B, T, D]; each strip's share of dw_i and dbias in
     shares [B * strips, W + 1, D]; the window's gradient where a sequence begins. Grid: (blocks of channels, strips, B).
@@ -188,7 +188,7 @@ def convolution_backward_kernel(
         b_z = b_bias
         for i in tl.static_range(W):
             b_z += taps[i] * input_at(p_x, s_xt, p_window, t, i, i_n, place, o_c, m_d & (t < T), N, D, W, ALIGN, HAS_WINDOW)
-        b_dz = tl.load(p_dy + t * width, mask=m_d & (t < T), other=0.0).to(tl.float32) * silu_slope(b_z)
+        b_dz = tl.load(p_dy + t * width, mask=m_d & (t < T), other=0.0).to(tl.float32) * silu_slope(b_z, PTX)
         moved = (tl.where(place == 0, 0.0, b_dz),)
         for i in tl.static_range(1, W - 1):
             moved += (tl.where(place == 0, 0.0, ahead[i - 1]),)
@@ -216,7 +216,7 @@ def convolution_backward_kernel(
                     b_x = tl.where(place >= i, b_x, b_w)
                 inputs += (b_x,)
                 b_z += taps[i] * b_x
-            b_dz = dys[GROUP - 1 - back].to(tl.float32) * silu_slope(b_z)
+            b_dz = dys[GROUP - 1 - back].to(tl.float32) * silu_slope(b_z, PTX)
             b_dx = taps[0] * b_dz
             for i in tl.static_range(1, W):
                 b_dx += taps[i] * ahead[i - 1]
@@ -248,3 +248,21 @@ def convolution_backward_kernel(
     p_shares += ((i_b * tl.num_programs(1) + i_s) * (W + 1)) * D + o_c
     for i in tl.static_range(W + (1 if HAS_BIAS else 0)):
         tl.store(p_shares + i * D, shares[i], mask=m_d)
+
+
+@triton.jit(do_not_specialize=["S", "D"])
+def weight_sums_kernel(p_shares, p_d_weight, p_d_bias, S, D, W: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """d_weight [D, W] and d_bias [D] from shares [S, W + 1, D], in one order. Grid: (cdiv(D, BD),)."""
+    o_d = tl.program_id(0) * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    o_s = tl.arange(0, ROWS)
+    for i in tl.static_range(W + (1 if HAS_BIAS else 0)):
+        b_sum = tl.zeros([ROWS, BD], tl.float32)
+        for start in range(0, S, ROWS):
+            o = ((start + o_s).to(tl.int64) * (W + 1) + i)[:, None] * D + o_d[None, :]
+            b_sum += tl.load(p_shares + o, mask=(start + o_s < S)[:, None] & m_d[None, :], other=0.0)
+        b_out = tl.sum(b_sum, 0)
+        if i < W:
+            tl.store(p_d_weight + o_d * W + (W - 1 - i), narrow(b_out, p_d_weight.dtype.element_ty), mask=m_d)
+        else:
+            tl.store(p_d_bias + o_d, narrow(b_out, p_d_bias.dtype.element_ty), mask=m_d)

@@ -6,10 +6,16 @@ import math
 from functools import lru_cache
 
 from kdakit.backends.triton_gpu.runtime.launch import Launch
-from kdakit.layers.torch.fused.convolution_kernels import convolution_backward_kernel, convolution_kernel, last_inputs_kernel, places_kernel
+from kdakit.layers.torch.fused.convolution_kernels import (
+    convolution_backward_kernel,
+    convolution_kernel,
+    last_inputs_kernel,
+    places_kernel,
+    weight_sums_kernel,
+)
 
-BLOCK, WARPS, TOKENS = 512, 4, 8  # channels and tokens of a forward program
-BACKWARD_BLOCK, BACKWARD_WARPS, BACKWARD_TOKENS = 256, 2, 4  # of a backward one, which loads so many tokens at a time
+BLOCK, WARPS, TOKENS = 256, 2, 16  # channels and tokens of a forward program
+BACKWARD_BLOCK, BACKWARD_WARPS, BACKWARD_TOKENS = 512, 4, 4  # of a backward one, which loads so many tokens at a time
 Shape = tuple[int, ...]
 
 
@@ -19,32 +25,29 @@ def places(T: int, N: int) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def forward(shape: Shape, stride: Shape, sizes: Shape, W: int, N: int, packed: bool, has_bias: bool, has_window: bool) -> Launch:
+def forward(shape: Shape, stride: Shape, sizes: Shape, W: int, N: int, packed: bool, has_bias: bool, has_window: bool, ptx: bool) -> Launch:
     block, warps = _block(sizes, BLOCK, WARPS)
     numbers, constants = _numbers(shape, stride, sizes, W, N, packed)
-    constants |= dict(BD=block, GROUP=TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window)
+    constants |= dict(BD=block, GROUP=TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window, PTX=ptx)
     grid = sum(-(-size // block) for size in sizes), -(-shape[1] // TOKENS), shape[0]
     return Launch(convolution_kernel, grid, numbers, constants, num_warps=warps)
 
 
 @lru_cache(maxsize=1024)
 def backward(
-    shape: Shape,
-    stride: Shape,
-    sizes: Shape,
-    W: int,
-    N: int,
-    packed: bool,
-    has_bias: bool,
-    has_window: bool,
-    has_d_window: bool,
-    strip: int,
-) -> Launch:
+    shape: Shape, stride: Shape, sizes: Shape, W: int, N: int, packed: bool, has_bias: bool, has_window: bool, has_d_window: bool,
+    strip: int, ptx: bool,
+) -> Launch:  # fmt: skip
     block, warps = _block(sizes, BACKWARD_BLOCK, BACKWARD_WARPS)
     numbers, constants = _numbers(shape, stride, sizes, W, N, packed)
-    constants |= dict(BD=block, GROUP=BACKWARD_TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window, HAS_D_WINDOW=has_d_window)
+    constants |= dict(BD=block, GROUP=BACKWARD_TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window, HAS_D_WINDOW=has_d_window, PTX=ptx)
     grid = sum(-(-size // block) for size in sizes), max(1, -(-shape[1] // strip)), shape[0]
     return Launch(convolution_backward_kernel, grid, (*numbers, strip), constants, num_warps=warps)
+
+
+@lru_cache(maxsize=1024)
+def sums(strips: int, D: int, W: int, has_bias: bool) -> Launch:
+    return Launch(weight_sums_kernel, -(-D // 32), (strips, D), dict(W=W, BD=32, ROWS=16, HAS_BIAS=has_bias), num_warps=4)
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kdakit.layers.torch.fused import fast
 from kdakit.layers.torch.fused.operator import Operator
 
 PROGRAMS = 2048  # about so many of the backward, over heads and strips of tokens; each has a share of the weights' gradients
@@ -24,7 +25,7 @@ def _forward(x, weight, gate, bias, eps):
     y = torch.empty_like(x)
     if x.numel():
         kernels, on_device = _kernels()
-        run = kernels.norm(x.shape[-1], x.numel() // x.shape[-1] // heads, heads, eps, gate is not None, bias is not None)
+        run = kernels.norm(x.shape[-1], x.numel() // x.shape[-1] // heads, heads, eps, gate is not None, bias is not None, fast(x))
         with on_device(x):
             run(x, None if gate is None else gate.contiguous(), weight.contiguous(), bias, y)
     return [y]
@@ -37,15 +38,17 @@ def _backward(grads, needed, x, weight, gate, bias, eps):
     strip = max(16, min(1024, 1 << (max(1, tokens * heads // PROGRAMS) - 1).bit_length()))
     strips = -(-tokens // strip)
     d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    shares = torch.empty((strips, 2, heads, V), device=x.device)
+    shares = torch.empty((2, strips, heads, V), device=x.device)
+    make = torch.empty if x.numel() else torch.zeros
+    d_weight = make(weight.shape, dtype=weight.dtype, device=x.device)
+    d_bias = None if bias is None else make(bias.shape, dtype=d_weight.dtype, device=x.device)
     kernels, on_device = _kernels()
     with on_device(x):
         if x.numel():
-            run = kernels.norm_backward(V, tokens, heads, eps, gate is not None, bias is not None, strip)
+            run = kernels.norm_backward(V, tokens, heads, eps, gate is not None, bias is not None, strip, fast(x))
             run(x, None if gate is None else gate.contiguous(), weight.contiguous(), bias, d_y, d_x, d_gate, shares)
-        d_weight = shares[:, 0].sum((0, 1)).to(weight.dtype)
-        d_bias = None if bias is None else shares[:, 1].sum(0).view(bias.shape).to(bias.dtype)
-    return [d_x, d_weight, d_gate, d_bias]
+            kernels.sums(strips, heads, V, bias is not None)(shares, d_weight, d_bias)
+    return [d_x, d_weight, d_gate, d_bias if bias is None else d_bias.to(bias.dtype)]
 
 
 def _heads(x: Tensor, gate: Tensor | None) -> int:

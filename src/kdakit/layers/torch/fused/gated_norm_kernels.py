@@ -16,7 +16,7 @@ from kdakit.layers.torch.fused.rows import sigmoid
 @triton.jit(do_not_specialize=["T", "HV", "eps"])
 def norm_kernel(
     p_x, p_gate, p_weight, p_bias, p_y, T, HV, eps,
-    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the T * HV rows of V numbers. Grid: (cdiv(T * HV, ROWS),)."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -30,16 +30,16 @@ def norm_kernel(
         b_gate = tl.load(p_gate + o, mask=m, other=0.0).to(tl.float32)
         if HAS_BIAS:
             b_gate += tl.load(p_bias + (o_r % HV)[:, None] * V + o_v[None, :], mask=m, other=0.0).to(tl.float32)
-        b_y *= sigmoid(b_gate)
+        b_y *= sigmoid(b_gate, PTX)
     tl.store(p_y + o, narrow(b_y, p_y.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["T", "HV", "eps", "STRIP"])
 def norm_backward_kernel(
     p_x, p_gate, p_weight, p_bias, p_dy, p_dx, p_dgate, p_shares, T, HV, eps, STRIP,
-    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """STRIP tokens of one head, ROWS at a time. Its shares of the gradients of weight and bias go to shares [strips, 2, HV, V].
+    """STRIP tokens of one head, ROWS at a time. Its shares of the gradients of weight and bias go to shares [2, strips, HV, V].
 
     Grid: (HV, strips).
     """
@@ -61,7 +61,7 @@ def norm_backward_kernel(
         b_inverse = tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)[:, None]
         b_n = b_x * b_inverse
         if HAS_GATE:
-            b_s = sigmoid(tl.load(p_gate + o, mask=m, other=0.0).to(tl.float32) + b_bias)
+            b_s = sigmoid(tl.load(p_gate + o, mask=m, other=0.0).to(tl.float32) + b_bias, PTX)
             b_dgate = b_dy * b_n * b_weight * b_s * (1.0 - b_s)
             tl.store(p_dgate + o, narrow(b_dgate, p_dgate.dtype.element_ty), mask=m)
             if HAS_BIAS:
@@ -72,7 +72,26 @@ def norm_backward_kernel(
         b_dx = (b_dn - b_n * (tl.sum(b_dn * b_n, 1) / V)[:, None]) * b_inverse
         tl.store(p_dx + o, narrow(b_dx, p_dx.dtype.element_ty), mask=m)
         o_t += ROWS
-    p_shares += (i_s * 2 * HV + i_h) * V + o_v
+    p_shares += (i_s * HV + i_h) * V + o_v
     tl.store(p_shares, tl.sum(b_dweight, 0), mask=m_v)
     if HAS_BIAS:
-        tl.store(p_shares + HV * V, tl.sum(b_dbias, 0), mask=m_v)
+        tl.store(p_shares + tl.num_programs(1) * HV * V, tl.sum(b_dbias, 0), mask=m_v)
+
+
+@triton.jit(do_not_specialize=["S", "HV", "V"])
+def norm_sums_kernel(p_shares, p_d_weight, p_d_bias, S, HV, V, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """d_weight [V], over strips and heads, and d_bias [HV, V], over strips, from shares [2, S, HV, V]; COLUMNS of one of the two.
+
+    Grid: (cdiv(V, COLUMNS) + cdiv(HV * V, COLUMNS),), without a bias the first alone.
+    """
+    i_c, rows, width, p_out = tl.program_id(0), S * HV, V, p_d_weight
+    if HAS_BIAS:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if i_c >= tl.cdiv(V, COLUMNS):
+            i_c, rows, width, p_out = i_c - tl.cdiv(V, COLUMNS), S, HV * V, p_d_bias
+            p_shares += tl.cast(S, tl.int64) * HV * V
+    o_c, o_r = i_c * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, rows, ROWS):
+        m = (start + o_r < rows)[:, None] & (o_c < width)[None, :]
+        b_sum += tl.load(p_shares + (start + o_r).to(tl.int64)[:, None] * width + o_c[None, :], mask=m, other=0.0)
+    tl.store(p_out + o_c, narrow(tl.sum(b_sum, 0), p_out.dtype.element_ty), mask=o_c < width)

@@ -5,22 +5,29 @@ from __future__ import annotations
 from functools import lru_cache
 
 from kdakit.backends.triton_gpu.runtime.launch import Launch
-from kdakit.layers.torch.fused.gated_norm_kernels import norm_backward_kernel, norm_kernel
+from kdakit.layers.torch.fused.gated_norm_kernels import norm_backward_kernel, norm_kernel, norm_sums_kernel
 
 TILE, BACKWARD_TILE, WARPS = 4096, 2048, 4  # numbers of a program at a time
 
 
 @lru_cache(maxsize=1024)
-def norm(V: int, tokens: int, heads: int, eps: float, has_gate: bool, has_bias: bool) -> Launch:
+def norm(V: int, tokens: int, heads: int, eps: float, has_gate: bool, has_bias: bool, ptx: bool) -> Launch:
     VP = max(16, 1 << (V - 1).bit_length())
     rows = max(1, TILE // VP)
-    constants = dict(V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias)
+    constants = dict(V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias, PTX=ptx)
     return Launch(norm_kernel, -(-tokens * heads // rows), (tokens, heads, eps), constants, num_warps=WARPS)
 
 
 @lru_cache(maxsize=1024)
-def norm_backward(V: int, tokens: int, heads: int, eps: float, has_gate: bool, has_bias: bool, strip: int) -> Launch:
+def norm_backward(V: int, tokens: int, heads: int, eps: float, has_gate: bool, has_bias: bool, strip: int, ptx: bool) -> Launch:
     VP = max(16, 1 << (V - 1).bit_length())
     rows = max(1, min(16, BACKWARD_TILE // VP))
-    constants = dict(V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias)
+    constants = dict(V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias, PTX=ptx)
     return Launch(norm_backward_kernel, (heads, -(-tokens // strip), 1), (tokens, heads, eps, strip), constants, num_warps=WARPS)
+
+
+@lru_cache(maxsize=1024)
+def sums(strips: int, heads: int, V: int, has_bias: bool) -> Launch:
+    constants = dict(COLUMNS=16, ROWS=128, HAS_BIAS=has_bias)
+    grid = -(-V // 16) + (-(-heads * V // 16) if has_bias else 0)
+    return Launch(norm_sums_kernel, grid, (strips, heads, V), constants, num_warps=4)

@@ -43,11 +43,17 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
 
 
+def projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The row of q, k and v [B, T, 2 key_dim + value_dim], what the second matrices of f and g get [B, T, rank], and beta [B, T, HV]."""
+    s = layer.sizes
+    low = torch.cat([layer.f_proj[0].weight, layer.g_proj[0].weight, layer.b_proj.weight]).to(x.dtype)
+    row, rest = project(x, *(m.weight.to(x.dtype) for m in (layer.q_proj, layer.k_proj, layer.v_proj)), low)
+    return row, *rest.split([s.head_v_dim, s.head_v_dim, s.value_heads], -1)
+
+
 def fused_inputs(layer: Any, x: Tensor, rows: Any, cache: Any) -> Inputs:
     s = layer.sizes
-    row = project(x, *(m.weight.to(x.dtype) for m in (layer.q_proj, layer.k_proj, layer.v_proj)))  # [B, T, 2 key_dim + value_dim]
-    low = F.linear(x, torch.cat([layer.f_proj[0].weight, layer.g_proj[0].weight, layer.b_proj.weight]).to(x.dtype))
-    low_f, gate, beta = low.split([s.head_v_dim, s.head_v_dim, s.value_heads], -1)
+    row, low_f, gate, beta = projected(layer, x)
     filters = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
     weight = torch.cat([c.weight.flatten(1) for c in filters])
     bias = torch.cat([c.bias for c in filters]) if s.conv_bias else None

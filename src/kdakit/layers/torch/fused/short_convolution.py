@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from kdakit.layers.torch.fused import fast
 from kdakit.layers.torch.fused.operator import Operator
 
 STRIPS = 64  # about so many shares of the weights' gradients, for each of which a backward program walks
@@ -33,7 +34,7 @@ def _forward(x, weight, bias, window, cu_seqlens, lengths, sizes):
     with on_device(x):
         if x.numel():
             run = kernels.forward(tuple(x.shape), x.stride(), tuple(sizes), weight.shape[1], N, places is not None, bias is not None,
-                                  window is not None)  # fmt: skip
+                                  window is not None, fast(x))  # fmt: skip
             run(x, weight.contiguous(), bias, window, places, *_three(made))
         if after is not None and after.numel():
             run = kernels.last(tuple(x.shape), x.stride(), weight.shape[1], N, places is not None, lengths is not None)
@@ -52,15 +53,16 @@ def _backward(grads, needed, x, weight, bias, window, cu_seqlens, lengths, sizes
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     shares = torch.empty((x.shape[0] * strips, W + 1, x.shape[2]), device=x.device)
     d_window = torch.zeros_like(near) if window is not None and needed[3] else None
+    make = torch.empty if x.numel() else torch.zeros
+    d_weight = make(weight.shape, dtype=weight.dtype, device=x.device)
+    d_bias = None if bias is None else make(bias.shape, dtype=bias.dtype, device=x.device)
     kernels, on_device = _kernels()
     with on_device(x):
         if x.numel():
             run = kernels.backward(tuple(x.shape), x.stride(), tuple(sizes), W, N, places is not None, bias is not None,
-                                   window is not None, d_window is not None, strip)  # fmt: skip
+                                   window is not None, d_window is not None, strip, fast(x))  # fmt: skip
             run(x, weight.contiguous(), bias, near, places, *_three(d_ys), d_x, shares, d_window)
-        sums = shares[:, : W + (bias is not None)].sum(0)  # [W or W + 1, D], the last tap first
-    d_weight = sums[:W].flip(0).t().to(weight.dtype)
-    d_bias = None if bias is None else sums[W].to(bias.dtype)
+            kernels.sums(len(shares), x.shape[2], W, bias is not None)(shares, d_weight, d_bias)
     if d_after is not None:
         _add_last(d_x, d_window, d_after, cu_seqlens, lengths)
     return [d_x, d_weight, d_bias, d_window]

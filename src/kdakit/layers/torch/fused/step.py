@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdakit.layers.torch.fused import fits
-from kdakit.layers.torch.fused.layer import fused_dtype
-from kdakit.layers.torch.fused.projection import project
+from kdakit.layers.torch.fused import fast, fits
+from kdakit.layers.torch.fused.layer import fused_dtype, projected
 from kdakit.torch_operators import unwatched
 
 TOKENS = 8  # at most
@@ -65,10 +64,8 @@ def layer_step(
     layer: Any, x: Tensor, before: Carried, after: Carried, slots: Slots | None = None, draft: bool = False
 ) -> tuple[Tensor, Tensor, Log | None]:
     """o [N, T, hidden_size] of x, the inputs of the convolutions [N, T, D], and with `draft`, where nothing moves, the log."""
-    s, x = layer.sizes, x.to(fused_dtype(layer, x))
-    row = project(x, *(m.weight.to(x.dtype) for m in (layer.q_proj, layer.k_proj, layer.v_proj)))
-    low = F.linear(x, torch.cat([layer.f_proj[0].weight, layer.g_proj[0].weight, layer.b_proj.weight]).to(x.dtype))
-    low_f, low_g, beta = low.split([s.head_v_dim, s.head_v_dim, s.value_heads], -1)
+    x = x.to(fused_dtype(layer, x))
+    row, low_f, low_g, beta = projected(layer, x)
     y, log = step(layer, row, layer.f_proj[1](low_f), beta, F.linear(low_g, layer.g_proj[1].weight), before, after, slots, draft)
     return layer.o_proj(y), row, log
 
@@ -86,7 +83,7 @@ def step(
     where = (0, False) if slots is None else (slots.capacity, slots.state_v_first)
     run, on_device = _launch(Form(
         N, T, s.num_heads, s.value_heads, s.head_dim, s.head_v_dim, s.conv_size, s.conv_bias, bias is not None, s.lower_bound,
-        s.allow_neg_eigval, s.norm_eps, row.stride()[:2], beta.stride()[:2], *where, slots is not None, draft,
+        s.allow_neg_eigval, s.norm_eps, row.stride()[:2], beta.stride()[:2], *where, slots is not None, draft, fast(row),
     ))  # fmt: skip
     with on_device(row):
         run(
@@ -128,6 +125,7 @@ class Form:
     state_v_first: bool
     pooled: bool
     draft: bool
+    ptx: bool
 
     def cut(self) -> tuple[int, int]:
         """Value channels of a block, and warps: a whole head at once where there are few, else small blocks, many programs at a time."""
@@ -152,7 +150,7 @@ def _launch(form: Form) -> tuple[Any, Any]:
     constants = dict(
         K=f.K, V=f.V, KP=KP, VP=_padded(f.V), BV=block, TP=1 << (f.T - 1).bit_length(), W=f.W, ALIGN=align, V_FIRST=f.state_v_first,
         GATE="softplus" if f.lower_bound is None else "bounded", BETA="double_sigmoid" if f.allow_neg_eigval else "sigmoid",
-        HAS_CONV_BIAS=f.conv_bias, HAS_GATE_BIAS=f.gate_bias, HAS_SLOTS=f.pooled, DRAFT=f.draft, SINGLE=f.T == 1,
+        HAS_CONV_BIAS=f.conv_bias, HAS_GATE_BIAS=f.gate_bias, HAS_SLOTS=f.pooled, DRAFT=f.draft, SINGLE=f.T == 1, PTX=f.ptx,
     )  # fmt: skip
     return Launch(layer_step_kernel, f.N * f.H, numbers, constants, num_warps=warps), on_device
 

@@ -19,7 +19,9 @@ from kdakit.layers.torch.fused.rows import sigmoid
 
 
 @triton.jit
-def convolved(p_x, p_weight, p_bias, p_window, t, s_t, o_c, m, D, W: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr):
+def convolved(
+    p_x, p_weight, p_bias, p_window, t, s_t, o_c, m, D, W: tl.constexpr, HAS_BIAS: tl.constexpr, SINGLE: tl.constexpr, PTX: tl.constexpr
+):
     """silu(conv) of channels o_c at token t, rounded; the window [W - 1, D] is what came before token 0."""
     b_z = tl.zeros([m.shape[0]], tl.float32)
     if HAS_BIAS:
@@ -31,7 +33,7 @@ def convolved(p_x, p_weight, p_bias, p_window, t, s_t, o_c, m, D, W: tl.constexp
         if not SINGLE:
             b_x = tl.where(t < i, b_x, tl.load(p_x - i * s_t, mask=m & (t >= i), other=0.0).to(tl.float32))
         b_z += tl.load(p_weight + o_c * W + (W - 1 - i), mask=m, other=0.0).to(tl.float32) * b_x
-    return narrow(b_z * sigmoid(b_z), p_x.dtype.element_ty).to(tl.float32)
+    return narrow(b_z * sigmoid(b_z, PTX), p_x.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def layer_step_kernel(
     T, H, HV, CAPACITY, scale, lower_bound, eps, s_n, s_t, s_bn, s_bt,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, W: tl.constexpr,
     ALIGN: tl.constexpr, V_FIRST: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, HAS_CONV_BIAS: tl.constexpr,
-    HAS_GATE_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, DRAFT: tl.constexpr, SINGLE: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, DRAFT: tl.constexpr, SINGLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """T <= TP tokens of the HV / H value heads that share a key head. S^T [BV, KP] of one block of V after the other, in registers.
 
@@ -108,9 +110,9 @@ def layer_step_kernel(
                 o_after = state_offsets(slot * HV + i_h, o_next, o_k, K, V, V_FIRST)
                 b_next = tl.load(p_state + o_after, mask=(o_next < V)[:, None] & m_k[None, :] & inside, other=0.0)
             for t in range(1 if SINGLE else T):
-                b_q = convolved(p_q, p_q_weight, p_q_bias, p_q_window + w_row * DK, t, s_t, o_ck, m_k, DK, W, HAS_CONV_BIAS, SINGLE)
-                b_k = convolved(p_k, p_k_weight, p_k_bias, p_k_window + w_row * DK, t, s_t, o_ck, m_k, DK, W, HAS_CONV_BIAS, SINGLE)
-                b_v = convolved(p_v, p_v_weight, p_v_bias, p_v_window + w_row * DV, t, s_t, o_cv, m_v, DV, W, HAS_CONV_BIAS, SINGLE)
+                b_q = convolved(p_q, p_q_weight, p_q_bias, p_q_window + w_row * DK, t, s_t, o_ck, m_k, DK, W, HAS_CONV_BIAS, SINGLE, PTX)
+                b_k = convolved(p_k, p_k_weight, p_k_bias, p_k_window + w_row * DK, t, s_t, o_ck, m_k, DK, W, HAS_CONV_BIAS, SINGLE, PTX)
+                b_v = convolved(p_v, p_v_weight, p_v_bias, p_v_window + w_row * DV, t, s_t, o_cv, m_v, DV, W, HAS_CONV_BIAS, SINGLE, PTX)
                 i_t = (i_n * T + t) * HV + i_h
                 b_g = tl.load(p_g + i_t * K + o_k, mask=m_k, other=0.0).to(tl.float32)
                 b_decay = tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))  # [KP]
@@ -139,7 +141,7 @@ def layer_step_kernel(
         b_y = tl.load(p_y + o_y, mask=m_y, other=0.0).to(tl.float32)
         b_y *= tl.rsqrt(tl.sum(b_y * b_y, 1) / V + eps)[:, None] * tl.load(p_norm + o_w, mask=o_w < V, other=0.0).to(tl.float32)[None, :]
         tl.debug_barrier()
-        tl.store(p_y + o_y, narrow(b_y * sigmoid(b_gate), p_y.dtype.element_ty), mask=m_y)
+        tl.store(p_y + o_y, narrow(b_y * sigmoid(b_gate, PTX), p_y.dtype.element_ty), mask=m_y)
         if not DRAFT:
             o_cw = i_h * V + o_w
             move_window(p_v, p_v_window + w_row * DV, p_v_after + w_row * DV, T, s_t, o_cw, o_w < V, DV, taken, W)

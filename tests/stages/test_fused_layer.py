@@ -1,0 +1,51 @@
+"""The layer's kernels in Triton's interpreter, on random problems against float64; and what the layer does with them.
+
+The interpreter must be chosen before Triton is imported: without TRITON_INTERPRET=1 one test runs this file in a process that has it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+import fused_problems  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+SEEDS = {"convolution": 40, "norm": 40, "step": 16}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@interpreter
+@pytest.mark.parametrize("kind", SEEDS)
+def test_random_problems(kind):
+    """Of each form two: seeds ALIKE apart are compiled differently, which to the interpreter is the same."""
+    make, count = fused_problems.KINDS[kind], SEEDS[kind] * (10 if FULL else 1)
+    found = [line for i in range(count) for line in fused_problems.wrong(make(i * fused_problems.ALIKE // 2))]
+    assert not found, "\n".join(found)
+
+
+@interpreter
+def test_a_wrong_kernel_is_found(monkeypatch):
+    """The search sees a tap that is off by a thousandth."""
+    from kdakit.layers.torch.fused import short_convolution
+
+    run = short_convolution._forward
+    off = lambda x, weight, *rest: run(x, weight * 1.01, *rest)
+    monkeypatch.setattr(short_convolution.OPERATOR, "run", off)
+    monkeypatch.setattr(short_convolution.OPERATOR.function, "forward", staticmethod(
+        lambda ctx, *args: (short_convolution.OPERATOR._keep(ctx, args, None), tuple(off(*args)))[1]))  # fmt: skip
+    problem = next(p for p in map(fused_problems.Convolution, range(0, 800, 8)) if p.dtype == "float32" and p.T * p.B > 4)
+    assert any("y0" in line for line in fused_problems.wrong(problem))
