@@ -160,6 +160,23 @@ def test_memory_around_the_tensors_is_left_alone(name):
             assert pool[:256].isnan().all() and pool[-256:].isnan().all() and torch.equal(y, z)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_padding_is_zero(dtype):
+    """Tokens past the last sequence: NaN goes in, zeros come out, in memory that held NaN, and the others do not notice."""
+    case = ALL["long_varlen"]
+    x = checking.to_torch(case.arrays(dtype), case.dtypes(dtype), "cuda")
+    end, N = int(x.cu_seqlens[5]), 5
+    short = x._replace(initial_state=x.initial_state[:N], cu_seqlens=x.cu_seqlens[: N + 1])
+    cut = short._replace(**{n: getattr(x, n)[:, :end] for n in ("q", "k", "v", "g", "beta")})
+    padded = short._replace(**{n: getattr(x, n).clone() for n in ("q", "k", "v", "g", "beta")})
+    for y in padded[:5]:
+        y[:, end:] = float("nan")
+    want, dirty = call(case, cut), torch.full((1 << 22,), float("nan"), device="cuda")
+    del dirty
+    o, final = call(case, padded)
+    assert not o[:, end:].any() and torch.equal(o[:, :end], want[0]) and torch.equal(final, want[1])
+
+
 def test_two_streams():
     """Calls that run at the same time have nothing in common."""
     cases = [dataclasses.replace(SHAPES["h16"], T=2048 + 64 * i, H=24).case(bounded=i % 2 == 0) for i in range(2)]
