@@ -185,6 +185,8 @@ static const problem PROBLEMS[] = {
     {"every stage filled three times", 1, 450, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
     {"heads enough for wide blocks", 1, 260, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
     {"in parts, forgotten", 1, 700, 2, 2, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 4},
+    {"in two parts, forgotten", 1, 700, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 2},
+    {"in two parts, kept", 1, 500, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}, 2},
     {"in parts, kept", 1, 1400, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}, 5},
     {"in parts, packed", 1, 900, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 1, 1, {0, 500, 1, 399, -1}, 4},
     {"one token", 1, 1, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},

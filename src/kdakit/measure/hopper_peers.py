@@ -23,7 +23,7 @@ PLAN = "kda_hopper_cuda"  # pinned: without it cuDNN may pick an engine that com
 
 def versions() -> dict[str, str]:
     """Of those that have been imported."""
-    found = {"cudnn-frontend": sys.modules.get("cudnn")}
+    found = {"nvidia-cudnn-frontend": sys.modules.get("cudnn")}
     return {name: getattr(module, "__version__", "unversioned") for name, module in found.items() if module is not None}
 
 

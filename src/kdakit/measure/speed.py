@@ -16,14 +16,18 @@ COLUMNS = {
     OURS: ("triton_gpu", "cuda"), "FLA": ("fla",), "FlashKDA": ("flash_kda",), "vLLM's FlashKDA": ("flash_kda_vllm",),
     "cuDNN": ("cudnn", "cudnn_g32"),
 }  # fmt: skip
-# Entries that are the GPU's own work: those of few heads depend on the host.
+# Entries that are the GPU's own work: those of few heads in CUDA graphs, the others long enough to hide the host. iid: gates that forget at
+# once; fla: those that models start with, which forget slowly.
 ENTRIES = {
     "fwd h96": "forward, 8192 tokens, 96 heads",
     "fwd h64": "forward, 8192 tokens, 64 heads",
     "fla h96": "forward, 96 heads, gates that forget slowly",
+    "iid t65536 h4": "forward, 65536 tokens, 4 heads, gates that forget at once",
+    "fla t65536 h4": "forward, 65536 tokens, 4 heads, gates that forget slowly",
     "fwd varlen96": "forward, 8 sequences of 1024, 96 heads",
     "fwd h96 softplus": "forward, 96 heads, softplus gate",
     "fwdbwd h96": "forward + backward, 96 heads",
+    "fwdbwd h96 given": "forward + backward, 96 heads, log-decays given in float32",
     "decode b32": "one token for 32 sequences, 32 heads",
 }
 NAMES = {
