@@ -81,15 +81,17 @@ def step(
     log = _log(layer, row, slots) if draft else None
     filters = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
     where = (0, False) if slots is None else (slots.capacity, slots.state_v_first)
-    run, on_device = _launch(Form(
+    form = Form(
         N, T, s.num_heads, s.value_heads, s.head_dim, s.head_v_dim, s.conv_size, s.conv_bias, bias is not None, s.lower_bound,
         s.allow_neg_eigval, s.norm_eps, row.stride()[:2], beta.stride()[:2], *where, slots is not None, draft, fast(row),
-    ))  # fmt: skip
+    )  # fmt: skip
+    scratch = torch.empty((N * s.num_heads, form.tokens, 3 * _padded(s.head_dim) + _padded(s.head_v_dim) + 16), device=row.device)
+    run, on_device = _launch(form)
     with on_device(row):
         run(
             *row.split((s.key_dim, s.key_dim, s.value_dim), -1), g.contiguous(), beta, gate.contiguous(), *(c.weight for c in filters),
             *(c.bias for c in filters), layer.A_log, layer.dt_bias, layer.o_norm.weight, bias, *before, *after,
-            *((None, None) if slots is None else (slots.slots.contiguous(), slots.generation)), y, *(log or (None,) * 5),
+            *((None, None) if slots is None else (slots.slots.contiguous(), slots.generation)), scratch, y, *(log or (None,) * 5),
         )  # fmt: skip
     return y, log
 
@@ -127,6 +129,10 @@ class Form:
     draft: bool
     ptx: bool
 
+    @property
+    def tokens(self) -> int:
+        return 1 << (self.T - 1).bit_length()
+
     def cut(self) -> tuple[int, int]:
         """Value channels of a block, and warps: a whole head at once where there are few, else small blocks, many programs at a time."""
         KP, VP = _padded(self.K), _padded(self.V)
@@ -148,7 +154,7 @@ def _launch(form: Form) -> tuple[Any, Any]:
         f.T, f.H, f.HV, f.capacity, f.K**-0.5, f.lower_bound or 0.0, f.eps, own[0] // align, own[1] // align, *f.beta_strides
     )  # fmt: skip
     constants = dict(
-        K=f.K, V=f.V, KP=KP, VP=_padded(f.V), BV=block, TP=1 << (f.T - 1).bit_length(), W=f.W, ALIGN=align, V_FIRST=f.state_v_first,
+        K=f.K, V=f.V, KP=KP, VP=_padded(f.V), BV=block, TP=f.tokens, W=f.W, ALIGN=align, V_FIRST=f.state_v_first,
         GATE="softplus" if f.lower_bound is None else "bounded", BETA="double_sigmoid" if f.allow_neg_eigval else "sigmoid",
         HAS_CONV_BIAS=f.conv_bias, HAS_GATE_BIAS=f.gate_bias, HAS_SLOTS=f.pooled, DRAFT=f.draft, SINGLE=f.T == 1, PTX=f.ptx,
     )  # fmt: skip
