@@ -28,7 +28,7 @@ demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remem
 	$(BIN)/kdakit demo
 
 test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of it
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(ARGS)
 
 test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of cases and dtypes, every tile size for every GPU; over an hour
 	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
@@ -40,8 +40,8 @@ gpu-cases:  ## every case, dtype and operation of the Triton kernels against flo
 	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m kdakit.cli.main verify --backend triton_gpu --large --workers $(WORKERS) --op recurrent --no-grad $(ARGS)
 
 gpu-tests:
-	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_on_gpu.py \
-		tests/serving/test_pool_gpu.py -k 'triton_gpu or triton_on_gpu or pool_gpu' $(ARGS)
+	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_gpu.py \
+		tests/serving/test_pool_gpu.py -k 'triton_gpu or pool_gpu' $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples

@@ -47,9 +47,10 @@ TRITON_ROOMS = {
     "tiles.candidates": {"config"},
     "times": {"config"},
     "shown": {"config"},
+    "arguments": {"config", "runtime"},
     "device": set(),
-    "kernels": {"device", "config", "runtime"},
-    "host": {"kernels", "config", "runtime"},
+    "kernels": {"device", "arguments", "config", "runtime"},
+    "host": {"kernels", "config", "tiles", "runtime"},
     "call": {"host", "config", "runtime"},
 }
 

@@ -518,3 +518,19 @@ def test_tuning_is_shown(capsys):
     bench.show(record)
     out = capsys.readouterr().out
     assert "tile sizes of sm_90" in out and "taken" in out and "in use" in out
+
+
+def test_constants_of_times_are_found_again():
+    """Calls that take what other constants say: the fit finds times within 3 %, and leaves rows alone that describe too few calls."""
+    from kdakit.backends.cuda import times
+    from kdakit.measure import time_fit
+
+    rows = times.load("sm_90")
+    calls = [tuning.problem_of(Job(shape, "graph", "bfloat16")) for shape in suites.REGIME_SHAPES.values()]
+    mine = times.row_of(calls[0], rows)
+    true = mine["use"] | {"prepare": 1.7 * mine["use"]["prepare"], "chain": 0.6 * mine["use"]["chain"]}
+    found = time_fit.refit(rows, [(p, times.microseconds(p, true)) for p in calls], times.row_of, times.microseconds)
+    use = times.row_of(calls[0], found)["use"]
+    assert all(abs(times.microseconds(p, use) / times.microseconds(p, true) - 1) < 0.03 for p in calls)
+    assert [new for new, old in zip(found, rows, strict=True) if old is not mine] == [old for old in rows if old is not mine]
+    assert json.loads(time_fit.dump({"chip": "sm_90", "source": "", "rows": found}))["rows"] == found

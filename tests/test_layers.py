@@ -322,7 +322,7 @@ def test_full_attention_cache(framework):
     assert np.isnan(got[:, 8]).all()
 
 
-PEER = Path(__file__).parent / "stages" / "fla_layer.py"
+PEER = Path(__file__).parent / "helpers" / "fla_layer.py"
 
 
 @pytest.mark.parametrize("which", ["modules", "layer"])

@@ -1,6 +1,8 @@
 """Where models compute and in which dtype: the device that is there, master weights, accumulated gradients, the log of a run."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -92,6 +94,13 @@ def test_pieces_of_a_batch_add_up_to_the_batch(dtype):
         np.testing.assert_allclose(b[name], a[name], atol=(3e-2 if dtype == "bfloat16" else 1e-5) * size, err_msg=name)
 
 
+def test_a_model_can_be_copied_and_pickled_with_what_it_has_captured():
+    model = KimiLinear(TINY)
+    model._steps.steps.append(object())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other._steps.steps == [] and torch.equal(other.model.embeddings.weight, model.model.embeddings.weight)
+
+
 def test_float16_training_is_refused_with_its_reason():
     with pytest.raises(ValueError, match=r"dtype must be float32 or bfloat16 for training, .*range of float16"):
         learner("float16")
@@ -145,3 +154,20 @@ def test_a_captured_step_says_what_the_model_says():
             said.append(np.concatenate(made, 1))
     for other in said[1:]:
         np.testing.assert_array_equal(other, said[0])
+
+
+@on_gpu
+def test_two_sequences_under_way_at_once_and_a_cache_that_is_used_up():
+    model = cast(KimiLinear(TINY).cuda(), torch.bfloat16)
+    call, alone = model.inference(), model.inference(graph=False)
+    caches = [call(np.full((1, 5), n), model.new_cache(1, 30))[1] for n in (1, 2)]
+    wanted = [alone(np.full((1, 5), n), model.new_cache(1, 30))[1] for n in (1, 2)]
+    for token in range(6):
+        for i in (0, 1):
+            before = caches[i]
+            logits, caches[i] = call(np.array([[token]]), caches[i])
+            expected, wanted[i] = alone(np.array([[token]]), wanted[i])
+            np.testing.assert_array_equal(logits, expected)
+    with pytest.raises(ValueError, match="cache must be the latest one of its sequence"):
+        call(np.array([[1]]), before)
+    assert len(model._steps.steps) == 2

@@ -28,6 +28,7 @@ struct HopperForward {
   void* o;                         // [B, T, HV, 128] bfloat16
   float* final_state;              // as initial_state, or null
   void* workspace;                 // a record per slot and value head
+  void* links;                     // where parts > 1: hopper_links.cuh
   int64_t B, T, N, H, HV;
   TokenStrides q_strides, k_strides, v_strides, g_strides, beta_strides, o_strides;
   float scale, lower_bound;
@@ -36,10 +37,12 @@ struct HopperForward {
   int l2norm;
   int safe;  // the log-decay is known to lie in [-5, 0]
   int state_v_first, gate_float32, beta_float32, cu_int32;
+  int parts;  // of each sequence, scanned beside each other: 1, or 3 and more
 };
 
-// The two kernels; `slots` is the number of records per value head.
+// The kernels; `slots` is the number of records per value head. launch_parts goes before launch_scan where there are parts.
 cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream);
+cudaError_t launch_parts(const HopperForward& p, cudaStream_t stream);
 cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream);
 
 }  // namespace kda::hopper

@@ -1,5 +1,6 @@
 // Host side of the bfloat16 forward: what it refuses, its workspace, its launches.
 #include "hopper_arguments.h"
+#include "hopper_links.cuh"
 #include "hopper_record.h"
 #include "prefill.h"
 
@@ -8,6 +9,7 @@ namespace {
 
 using hopper::HopperForward;
 using hopper::forward_of;
+using hopper::kChunk;
 using hopper::slots_of;
 
 kda_status check_rows(const char *name, const kda_tensor &x) {
@@ -28,6 +30,28 @@ kda_status check_device() {
   return KDA_OK;
 }
 
+// Into how many parts each sequence is scanned, by the microseconds that an H200 takes; 1: in one piece. All parts but the last are walked
+// along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block.
+int parts_of(const kda_prefill_args &args) {
+  constexpr int kProcessors = 132, kMost = 64;
+  constexpr double kAgain = 0.9, kOutputs = 1.0, kLink = 1.2, kLaunch = 10.0;  // a chunk, a chunk, a part, once
+  if (args.parts > 0) return args.parts == 2 ? 1 : args.parts < kMost ? args.parts : kMost;
+  const int64_t rows = args.sequences * args.value_heads;
+  if (rows == 0) return 1;
+  const int64_t chunks = args.cu_seqlens ? args.tokens / kChunk / args.sequences : (args.tokens + kChunk - 1) / kChunk;
+  int best = 1;
+  double least = chunks * kOutputs;
+  for (int n = 3; n <= kMost && rows * 2 * n <= kProcessors; ++n) {
+    const double time = static_cast<double>((chunks + n - 1) / n) * (kAgain + kOutputs) + (n - 2) * kLink + kLaunch;
+    if (time < least) least = time, best = n;
+  }
+  return best;
+}
+
+size_t records_bytes(const kda_prefill_args &args) {
+  return (static_cast<size_t>(slots_of(args) * args.value_heads) * hopper::kRecordBytes + 255) / 256 * 256;
+}
+
 }  // namespace
 
 kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes) {
@@ -39,7 +63,7 @@ kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes) {
   if (args.tokens >= int64_t{1} << 30 || slots >= int64_t{1} << 31 || slots * args.value_heads >= int64_t{1} << 31 ||
       args.sequences * args.value_heads >= int64_t{1} << 30)
     return fail(KDA_UNSUPPORTED, "the bfloat16 kernels take fewer than 2^30 tokens and 2^31 chunks of all heads");
-  bytes = static_cast<size_t>(slots * args.value_heads) * hopper::kRecordBytes;
+  bytes = records_bytes(args) + hopper::links_bytes(args.sequences * args.value_heads, parts_of(args));
   return KDA_OK;
 }
 
@@ -51,10 +75,12 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   KDA_TRY(check_rows("o", args.o));
   if (reinterpret_cast<uintptr_t>(args.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
   KDA_TRY(check_device());
-  const HopperForward p = forward_of(args);
+  HopperForward p = forward_of(args);
+  p.parts = parts_of(args), p.links = static_cast<uint8_t *>(p.workspace) + records_bytes(args);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   const int64_t slots = slots_of(args);
   if (args.tokens > 0 && slots > 0) KDA_CUDA(hopper::launch_prepare(p, slots, stream));
+  if (args.sequences > 0 && p.parts > 1) KDA_CUDA(hopper::launch_parts(p, stream));
   if (args.sequences > 0) KDA_CUDA(hopper::launch_scan(p, stream));
   return KDA_OK;
 }

@@ -6,15 +6,15 @@
 //   A_qk[i,j] = q_i . (k_j d(j, i)),  j <= i        A_kk[i,j] = beta_i k_i . (k_j d(j, i)),  j < i        X = (I + A_kk)^-1
 //   k_solved = Diag(beta) X^T k_decayed        A_solved^T = scale Diag(beta) X^T A_qk^T
 //
-// A warp owns eight tokens, and each of its lanes four channels, while decays are formed: sums over tokens stay in registers. A pair of warps
-// then owns a block of 16 tokens: row block b of A_kk (even warp) and A_qk (odd warp), afterwards column block b of X, half the channels
-// each. The second is long where the first is short, and pairs wait for each other only three times.
+// A warp owns eight tokens, and each of its lanes four channels, while decays are formed: sums over tokens stay in registers. A pair of
+// warps then owns a block of 16 tokens: row block b of A_kk (even warp) and A_qk (odd warp), afterwards column block b of X, half the
+// channels each. The second is long where the first is short, and pairs wait for each other only three times.
 //
 // Off the diagonal, rows are decayed from the start of their own block and columns up to there: both factors <= 1. On it, where the gate is
-// bounded, rows and columns of 16 tokens refer to their start. For any gate a warp's eight tokens are a group with a reference of its own, the
-// whole number m nearest to the log2-decay s at its middle: rows 2^(s - m), columns 2^(m - s). Gates are raised to kFloor, so that both stay
-// within 2^117. Pairs of one group meet as they are. Rows of a block's second group meet columns of its first after both are moved to the
-// whole number x nearest to the boundary between them, by powers of two: that rounds nothing, and only pairs that vanish can underflow.
+// bounded, rows and columns of 16 tokens refer to their start. For any gate a warp's eight tokens are a group with a reference of its own,
+// the whole number m nearest to the log2-decay s at its middle: rows 2^(s - m), columns 2^(m - s). Gates are raised to kFloor, so that both
+// stay within 2^117. Pairs of one group meet as they are. Rows of a block's second group meet columns of its first after both are moved to
+// the whole number x nearest to the boundary between them, by powers of two: that rounds nothing, and only pairs that vanish can underflow.
 // Keys and queries are normalised throughout. Where the caller does not want that, they are divided by the power of two above their norm,
 // which rounds nothing: X of such keys and beta |k|^2 is similar to the one asked for, and the powers go to the edges.
 #include "hopper.h"
@@ -34,13 +34,14 @@ constexpr int kTotals = kSums + kWarps * kHead * 4, kBetas = kTotals + 3 * kHead
 constexpr int kNorms = kBetas + kChunk * 4, kBetween = kNorms + 3 * kChunk * 4;
 // Powers of two per pair of channels, two words: to the boundary (first group's columns, second group's rows) of four blocks, then to the
 // block's start (rows of either group, the second from the boundary) of blocks 1 to 3.
-constexpr int kToBoundary = kBetween + 3 * kHead * 2, kToStart = kToBoundary + 4 * kHead * 4, kMoves = kToStart + 3 * kHead * 4 - kToBoundary;
-constexpr int shared_bytes(bool bounded) { return kToBoundary + (bounded ? 0 : kMoves); }
+constexpr int kToBoundary = kBetween + 3 * kHead * 2, kToStart = kToBoundary + 4 * kHead * 4;
+constexpr int shared_bytes(bool bounded) { return bounded ? kToBoundary : kToStart + 3 * kHead * 4; }
 static_assert(3 * (shared_bytes(false) + 1024) <= 228 * 1024, "three blocks on a multiprocessor");
 // Once A is done: halves of -A_kk and X over the k rows, of A_qk over the q rows; A_solved^T and k_solved on their way out.
 constexpr int kPitch = (kChunk + 8) * 2, kPitchX = (kBlock + 8) * 2, kX = kBlock * kPitch;
 constexpr int kStageA = kX + kBlock * kPitchX, kStageK = kColumns;  // from a block's k rows on, from its columns on
-static_assert(kX + kBlock * kPitchX + 1024 <= kTile && kBlock * kPitch + 1024 <= kTile, "half of A_solved^T fits beside A_kk and X, half beside A_qk");
+static_assert(kX + kBlock * kPitchX + 1024 <= kTile && kBlock * kPitch + 1024 <= kTile,
+              "half of A_solved^T fits beside A_kk and X, half beside A_qk");
 
 struct Place {
   uint32_t smem;
@@ -311,7 +312,8 @@ __device__ __forceinline__ void square_out(const HopperForward& p, const Place& 
 }
 
 // Rows of k_solved of this block, 64 channels per warp: blocks from the nearest to the farthest, decayed on the way.
-__device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, const uint32_t (&solved)[4][4], const float (&strength)[2]) {
+__device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, const uint32_t (&solved)[4][4],
+                                         const float (&strength)[2]) {
   const int lane = at.lane;
   float acc[8][4] = {};
 #pragma unroll
@@ -408,7 +410,8 @@ __global__ void __launch_bounds__(kWarps * 32, 3) prepare_kernel(const __grid_co
     const uint32_t squares = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK) + kStageA;
 #pragma unroll
     for (int d = 0; d < 2; ++d)
-      if (at.block + 2 * at.odd + d < 4) bulk_store(record + first_square(at.block) + (2 * at.odd + d) * kSquare, squares + d * kSquare, kSquare);
+      if (const int column = 2 * at.odd + d; at.block + column < 4)
+        bulk_store(record + first_square(at.block) + column * kSquare, squares + d * kSquare, kSquare);
     bulk_store_wait();
   }
 }

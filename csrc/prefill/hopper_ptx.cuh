@@ -120,7 +120,9 @@ __device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
 }
 
 // `threads` of the block meet at barrier 1 to 15.
-__device__ __forceinline__ void named_barrier(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 
 // Ordinary shared-memory writes before, the copy engine or the tensor cores reading after.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -4,8 +4,8 @@
 //
 // One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, 128] in float32
 // accumulators, and every product has S^T or r^T as its left factor, taken from registers. One more warp fetches records and values.
-#include "hopper.h"
-#include "hopper_sequences.cuh"
+// Where a sequence is scanned in parts, a block of a later part first finds the state before it: S <- M S + b over the parts between.
+#include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
 
 namespace kda::hopper {
@@ -33,16 +33,31 @@ constexpr int kThreads = GROUPS * 128 + Layout<GROUPS>::fetchers;  // whole warp
 struct Task {
   Span span;
   int64_t record, head, state;  // first record, value head, index of the state matrix
-  int chunks, channel;                        // first value channel of the block
+  int chunks, channel;          // first value channel of the block
+  int part, links;              // states of earlier parts that it goes through
+  bool last;                    // the state after it is the final one
 };
 
 template <int GROUPS>
 __device__ __forceinline__ Task task_of(const HopperForward& p) {
   constexpr int kBlocks = kHead / (GROUPS * kSlice);
-  const int64_t i = blockIdx.x / kBlocks, n = i / p.HV, head = i - n * p.HV;
+  const int parts = GROUPS == 1 ? p.parts : 1, part = blockIdx.x / kBlocks % parts;
+  const int64_t i = blockIdx.x / kBlocks / parts, n = i / p.HV, head = i - n * p.HV;
   const Span span = sequence_span(p, n);
-  return {span, first_slot(p, n) * p.HV + head, head, i, static_cast<int>((span.length + kChunk - 1) / kChunk),
-          static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kSlice};
+  const Part own = part_of(static_cast<int>((span.length + kChunk - 1) / kChunk), parts, part);
+  int links = 0;  // back to the last part that forgets what was before it, or to the first
+  if (part > 0 && own.count > 0)
+    while (links < part - 1 && !links_of(p).forgets(i, part - 1 - links)) ++links;
+  const int64_t skipped = static_cast<int64_t>(own.first) * kChunk;
+  return {{span.batch, span.first + skipped, span.length - skipped},
+          (first_slot(p, n) + own.first) * p.HV + head,
+          head,
+          i,
+          own.count,
+          static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kSlice,
+          part,
+          links,
+          own.last};
 }
 
 // The fetching threads: the first asks for records, all for values, with zeros past the sequence's end.
@@ -58,7 +73,19 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
   const uint8_t* record = static_cast<const uint8_t*>(p.workspace) + task.record * kRecordBytes;
   const uint8_t* from = values + row * token_bytes;
   int left = static_cast<int>(min(task.span.length, static_cast<int64_t>(1) << 30)) - row;  // rows from this thread's first on
-  for (int i = 0; i < task.chunks; ++i, record += p.HV * kRecordBytes, left -= kChunk) {
+  for (int i = 0; i < task.links; ++i) {
+    const int stage = i % L::stages;
+    const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8;
+    if (i >= L::stages) barrier_wait(full + L::stages * 8, (i / L::stages - 1) & 1);
+    if (thread == 0) {
+      barrier_arrive_expect(full, kLinkBytes);
+      const uint8_t* matrix = links_of(p).M(task.state, task.part - task.links + i);
+#pragma unroll
+      for (int b = 0; b < kLinkBytes; b += 16384) bulk_load(at + b, matrix + b, 16384, full);
+    }
+    copy_async_arrive(full);
+  }
+  for (int i = task.links; i < task.links + task.chunks; ++i, record += p.HV * kRecordBytes, left -= kChunk) {
     const int stage = i % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
@@ -81,6 +108,61 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
 // Element (r, n) of S^T in C layout: value channel and key channel.
 __device__ __forceinline__ int64_t state_offset(const HopperForward& p, const Task& task, int value, int key) {
   return task.state * kHead * kHead + (p.state_v_first ? value * kHead + key : key * kHead + value);
+}
+
+// No record fills A_solved^T left of its diagonal: of row block b the squares of the column blocks before b.
+template <int THREADS>
+__device__ __forceinline__ void clear_squares(uint32_t stage, int thread) {
+  constexpr int kUnits = kSquare / 16;
+  for (int i = thread; i < 6 * kUnits; i += THREADS) {
+    const int square = i / kUnits, b = square < 1 ? 1 : square < 3 ? 2 : 3, c = square - b * (b - 1) / 2;
+    store_shared(stage + kASolved + (4 * b + c) * kSquare + i % kUnits * 16, make_uint4(0, 0, 0, 0));
+  }
+}
+
+// S^T of the part: the state after an earlier one, then S <- M S + b. Both factors are two bfloat16 numbers each, and their three largest
+// products are added: an error of 2^-16.
+template <int GROUPS>
+__device__ __forceinline__ void follow_links(const HopperForward& p, const Task& task, float (&S)[64], uint32_t smem) {
+  using L = Layout<GROUPS>;
+  static_assert(GROUPS == 1 && L::stage >= kLinkBytes, "a stage holds M");
+  const int thread = threadIdx.x % 128, slice = task.channel / kSlice;
+  const auto load = [&](int part) {
+    const float* b = links_of(p).b(task.state, part, slice) + thread;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) S[i] = b[i * 128];
+  };
+  load(task.part - 1 - task.links);
+  for (int i = 0; i < task.links; ++i) {
+    const int stage = i % L::stages;
+    const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8;
+    uint32_t big[8][4], small[8][4];
+#pragma unroll
+    for (int s = 0; s < 8; ++s)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float x = S[8 * s + 2 * j], y = S[8 * s + 2 * j + 1];
+        big[s][j] = pack_bf16(x, y), small[s][j] = pack_bf16(x - low(big[s][j]), y - high(big[s][j]));
+      }
+    load(task.part - task.links + i);
+    barrier_wait(full, (i / L::stages) & 1);
+    touch(S);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      const uint32_t tile = at + (s / 4) * 16384 + (s % 4) * 32;
+      wgmma<0>(S, big[s], descriptor(tile), 1);
+      wgmma<0>(S, big[s], descriptor(tile + 32768), 1);
+      wgmma<0>(S, small[s], descriptor(tile), 1);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    touch(S);
+    named_barrier(1, 128);  // M is read: the stage is one of records again
+    clear_squares<128>(at, thread);
+    fence_async();
+    barrier_arrive(full + L::stages * 8);
+  }
 }
 
 // A warp group's output of one chunk: transposed into `out`, then rows of 128 bytes to memory. `out` alternates between two buffers, so
@@ -109,22 +191,26 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
   const int value = warp * 16;                                 // within the block
   float S[64], r[32], o[32];
+  if (GROUPS == 2 || task.part == 0) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
-    const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-    S[i] = p.initial_state ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
+    for (int i = 0; i < 64; ++i) {
+      const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+      S[i] = p.initial_state ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
+    }
   }
+  if constexpr (GROUPS == 1)
+    if (task.part > 0 && task.chunks > 0) follow_links<GROUPS>(p, task, S, smem);
   uint32_t pending[16];  // the previous chunk's output
   const uint32_t out = smem + L::out + warp / 4 * 2 * kOutBytes;
   for (int i = 0; i < task.chunks; ++i) {
-    const int stage = i % L::stages;
+    const int item = task.links + i, stage = item % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8;
     uint32_t left[8][4];
 #pragma unroll
     for (int s = 0; s < 8; ++s)
 #pragma unroll
       for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
-    barrier_wait(full, (i / L::stages) & 1);
+    barrier_wait(full, (item / L::stages) & 1);
     const auto* decay = reinterpret_cast<const float*>(shared + stage * L::stage + kDecay) + 2 * (lane % 4);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
@@ -172,7 +258,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
     for (int j = 0; j < 16; ++j) pending[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
   }
   if (task.chunks > 0) write_output(p, task, task.chunks - 1, pending, out + task.chunks % 2 * kOutBytes, warp, lane);
-  if (p.final_state) {
+  if (p.final_state && task.last) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
       const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
@@ -193,9 +279,7 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
       barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  constexpr int kUnits = kChunk * kChunk * 2 / 16;
-  for (int i = threadIdx.x; i < L::stages * kUnits; i += kThreads<GROUPS>)  // no record fills A_solved^T left of its diagonal
-    store_shared(smem + i / kUnits * L::stage + kASolved + i % kUnits * 16, make_uint4(0, 0, 0, 0));
+  for (int i = 0; i < L::stages; ++i) clear_squares<kThreads<GROUPS>>(smem + i * L::stage, threadIdx.x);
   fence_async();
   __syncthreads();
   const Task task = task_of<GROUPS>(p);
@@ -215,7 +299,7 @@ template <int GROUPS>
 cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(scan_kernel<GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
   if (status != cudaSuccess) return status;
-  const auto blocks = static_cast<unsigned>(p.N * p.HV * (kHead / (GROUPS * kSlice)));
+  const auto blocks = static_cast<unsigned>(p.N * p.HV * (GROUPS == 1 ? p.parts : 1) * (kHead / (GROUPS * kSlice)));
   // Blocks may take their places while the last chunks are prepared; they wait before they read a record. Measured: it pays for wide ones.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
@@ -233,7 +317,7 @@ cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  return p.N * p.HV * 2 > processors ? launch<2>(p, stream) : launch<1>(p, stream);
+  return p.parts == 1 && p.N * p.HV * 2 > processors ? launch<2>(p, stream) : launch<1>(p, stream);
 }
 
 }  // namespace kda::hopper

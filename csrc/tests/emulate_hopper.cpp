@@ -5,6 +5,7 @@
 
 #include "../include/kdakit.h"
 #include "../prefill/hopper_arguments.h"
+#include "../prefill/hopper_forgetting.cuh"
 #include "../prefill/hopper_prepare.cu"
 
 using namespace kda;
@@ -33,4 +34,16 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
     case Gate::softplus: return run<Gate::softplus, false>(p, slots, order);
     case Gate::log_decay: return p.safe ? run<Gate::log_decay, true>(p, slots, order) : run<Gate::log_decay, false>(p, slots, order);
   }
+}
+
+// How many of the `chunks` chunks up to the record `last`, each `step` bytes after the one before, forget what was before them; 0: none do.
+extern "C" int kda_emulate_deciding(const uint8_t *last, int64_t step, int chunks, int order) {
+  int found[384];
+  emulate::run_block(0, 384, order, [&] {
+    const int few = deciding(last, step, chunks, reinterpret_cast<float *>(memory));
+    found[threadIdx.x] = few;
+  });
+  for (int thread = 1; thread < 384; ++thread)
+    if (found[thread] != found[0]) return -1;
+  return found[0];
 }

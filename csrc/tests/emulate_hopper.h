@@ -74,7 +74,8 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
     const int row = lane / 4 + e / 2 * 8, column = 2 * (lane % 4) + e % 2;
     double sum = c[e];
     for (int k = 0; k < 16; k += 2) {
-      const float2 x = unpack(all.of[row % 8 * 4 + k % 8 / 2].x[row / 8 + k / 8 * 2]), y = unpack(all.of[column * 4 + k % 8 / 2].x[4 + k / 8]);
+      const float2 x = unpack(all.of[row % 8 * 4 + k % 8 / 2].x[row / 8 + k / 8 * 2]);
+      const float2 y = unpack(all.of[column * 4 + k % 8 / 2].x[4 + k / 8]);
       sum += double(x.x) * y.x + double(x.y) * y.y;
     }
     c[e] = emulate::truncated(sum);

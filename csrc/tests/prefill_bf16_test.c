@@ -12,9 +12,10 @@ enum { D = 128, MOST = 8 };
 typedef struct {
   const char *name;
   int B, T, H, HV;
-  int gate, safe, wide; /* wide: g and beta are float32 */
+  int gate, safe, wide; /* safe 2: log-decays from -0.02; wide: g and beta are float32 */
   int l2norm, beta, v_first, states;
   int lengths[MOST]; /* packed sequences, -1 after the last; lengths[0] = -1: none */
+  int parts;         /* 0: the library's choice */
 } problem;
 
 static uint16_t to_bf16(double x) {
@@ -117,7 +118,7 @@ static arrays make_arrays(const problem *p, int poison) {
   const size_t tokens = (size_t)p->B * p->T, states = (size_t)sequences(p) * p->HV * D * D;
   uint64_t seed = 7;
   const double size = p->l2norm ? 1 : 0.15; /* keys of about unit length where nothing normalises them */
-  const double low = p->gate != KDA_GATE_LOG_DECAY ? -2 : p->safe ? -5 : -300, high = p->gate != KDA_GATE_LOG_DECAY ? 2 : 0;
+  const double low = p->gate != KDA_GATE_LOG_DECAY ? -2 : p->safe == 2 ? -0.02 : p->safe ? -5 : -300, high = p->gate != KDA_GATE_LOG_DECAY ? 2 : 0;
   arrays x;
   x.q = filled(tokens * p->H * D, 0, -size, size, &seed), x.k = filled(tokens * p->H * D, 0, -size, size, &seed);
   x.v = filled(tokens * p->HV * D, 0, -1, 1, &seed), x.g = filled(tokens * p->HV * D, p->wide, low, high, &seed);
@@ -143,8 +144,8 @@ static kda_status call(const problem *p, arrays *x, int poison) {
       args.o = tokens_first(x->o, p, p->HV, D, 0);
   args.A_log = guarded_inside(x->A_log), args.dt_bias = guarded_inside(x->bias);
   args.initial_state = p->states ? guarded_inside(x->first) : NULL, args.final_state = guarded_inside(x->last);
-  args.gate = p->gate, args.safe_gate = p->safe, args.lower_bound = -5, args.beta_kind = p->beta, args.l2norm = p->l2norm;
-  args.state_v_first = p->v_first;
+  args.gate = p->gate, args.safe_gate = p->safe > 0, args.lower_bound = -5, args.beta_kind = p->beta, args.l2norm = p->l2norm;
+  args.state_v_first = p->v_first, args.parts = p->parts;
   if (p->lengths[0] >= 0) args.cu_seqlens = guarded_inside(x->cu), args.sequences = sequences(p);
   kda_status status = kda_prefill_workspace_bf16(&args, &args.workspace_size);
   x->space = guarded_make(args.workspace_size, poison);
@@ -182,6 +183,9 @@ static const problem PROBLEMS[] = {
     {"log-decays to -5, promised", 1, 193, 2, 2, KDA_GATE_LOG_DECAY, 1, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}},
     {"every stage filled three times", 1, 450, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
     {"heads enough for wide blocks", 1, 260, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
+    {"in parts, forgotten", 1, 700, 2, 2, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 4},
+    {"in parts, kept", 1, 1400, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}, 5},
+    {"in parts, packed", 1, 900, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 1, 1, {0, 500, 1, 399, -1}, 4},
     {"one token", 1, 1, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
 };
 

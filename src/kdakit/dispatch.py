@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -92,6 +93,16 @@ CONTRACT = {
         "Microseconds of a chunked call by a closed form with the chip's constants; of the backends that know theirs `auto` takes the "
         "fastest. Default: not known.",
         _always(None),
+    ),
+    "mixes": Name(
+        "(problem, config) -> bool",
+        "JAX: whether sequences or heads meet in one product, so that what is not finite must be kept out of it. Default: no.",
+        _always(False),
+    ),
+    "forms": Name(
+        "(problem, device) -> [str]",
+        "What it launches for such a problem, as the table of what a chip has shown names it. Default: nothing that is asked for there.",
+        _always(()),
     ),
     "planned": Name(
         "(problem, arrays, config, final_state) -> (Result, function | None)",
@@ -192,6 +203,7 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
         reason = supports(name, problem, device) or load(name).interpreted(device)
         if reason is None:
             name, why = fastest(name, framework, problem, device)
+            _warn_if_slow(name, device, refusals)
             log.debug("%s on %s: %s%s%s", problem, device, name, why, f" (not {'; '.join(refusals)})" if refusals else "")
             return load(name)
         refusals.append(f"{name}: {reason}")
@@ -200,6 +212,20 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
 
 # A call that must not depend on its company is judged as this many sequences of so many tokens, whatever it holds.
 USUAL_COMPANY, USUAL_TOKENS = 32, 1024
+
+SLOW = ("torch_native", "xla")  # they run anywhere, and are fast on no GPU
+_warned: set[str] = set()
+
+
+def _warn_if_slow(name: str, device: Any, refusals: list[str]) -> None:
+    """Once a process and reason: on a GPU 'auto' has nothing left but a backend that is slow there."""
+    kind = getattr(device, "type", str(device)).partition(":")[0]
+    reasons = "; ".join(refusals)
+    if name not in SLOW or kind not in ("cuda", "gpu", "rocm") or reasons in _warned:
+        return
+    _warned.add(reasons)
+    warnings.warn(f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. `kdakit doctor` "
+                  f"shows what this machine can run; name backend={name!r} to say that you mean it", RuntimeWarning, stacklevel=3)  # fmt: skip
 
 
 def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:

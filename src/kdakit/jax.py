@@ -18,11 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdakit import dispatch
+from kdakit import dispatch, quarantine
 from kdakit.problem import (
+    DIFFERENTIABLE,
     Arrays,
     Problem,
     check_cu_seqlens,
+    check_same_cu_seqlens,
+    check_values,
     checks_enabled,
     fold_compatibility,
     make_options,
@@ -274,12 +277,23 @@ def _device(array: Any) -> str:
 
 
 def _check_values(problem: Problem, arrays: Arrays, device: str) -> None:
-    """The values of cu_seqlens, where looking at them stops no device."""
+    """The values of cu_seqlens, where looking at them stops no device; when checks are on everything that is not traced."""
+    every, seen = checks_enabled(), {}
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         value = getattr(arrays, name)
-        concrete = value is not None and not isinstance(value, jax.core.Tracer)
-        if concrete and (isinstance(value, np.ndarray) or device == "cpu" or checks_enabled()):
-            check_cu_seqlens(np.asarray(value), problem.T, name)
+        if _concrete(value) and (isinstance(value, np.ndarray) or device == "cpu" or every):
+            seen[name] = np.asarray(value)
+            check_cu_seqlens(seen[name], problem.T, name)
+    if len(seen) == 2:
+        check_same_cu_seqlens(*seen.values())
+    inputs = arrays[: len(DIFFERENTIABLE)]
+    if every and all(x is None or _concrete(x) for x in (*inputs, arrays.cu_seqlens)):
+        wide = (None if x is None else np.asarray(x).astype(np.float64) for x in inputs)
+        check_values(problem, Arrays(*wide, seen.get("cu_seqlens")))
+
+
+def _concrete(x: Any) -> bool:
+    return x is not None and not isinstance(x, jax.core.Tracer)
 
 
 def _varying_together(arrays: Arrays) -> Arrays:
@@ -311,7 +325,11 @@ def _forward(problem, backend, device, arrays):
     config = module.default_config(problem, device)
     if problem.op == "recurrent":
         return module.step(problem, arrays, config), None
-    result, saved = module.forward(problem, arrays, config)
+    mixing = _mixes(module, problem, config)
+    found = quarantine.isolate(problem, arrays) if mixing else None
+    result, saved = module.forward(problem, found.arrays if mixing else arrays, config)
+    if mixing:
+        result = quarantine.spoil_results(problem, result, found)
     axes = _varying(arrays.q)  # a custom call's results know nothing of mesh axes
     return type(result)(*(x if x is None or _varying(x) == axes else _vary(x, axes - _varying(x)) for x in result)), saved
 
@@ -326,7 +344,17 @@ def _kda_backward(problem, backend, device, residuals, cotangents):
     d_o, d_final_state, _ = cotangents
     problem = problem.replace(op="chunk", needs_grad=True)
     module = dispatch.differentiates(dispatch.select("jax", problem, device, backend))
-    return (module.backward(problem, arrays, saved, d_o, d_final_state, module.default_config(problem, device)),)
+    config = module.default_config(problem, device)
+    if not _mixes(module, problem, config):
+        return (module.backward(problem, arrays, saved, d_o, d_final_state, config),)
+    found, d_o, d_final_state = quarantine.isolate_backward(problem, quarantine.isolate(problem, arrays), d_o, d_final_state)
+    gradients = module.backward(problem, found.arrays, saved, d_o, d_final_state, config)
+    return (quarantine.spoil_gradients(problem, gradients, found),)
+
+
+def _mixes(module, problem: Problem, config) -> bool:
+    """Whether something not finite could leave its sequence or head in this backend's products."""
+    return problem.T > 0 and problem.B > 0 and module.mixes(problem, config)
 
 
 _kda.defvjp(_kda_forward, _kda_backward)

@@ -18,6 +18,7 @@ from torch import Tensor
 from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options
 from kdakit.torch_gates import fused_kda_gate, kda_gate, kda_gate_chunk_cumsum, naive_kda_gate, naive_kda_lowerbound_gate
 from kdakit.torch_operators import Differentiated, run, run_in_place, unwatched
+from kdakit.torch_transforms import Transformed, check_no_tangents, transforms_active
 
 __all__ = [
     "chunk_kda",
@@ -128,8 +129,8 @@ def fused_recurrent_kda(
     initial_state may also be bfloat16 or float16: arithmetic is float32, and so is the final_state that comes back. Gradients are those of
     `chunk_kda`.
 
-    inplace_final_state: the final state is written over initial_state, in its dtype, and is what comes back as final_state. Not for calls that
-    are differentiated: their backward would need what has been overwritten.
+    inplace_final_state: the final state is written over initial_state, in its dtype, and is what comes back as final_state. Not for calls
+    that are differentiated: their backward would need what has been overwritten.
     """
     if compatibility or not isinstance(state_v_first, bool):
         state_v_first = fold_compatibility("fused_recurrent_kda", _RECURRENT_ARGUMENTS, state_v_first, compatibility)
@@ -254,6 +255,8 @@ def _check_tensors(arrays: Arrays, backend: str) -> bool:
     for i, array in enumerate(arrays):
         if not isinstance(array, Tensor) and (array is not None or i < 5):
             raise TypeError(f"{Arrays._fields[i]} must be a torch.Tensor, got {'None' if array is None else type(array).__name__}")
+    if not torch.compiler.is_compiling():
+        check_no_tangents(arrays[: len(DIFFERENTIABLE)])
     return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
 
 
@@ -263,13 +266,19 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
                          "got tensors that require gradients")  # fmt: skip
     if arrays.initial_state is None:
         raise ValueError("inplace_final_state=True requires initial_state, which it overwrites, got None")
+    if transforms_active() and not torch.compiler.is_compiling():
+        raise NotImplementedError("inplace_final_state=True overwrites initial_state, which torch.func's transforms do not allow: "
+                                  "call it without")  # fmt: skip
     if unwatched(arrays):
         return run_in_place(arrays, options, backend), arrays.initial_state
     return torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend), arrays.initial_state
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
-    if _check_tensors(arrays, backend):
+    differentiated = _check_tensors(arrays, backend)
+    if transforms_active() and not torch.compiler.is_compiling():
+        o, final_state, states = Transformed.apply(*arrays[:10], op, options.encode(), backend)
+    elif differentiated:
         if unwatched(arrays):
             o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
         else:

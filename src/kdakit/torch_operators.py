@@ -22,6 +22,8 @@ from kdakit.problem import (
     Spec,
     check_cu_seqlens,
     check_devices,
+    check_same_cu_seqlens,
+    check_values,
     checks_enabled,
     make_problem,
 )
@@ -68,11 +70,18 @@ def _without_autocast(kind: str):
 
 
 def _check_values(problem: Problem, arrays: Arrays) -> None:
-    """cu_seqlens where the host can see it, or everywhere when checks are on."""
+    """cu_seqlens where the host can see it; when checks are on everything, everywhere."""
+    every, seen = checks_enabled(), []
     for name in ("cu_seqlens", "cu_seqlens_cpu"):
         cu = getattr(arrays, name)
-        if cu is not None and (cu.device.type == "cpu" or checks_enabled()):
-            check_cu_seqlens(cu.cpu().numpy(), problem.T, name)
+        if cu is not None and (cu.device.type == "cpu" or every):
+            seen.append(cu.cpu().numpy())
+            check_cu_seqlens(seen[-1], problem.T, name)
+    if len(seen) == 2:
+        check_same_cu_seqlens(*seen)
+    if every:
+        wide = (None if x is None else x.detach().to("cpu", torch.float64).numpy() for x in arrays[: len(DIFFERENTIABLE)])
+        check_values(problem, Arrays(*wide, seen[0] if seen else None))
 
 
 def _empty(like: Tensor) -> Tensor:
@@ -123,7 +132,7 @@ def run(arrays: Arrays, op: str, options: Options, backend: str, needs_grad: boo
 
 def _alike(what: str, arrays: Arrays, options: Options, backend: str, *more: Tensor | None) -> Any:
     """What calls on a GPU have in common that differ in values and addresses alone; None where values are looked at."""
-    if not arrays.q.is_cuda or arrays.cu_seqlens_cpu is not None or (arrays.cu_seqlens is not None and checks_enabled()):
+    if not arrays.q.is_cuda or arrays.cu_seqlens_cpu is not None or checks_enabled():
         return None
     tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (*arrays, *more)]
     return what, options, backend, *tensors
@@ -236,8 +245,13 @@ def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
     if d_o is None:
         d_o = torch.zeros_like(arrays[2])
     d_final = d_final_state if ctx.has_final_state else None
-    backward = _backward if unwatched((*arrays, d_o)) and not torch.is_grad_enabled() else torch.ops.kdakit.backward
-    grads = backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # a batch of cotangents
+        from kdakit.torch_transforms import Backward
+
+        grads = Backward.apply(*arrays, d_o, d_final, ctx.op, ctx.options, ctx.backend)
+    else:
+        backward = _backward if unwatched((*arrays, d_o)) and not torch.is_grad_enabled() else torch.ops.kdakit.backward
+        grads = backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
     grads = [grad if x is not None and needed else None for x, grad, needed in zip(arrays, grads, ctx.needs_input_grad, strict=False)]
     return *grads, None, None, None, None, None, None
 

@@ -33,12 +33,16 @@ class Choosy(ServedModel):
         return super().prefill(slots, tokens, checkpoints)
 
 
-def good_request(rng: random.Random, openings: list[list[int]]) -> Request:
-    own = [rng.randrange(VOCABULARY - 1) for _ in range(rng.choice([1, 2, 5, 9]))]
-    prompt = (rng.choice(openings) if rng.random() < 0.6 else []) + own * rng.choice([1, 1, 3])
-    if rng.random() < 0.01:
-        prompt = CURSE + own
-    return Request(prompt, rng.choice([1, 2, 3, 5, 12]))
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """With openings that several share, and phrases said three times."""
+    openings = [[rng.randrange(VOCABULARY - 1) for _ in range(length)] for length in (4, 9, 16)]
+    own = [[rng.randrange(VOCABULARY - 1) for _ in range(rng.choice([1, 2, 5, 9]))] for _ in range(count)]
+    return [(rng.choice(openings) if rng.random() < 0.6 else []) + x * rng.choice([1, 1, 3]) for x in own]
+
+
+def good_request(rng: random.Random, texts: list[list[int]]) -> Request:
+    prompt = rng.choice(texts)
+    return Request(CURSE + prompt if rng.random() < 0.01 else list(prompt), rng.choice([1, 2, 3, 5, 12]))
 
 
 def bad_request(rng: random.Random, submitted: list[Request]) -> Request:
@@ -53,8 +57,8 @@ class Soak:
         self.model = small_model()
         self.alone = Alone(self.model, 12)
         self.engine = Engine(Choosy(self.model, args.slots), piece=12, guesses=args.guesses, entries=args.cached, block=4)
-        openings = [[self.rng.randrange(VOCABULARY - 1) for _ in range(length)] for length in (4, 9, 16)]
-        self.left = [good_request(self.rng, openings) for _ in range(args.requests)]
+        texts = prompts(self.rng, 20 + args.requests // 10)
+        self.left = [good_request(self.rng, texts) for _ in range(args.requests)]
         self.requests = list(self.left)
         self.submitted: list[Request] = []
         self.turns = self.raised = self.refused = self.inside = 0
@@ -99,7 +103,7 @@ class Soak:
 def main(argv=None) -> Soak:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=10000)
-    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--guesses", type=int, default=3)
     parser.add_argument("--cached", type=int, default=24)
     parser.add_argument("--every", type=int, default=100, help="turns from a fault to the next")

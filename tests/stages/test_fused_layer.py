@@ -8,14 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parent))
-
 import fused_problems  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -22,6 +22,7 @@ CHUNK = 64
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
+    """Compiled for this module."""
     target = tmp_path_factory.mktemp("emulated") / "libkdakit_hopper_emulated.so"
     source = build.source_folder() / "tests" / "emulate_hopper.cpp"
     options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DKDA_EMULATE", "-Wall", "-Wno-unknown-pragmas"]
@@ -193,3 +194,52 @@ def test_records_are_causal(kernels):
     for x, y in zip(before[:2], after[:2], strict=True):  # k_in, q_decayed
         assert (x[:40] == y[:40]).all() and not (x == y).all()
     assert (before[3][:40, :40] == after[3][:40, :40]).all()
+
+
+def _attack(kind):
+    """Keys, write strengths and gates at which a heuristic about decays alone would be wrong."""
+    case = Case(kind, "what forgets", T=192, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    arrays, rng = case.arrays("bfloat16"), np.random.default_rng(3)
+    g, k, beta = arrays.g.copy(), arrays.k.copy(), arrays.beta.copy()
+    if kind == "strong":  # every channel forgets at once
+        g[:] = -5 * rng.uniform(0.2, 1, size=g.shape)
+    elif kind == "slow_channel":  # one channel keeps what the others pass to it
+        g[:] = -5.0
+        g[..., 17] = -1e-4
+    elif kind == "reflections":  # beta 2 and identical keys: the state is reflected, not damped
+        g[:], k[:], beta[:] = -0.01, k[:, :1], 2.0
+    elif kind == "grows":  # write strengths beyond the contract: the state grows
+        g[:], beta[:] = -0.05, 9.0
+    elif kind == "late":  # the last chunk is slow, those before it strong
+        g[:, :128], g[:, 128:] = -5.0, -1e-3
+    return case, arrays._replace(g=round_to(g, "float32"), k=round_to(k, "bfloat16"), beta=round_to(beta, "bfloat16"))
+
+
+@pytest.mark.parametrize("kind, few", [("strong", 1), ("slow_channel", 0), ("reflections", 0), ("grows", 0), ("late", 0)])
+def test_only_what_is_forgotten_is_dropped(kernels, kind, few):
+    """The number of last chunks that decide about the state, and that the product of their matrices is indeed below the limit."""
+    case, arrays = _attack(kind)
+    problem = case.problem("bfloat16")
+    records = prepare(kernels, problem, arrays)
+    kernels.kda_emulate_deciding.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    last = records[-1, 0].ctypes.data
+    found = {kernels.kda_emulate_deciding(last, records.strides[0], len(records), order) for order in (1, -1)}
+    assert found == {few}
+    product = np.eye(128)
+    for record in records[len(records) - few :, 0] if few else []:
+        k_in, _, k_solved, _, decay = (x.astype(np.float64) for x in opened(record))
+        product = (np.diag(decay) - k_solved.T @ k_in) @ product
+    assert not few or np.linalg.norm(product, 2) < 2.0**-40
+
+
+def test_no_matrix_exceeds_its_bound(kernels):
+    """max decay + sum |k_solved| |k_in| over random gates, keys and write strengths."""
+    for seed, scale in enumerate((0.01, 0.3, 2.0, 30.0)):
+        case = Case("bound", "bounds", T=64, H=1, HV=1, K=128, V=128, keys=("random", "parallel", "identical", "random")[seed])
+        arrays = case.arrays("bfloat16", seed)
+        g = round_to(arrays.g * scale, "float32")
+        k_in, _, k_solved, _, decay = (
+            x.astype(np.float64) for x in opened(prepare(kernels, case.problem("bfloat16"), arrays._replace(g=g))[0, 0])
+        )
+        bound = decay.max() + (np.linalg.norm(k_solved, axis=1) * np.linalg.norm(k_in, axis=1)).sum()
+        assert np.linalg.norm(np.diag(decay) - k_solved.T @ k_in, 2) <= bound

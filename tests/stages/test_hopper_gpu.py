@@ -8,6 +8,7 @@ import pytest
 
 from kdakit.cases import CASES, FUSED, SHAPES, Case
 from kdakit.measure import checking
+from kdakit.rounding import round_to
 
 torch = pytest.importorskip("torch")
 
@@ -56,6 +57,60 @@ def test_prefix_causality_and_determinism(name):
             x[:, t:] *= 0.5
         got = checking.run_arrays("cuda", case, "bfloat16", type(arrays)(*changed))["o"]
         assert np.array_equal(got[:, :t], want[:, :t]) and not np.array_equal(got, want)
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """in_parts(n): calls of the backend scan sequences in n parts."""
+    from kdakit import torch_operators
+    from kdakit.backends import cuda
+
+    choose = cuda.default_config
+
+    def set_parts(n):
+        monkeypatch.setattr(cuda, "default_config", lambda problem, device: dataclasses.replace(choose(problem, device), parts=n))
+        torch_operators._plans.clear()
+
+    yield set_parts
+    torch_operators._plans.clear()
+
+
+@pytest.mark.parametrize("parts", [3, 5, 9])
+@pytest.mark.parametrize("name", [*(c.name for c in LONG), "no_state", "v_first", "no_tokens", "gate_bounded", "softplus_huge"])
+def test_parts_against_the_recurrence(name, parts, in_parts):
+    """Parts of one chunk and of several, empty ones too; states that are forgotten, kept and reflected."""
+    in_parts(parts)
+    rows = checking.check("cuda", ALL[name], "bfloat16", grad=False)
+    assert all(r.ok for r in rows), rows
+
+
+@pytest.mark.parametrize("parts", [3, 4, 8])
+def test_parts_forget_only_what_is_forgotten(parts, in_parts):
+    """Heads of one call forget at once, slowly, not at all, only up to a part's end, or but for one channel; and beta reaches 2."""
+    case = Case("mixed", "regimes", T=1100, H=6, HV=6, K=128, V=128, beta="up_to_two", options=L2NORM)
+    arrays = case.arrays("bfloat16")
+    g = arrays.g.copy()
+    g[:, :, 0], g[:, :, 1], g[:, :, 2] = -3.0, -1e-3, 0.0
+    g[:, :, 3], g[:, 512:, 3] = -1e-3, -3.0
+    g[:, :, 4], g[:, 512:, 4] = -3.0, -1e-3
+    g[:, :, 5], g[:, :, 5, 17] = -3.0, -1e-4
+    arrays = arrays._replace(g=round_to(g, "float32"))
+    in_parts(parts)
+    got = checking.run_arrays("cuda", case, "bfloat16", arrays)
+    rows = checking.compare(case.problem("bfloat16"), arrays, got, operand_dtype="bfloat16")
+    assert all(r.ok for r in rows), rows
+    in_parts(1)
+    whole = checking.run_arrays("cuda", case, "bfloat16", arrays)
+    for head in range(6):
+        for name in ("o", "final_state"):
+            x, y = (r[name][:, :, head] if name == "o" else r[name][:, head] for r in (got, whole))
+            assert np.linalg.norm(x - y) < 4e-3 * np.linalg.norm(y), (head, name)
+
+
+def test_parts_are_causal_and_repeatable(in_parts):
+    in_parts(4)
+    test_prefix_causality_and_determinism("long_mild")
+    test_prefix_causality_and_determinism("long_fused")
 
 
 def tensors(case):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 import threading
 import types
@@ -13,11 +15,13 @@ triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from kdakit.backends import triton_gpu  # noqa: E402
-from kdakit.backends.triton_gpu import call  # noqa: E402
-from kdakit.backends.triton_gpu.host import backward, forward  # noqa: E402
+from kdakit.backends.triton_gpu import call, kernels  # noqa: E402
+from kdakit.backends.triton_gpu.arguments import arguments  # noqa: E402
 from kdakit.backends.triton_gpu.kernels.step import step_kernel  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, precompile  # noqa: E402
+from kdakit.backends.triton_gpu.runtime import layout as layouts  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import repeat as repeats  # noqa: E402
+from kdakit.backends.triton_gpu.runtime.kernel import parameters  # noqa: E402
 from kdakit.cases import CASES  # noqa: E402
 from kdakit.measure import checking  # noqa: E402
 
@@ -34,8 +38,17 @@ def moved(x, elements):
     return torch.cat([x.new_zeros(elements), x.flatten()])[elements:].view(x.shape)
 
 
+FILES = [importlib.import_module(f"{kernels.__name__}.{x.name}") for x in pkgutil.iter_modules(kernels.__path__)]
+KERNELS = {name: x for file in FILES for name, x in vars(file).items() if name.endswith("_kernel")}
+
+
+def launch_functions():
+    """All functions that make a Launch, beside the kernels."""
+    return [f for file in FILES for name, f in vars(file).items() if name.startswith("launch")]
+
+
 def forget():
-    for made in (forward._prepare, forward._scan, forward._step, backward.launches):
+    for made in launch_functions():
         made.cache_clear()
 
 
@@ -96,6 +109,29 @@ def test_a_launch_hands_over_what_the_kernel_names(watched):
         if name not in fresh:
             assert named[name] == (value.data_ptr() if isinstance(value, torch.Tensor) else value), name
     assert named["p_q"] == x.q.data_ptr() and named["p_cu_seqlens"] is None and named["T"] == PROBLEM.T
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_tensors_come_first_then_numbers_then_constants(name):
+    """So a launch finds everything by name; numbers are not specialised."""
+    kernel = KERNELS[name]
+    found = parameters(kernel.fn)
+    assert [*(f"p_{x}" for x in found.tensors), *found.numbers, *found.constants] == list(kernel.arg_names)
+    assert not [x for x in (*found.numbers, *found.constants) if x.startswith("p_")] and found.tensors and found.constants
+
+
+def test_a_launch_holds_names_to_the_kernel():
+    problem, layout = PROBLEM, layouts.views(tensors()).layout
+    config = triton_gpu.default_config(problem, "cpu")
+    values = arguments(problem, config, layout) | dict(BV=16)
+    made = launch.Launch(step_kernel, 1, values)
+    named = dict.fromkeys(made.names, None)
+    assert list(made.in_order(dict(reversed(named.items())))) == list(made.names)
+    for wrong in (named | {"typo": None}, dict.fromkeys(made.names[1:])):
+        with pytest.raises(TypeError, match="step_kernel takes the tensors q, k, "):
+            made(**wrong)
+    with pytest.raises(TypeError, match="step_kernel has parameters without a value: BV"):
+        launch.Launch(step_kernel, 1, {n: x for n, x in values.items() if n != "BV"})
 
 
 def roles(watched, given, made):
@@ -266,8 +302,8 @@ def test_launchers_are_made_beside_kernels_which_run_python_in_turn(monkeypatch)
 
 def test_triton_hands_over_the_source_of_a_kernel(monkeypatch):
     """What `Compilers` looks for: the rest works without it, slower."""
-    from test_triton_offline import offline_driver
     from triton.runtime import driver
+    from triton_offline import offline_driver
 
     from kdakit.backends.triton_gpu import config as configs
 

@@ -34,8 +34,13 @@ def add_arguments(parser) -> None:
     parser.add_argument("--scaling", action="store_true", help="T from 2048 to 32768, time and peak memory, a process per point")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="other lengths for --scaling and --ranks")
     parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="context parallel over N processes: time and bytes sent (torch)")
-    parser.add_argument("--tune", nargs="*", metavar="KERNEL", help="find tile sizes of the Triton kernels for this GPU (default: all)")
-    parser.add_argument("--tiles", metavar="FILE", help="with --tune: where the result goes (default: the chip's file inside kdakit)")
+    parser.add_argument(
+        "--tune",
+        nargs="*",
+        metavar="KERNEL",
+        help="find tile sizes of the Triton kernels for this GPU (default: all); times: the constants by which auto compares backends",
+    )
+    parser.add_argument("--tiles", metavar="FILE", help="with --tune: where the result goes, a folder for times (default: inside kdakit)")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all medians to FILE")
     parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
     parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")

@@ -64,7 +64,16 @@ def examine() -> dict[str, Any]:
         "packages": attempt(_packages),
         "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
         "support": attempt(support),
+        "stacks": attempt(_stacks),
+        "training": attempt(training),
     }
+
+
+def _stacks() -> dict[str, dict[str, Any]]:
+    """What other stacks have asked of kdakit, in this process and in the last one that wrote KDAKIT_COUNTS."""
+    from kdakit import stacks
+
+    return stacks.report()
 
 
 def _cpu() -> str:
@@ -145,6 +154,31 @@ def support(device: str | None = None) -> dict[str, dict[str, str]]:
         where = attempt(_device, backend.framework, device)
         table[backend.name] = {label: attempt(_answer, backend, problem, where) for label, problem in wanted.items()}
     return table
+
+
+def training() -> dict[str, str]:
+    """{GPU: the backend that 'auto' trains with there in PyTorch, and why none before it}."""
+    import torch
+
+    from kdakit import dispatch
+
+    problem = problems()["bfloat16, gradients"]
+    found = {}
+    for n in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", n)
+        found[f"cuda:{n} ({torch.cuda.get_device_name(n)})"] = attempt(_training_backend, dispatch, problem, device)
+    return found
+
+
+def _training_backend(dispatch, problem, device) -> str:
+    refusals = []
+    for name in dispatch.names("torch"):
+        reason = dispatch.supports(name, problem, device) or dispatch.load(name).interpreted(device)
+        if reason is None:
+            slow = ", which is slow there" if name in dispatch.SLOW else ""
+            return f"{name}{slow}" + (f", because {'; '.join(refusals)}" if refusals else "")
+        refusals.append(f"{name}: {reason}")
+    return f"none: {'; '.join(refusals)}"
 
 
 def _device(framework: str, device: str | None) -> Any:
@@ -234,6 +268,12 @@ def _show(report: dict[str, Any]) -> None:
         shown.add_row(framework, escape(found if isinstance(found, str) else "\n".join(found)))
     out.print(shown)
     _show_support(out, report["support"])
+    if isinstance(report["training"], str):
+        out.print(f"training {report['training']}", markup=False)
+    else:
+        for gpu, backend in report["training"].items():
+            out.print(f"training on {gpu}: {backend}", markup=False)
+    _show_stacks(out, report["stacks"])
 
 
 def _show_support(out, table) -> None:
@@ -251,3 +291,22 @@ def _show_support(out, table) -> None:
     out.print(shown)
     for n, reason in enumerate(reasons, 1):
         out.print(f"({n}) {escape(reason)}")
+
+
+def _show_stacks(out, found) -> None:
+    from rich.markup import escape
+
+    from kdakit.cli import console
+
+    if isinstance(found, str):
+        out.print(f"stacks {found}", markup=False)
+        return
+    shown = console.table("Other stacks on kdakit (kdakit.enable; counts of a process: KDAKIT_COUNTS=FILE)", "stack", "enabled", "calls")
+    earlier = found.pop("earlier process", {})
+    rows = [(stack, str(entry["enabled"]), entry) for stack, entry in found.items()]
+    rows += [(stack, "in the process that wrote KDAKIT_COUNTS", entry) for stack, entry in earlier.items()]
+    for stack, enabled, entry in rows:
+        lines = [f"{n} x {name} taken" for name, n in entry["taken"].items()]
+        lines += [f"{n} x passed on: {why}" for why, n in entry["passed on"].items()]
+        shown.add_row(stack, escape(enabled), escape("\n".join(lines)))
+    out.print(shown)

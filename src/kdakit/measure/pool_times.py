@@ -92,11 +92,10 @@ def pooled_calls(B: int, T: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(record: dict[str, Any]):
-    """A row per storage."""
+    """A column per storage."""
     found = {(r["stored"], r["rows"], r["tokens"], r["contestant"]): r["median_us"] for r in record["results"]}
-    columns = [(f"{name}, {B} rows", B, 1, name) for name in ("step", "decode") for B in ROWS]
-    columns += [(f"{name} {T}", 32, T, name) for T in DRAFTS for name in ("verify", "commit", "both", "both, cold", "advance")]
-    columns = [c for c in columns if any((stored, *c[1:]) in found for stored in STORAGES)]
-    cell = lambda stored, c: f"{found[stored, *c[1:]]:.1f}" if (stored, *c[1:]) in found else "–"
-    rows = [[stored, *(cell(stored, c) for c in columns)] for stored in STORAGES if any(key[0] == stored for key in found)]
-    yield "microseconds per call", ["states", *(c[0] for c in columns)], rows
+    stored = [name for name in STORAGES if any(key[0] == name for key in found)]
+    calls = [(f"{name}, {B} rows" if B > 1 else f"{name}, 1 row", B, 1, name) for name in ("step", "decode") for B in ROWS]
+    calls += [(f"{name}, {T} draft tokens", 32, T, name) for T in DRAFTS for name in ("verify", "commit", "both", "both, cold", "advance")]
+    rows = [[text, *(f"{found[name, *key]:.1f}" if (name, *key) in found else "–" for name in stored)] for text, *key in calls]
+    yield "microseconds per call", ["", *stored], [row for row in rows if set(row[1:]) != {"–"}]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+import textwrap
 from typing import Any
 
 from kdakit.measure import generated, gpu_results, speed, suites
 
 # The packages that every measurement names.
+UNKNOWN = "not recorded"  # what an old record does not say
+WIDTH = 120  # of prose in documents
 NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
 
 
@@ -24,20 +27,27 @@ def markdown(records: list[dict[str, Any]]) -> str:
             if title == gpu_results.AIMS:  # for those who work on it
                 continue
             parts += [f"**{title}**", generated.markdown_table(header, rows, right=tuple(range(1, len(header))))]
-        parts += [f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}." for gone in record["missing"]]
-        parts.append(provenance(record))
+        parts += [wrap(f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}.") for gone in record["missing"]]
+        parts.append(wrap(provenance(record)))
     return "\n\n".join(parts)
+
+
+def wrap(text: str) -> str:
+    """A paragraph in lines that an editor shows whole."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def provenance(record: dict[str, Any]) -> str:
     """Machine, versions and commit in one line."""
     m = record["machine"]
-    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in NAMED)
+    software = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in NAMED and v != UNKNOWN)
     commit = (record.get("commit") or "unknown")[:12]
-    place = f"{m['cpu']} ({m['cores']} cores, {m['architecture']})"
+    about = ", ".join(str(x) for x in (f"{m['cores']} cores" if "cores" in m else None, m.get("architecture")) if x is not None)
+    place = f"{m['cpu']} ({about})" if m["cpu"] != UNKNOWN else ""
     if m.get("device", "cpu") != "cpu":
-        place = f"{m['device']}, {place}; triton {record['versions'].get('triton')}"
-    return f"{record['date']}: {place}; {software}; commit {commit}; `{record['command']}`"
+        place = f"{m['device']}{', ' * bool(place)}{place}; triton {record['versions'].get('triton')}"
+    command = "" if record["command"] == UNKNOWN else f"; `{record['command']}`"
+    return f"{record['date']}: {place}; {software}; commit {commit}{command}"
 
 
 def tables(record: dict[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from kdakit.measure.generated import markdown_table
@@ -42,7 +43,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
         "recurrence, on three heads. "
         f"{record['date']}, {versions}, commit {record['commit'][:12]}."
     )
-    return markdown_table(header, rows, right=tuple(range(1, len(header)))) + "\n\n" + note
+    return markdown_table(header, rows, right=tuple(range(1, len(header)))) + "\n\n" + textwrap.fill(note, 120)
 
 
 def _fastest(found: dict, entry: str, names: tuple[str, ...]) -> dict[str, Any] | None:

@@ -75,7 +75,7 @@ def judge(drawn: Drawn | int, backend: str, device: Any = None) -> Verdict:
 def forms_of(backend: str, problem, device) -> tuple[str, ...]:
     """What the backend runs for such a problem, as its table of what a chip has shown names it."""
     module = dispatch.load(backend)
-    return tuple(module.forms(problem, device)) if hasattr(module, "forms") else ()
+    return tuple(module.forms(problem, device))
 
 
 def _other_bits(first: dict, second: dict) -> list[str]:

@@ -29,13 +29,15 @@ Verify = Callable[[Job, dict[str, Any]], str | None]  # why the call is wrong wi
 def run(args) -> dict[str, Any]:
     """Tune, write the file, and return the record to show."""
     from kdakit.backends.triton_gpu import chip_of, tiles
-    from kdakit.measure import inputs, machine, records
+    from kdakit.measure import inputs, machine, records, time_fit
     from kdakit.measure.choices import UsageError, pick
     from kdakit.measure.tuned_calls import Calls
 
     device = inputs.gpu()
     if device is None:
         raise UsageError("--tune times kernels and needs a GPU")
+    if args.tune == ["times"]:
+        return time_fit.run(args, device)
     from kdakit.backends.triton_gpu.tiles.candidates import SEARCHES
 
     kernels = pick("tune", args.tune, SEARCHES)

@@ -20,7 +20,7 @@ from kdakit.layers.sizes import check_context
 from kdakit.layers.torch import FullAttention, KimiDeltaAttention, Rows
 from kdakit.layers.torch.fused.swiglu import swiglu
 from kdakit.layers.torch.norm import RMSNorm
-from kdakit.models.captured import CapturedStep
+from kdakit.models.captured import CapturedSteps
 from kdakit.models.config import ModelConfig
 from kdakit.models.initial import initial_weights
 from kdakit.models.place import kept_float32
@@ -80,6 +80,7 @@ class KimiLinear(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.config, self.checkpoint_activations = config, checkpoint_activations
+        self._steps = CapturedSteps()
         self.model = Decoder(config, backend)
         if not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -132,18 +133,16 @@ class KimiLinear(nn.Module):
     def inference(self, graph: bool = True):
         """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays and without gradients.
 
-        graph: on a CUDA device a step of one token a sequence is captured once for each size of cache and replayed, which moves the given
-        cache in place.
+        graph: on a CUDA device a step of one token a sequence is captured once for each size of cache and replayed. It uses the cache up:
+        go on with the one that comes back.
         """
         device = self.model.embeddings.weight.device
-        steps: list[CapturedStep] = []
 
         @torch.no_grad()
         def call(tokens: np.ndarray, cache: list):
             given = torch.as_tensor(tokens, device=device)
             if graph and device.type == "cuda" and given.shape[1] == 1:
-                steps[:] = [step for step in steps if step.fits(cache)] or [CapturedStep(self, cache)]
-                logits, cache = steps[0](given, cache)
+                logits, cache = self._steps.find(self, cache)(given, cache)
             else:
                 logits, cache = self(given, cache=cache)
             return logits.float().cpu().numpy(), cache

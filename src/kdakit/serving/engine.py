@@ -258,4 +258,6 @@ def _right(draft: list[int], chosen: list[int]) -> int:
 
 
 def _not_finite(request: Request) -> FloatingPointError:
-    return FloatingPointError(f"the logits after {len(request.text)} tokens must be finite, and are not: the weights or the prompt's states")
+    return FloatingPointError(
+        f"the logits after {len(request.text)} tokens must be finite, and are not: look at the weights"
+    )

@@ -83,5 +83,5 @@ def check_tokens(tokens: Sequence[Any], vocabulary: int, whose: str) -> None:
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise TypeError(f"{whose} must hold integers, got {token!r} at position {place}")
-        if not 0 <= token < vocabulary:
+        if not 0 <= int(token) < vocabulary:
             raise ValueError(f"{whose} must hold tokens 0 .. {vocabulary - 1}, got {token} at position {place}")

@@ -2,7 +2,7 @@
 
     kdakit.enable("fla")             or  import kdakit.fla       KDAKIT_FLA=0 switches it off
     kdakit.enable("transformers")                                KDAKIT_TRANSFORMERS=0
-    the plugins of vLLM and SGLang   (entry points)              KDAKIT_VLLM=0, KDAKIT_SGLANG=0
+    the plugins of vLLM and SGLang   (entry points)              KDAKIT_VLLM=1, KDAKIT_SGLANG=1 switch them on
 
 A stack's module has `enable()`, `disable()` and `enabled() -> bool`. Every call that reaches it is either taken, because a fast backend of
 ours runs it, or passed on to the stack's own code with a reason: `counts` keeps both, and `kdakit doctor` shows them.
@@ -33,6 +33,11 @@ def disable(stack: str) -> None:
 def wanted(stack: str) -> bool:
     """Whether the environment leaves `stack` to us: KDAKIT_<STACK>=0 does not."""
     return os.environ.get(f"KDAKIT_{stack.upper()}", "1") != "0"
+
+
+def asked_for(stack: str) -> bool:
+    """Whether KDAKIT_<STACK>=1 asks for it: an engine loads every plugin that is installed, and installing kdakit alone changes nothing."""
+    return os.environ.get(f"KDAKIT_{stack.upper()}", "0") not in ("", "0")
 
 
 def report() -> dict[str, Any]:

@@ -126,7 +126,7 @@ def _chunk_call(
     return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, use_graph=False,
     max_num_seqs=None, *, A_log=None, dt_bias=None, chunk_size=64, transpose_state_layout=None, **ignored,
 ):  # fmt: skip
-    """FLA's arguments, in FLA's order -> tensors, flags, and its context of context parallel calls. FLA ignores keywords it does not know."""
+    """FLA's arguments, in FLA's order -> tensors, flags, and its context of context parallel calls. FLA ignores other keywords."""
     if not use_gate_in_kernel:
         A_log = dt_bias = None
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)

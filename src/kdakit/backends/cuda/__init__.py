@@ -28,6 +28,7 @@ class Config:
     dtype: str  # of the kernels: "f32" or "bf16"
     head_dim: int  # of the kernel, K = V
     chunk: int
+    parts: int = 0  # of a sequence's scan, beside each other, in bfloat16; 1: one piece, 0: the library's choice
 
 
 def supports(problem: Problem, device: Any) -> str | None:
@@ -96,7 +97,7 @@ def _architecture(device: Any) -> str:
 def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
     if problem.dtype == "bfloat16":
-        return Config("bf16", 128, 64)
+        return Config("bf16", 128, 64, parts=1)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
     return Config("f32", D, 32 if small else 64)

@@ -1,4 +1,4 @@
-"""Build libkdakit.so from a checkout's csrc/ with nvcc alone: `python -m kdakit.backends.cuda.build`, or `make cuda`.
+"""Build libkdakit.so with nvcc alone: `kdakit build-cuda`, or in a checkout `make cuda`.
 
 CMakeLists.txt builds the same sources for C and C++ users, with a static library beside it.
 """
@@ -33,7 +33,9 @@ class Usage(NamedTuple):
 
 
 def source_folder() -> Path:
-    return Path(__file__).parents[4] / "csrc"
+    """csrc/ of the checkout, or the copy of it that a wheel carries."""
+    inside = Path(__file__).with_name("csrc")
+    return inside if inside.exists() else Path(__file__).parents[4] / "csrc"
 
 
 def sources() -> list[Path]:
@@ -64,7 +66,7 @@ def unbuildable() -> str | None:
     if nvcc() is None:
         return "nvcc was not found: install the CUDA toolkit, or set CUDACXX or CUDA_HOME"
     if not (source_folder() / "c_api.cu").exists():
-        return f"the sources are not at {source_folder()}: build from a checkout"
+        return f"the sources are not at {source_folder()}: build from a checkout or an installed wheel"
     return None
 
 

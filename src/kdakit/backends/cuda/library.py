@@ -50,6 +50,8 @@ class PrefillArgs(Structure):
         *((name, c_int32) for name in ("safe_gate", "beta_kind", "l2norm", "state_v_first", "cu_seqlens_64")),
         *((name, c_void_p) for name in ("A_log", "dt_bias", "cu_seqlens")),
         ("sequences", c_int64),
+        ("parts", c_int32),
+        ("reserved", c_int32),
     ]
 
     def __init__(self, **fields):
@@ -61,13 +63,26 @@ class NativeError(RuntimeError):
 
 
 def path() -> Path:
-    """Where the library is looked for: $KDAKIT_LIBRARY, else beside this file, where `make cuda` puts it."""
-    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else PLACE
+    """Where the library is looked for: $KDAKIT_LIBRARY; beside this file; in the user's cache, where `kdakit build-cuda` puts it if it may
+    not write here."""
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    return cache_place() if not PLACE.exists() and cache_place().exists() else PLACE
+
+
+def cache_place() -> Path:
+    """One for each version of the interface."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdakit" / f"abi-{ABI_VERSION}" / PLACE.name
+
+
+def check(where: Path) -> None:
+    """Raises OSError where the file at `where` cannot be used."""
+    _load(str(where))
 
 
 def missing() -> str | None:
     """Why the library cannot be used here; None: it can. Found out once per process: 'auto' asks at every call."""
-    return _missing(os.environ.get(VARIABLE) or str(PLACE))
+    return _missing(str(path()))
 
 
 @lru_cache(maxsize=4)
@@ -80,21 +95,21 @@ def _missing(where: str) -> str | None:
 
 
 def load() -> ctypes.CDLL:
-    return _load(os.environ.get(VARIABLE) or str(PLACE))
+    return _load(str(path()))
 
 
 @lru_cache(maxsize=4)
 def _load(where: str) -> ctypes.CDLL:
     if not Path(where).exists():
-        raise FileNotFoundError(f"{where} is not there: build it with `make cuda` (needs nvcc), or name another with {VARIABLE}")
+        raise FileNotFoundError(f"{where} is not there: build it with `kdakit build-cuda` (needs nvcc), or name another with {VARIABLE}")
     library = ctypes.CDLL(where)
     absent = [name for name in FUNCTIONS if not hasattr(library, name)]
     if absent:
-        raise OSError(f"{where} is not kdakit's library, or a part of it: it has no {', '.join(absent)}; build it again with `make cuda`")
+        raise OSError(f"{where} is not kdakit's library, or a part of it: it has no {', '.join(absent)}; `kdakit build-cuda` builds it")
     library.kda_abi_version.restype = c_int
     found = library.kda_abi_version()
     if found != ABI_VERSION:
-        raise OSError(f"{where} has ABI version {found}, this package needs {ABI_VERSION}: build it again with `make cuda`")
+        raise OSError(f"{where} has ABI version {found}, this package needs {ABI_VERSION}: build it again with `kdakit build-cuda`")
     library.kda_last_error.restype = library.kda_status_name.restype = c_char_p
     for dtype in ("f32", "bf16"):
         query, run = getattr(library, f"kda_prefill_workspace_{dtype}"), getattr(library, f"kda_prefill_{dtype}")

@@ -11,7 +11,7 @@ from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
 
-__all__ = ["Config", "Saved", "backward", "default_config", "forward", "interpreted", "operand_dtype", "step", "supports"]
+__all__ = ["Config", "Saved", "backward", "default_config", "forward", "interpreted", "mixes", "operand_dtype", "step", "supports"]
 
 
 def supports(problem: Problem, device) -> str | None:
@@ -22,6 +22,12 @@ def supports(problem: Problem, device) -> str | None:
     if wide:
         return "TPUs have no float64"
     return None
+
+
+def mixes(problem: Problem, config: Config) -> bool:
+    """A chunk may hold several sequences, and two heads may lie side by side in one product."""
+    shape = tile.make_tile(problem, config)
+    return shape.segments or shape.group > 1
 
 
 def interpreted(device) -> str | None:

@@ -36,7 +36,7 @@ def step_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch)
     valid = own_tokens(tile, T, table, step)
     q, k, v, g = (read_heads(tile, ref, valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
     beta = activate_beta(tile, inputs.beta[0, 0])  # [heads, C]
-    keep = _kept(tile, inputs)
+    keep, own = _kept(tile, inputs), None if valid is None else jnp.where(valid, 1.0, 0.0)
     outputs = []
     for h in range(tile.heads):
         a, bias = (None, None) if inputs.gate is None else (inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :])
@@ -47,9 +47,10 @@ def step_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch)
         S, o = state[h], []
         for i in range(tile.C):
             q_i, k_i, decay = (columns[:, n * tile.C + i : n * tile.C + i + 1] for n in range(3))  # [K, 1]
-            S = S * decay if keep is None else S * (decay * keep[i])
+            S = S * decay if keep is None else jnp.where(keep[i] > 0, S * decay, 0.0)  # a new segment forgets NaN too
             error = v[h][i : i + 1] - jnp.sum(k_i * S, axis=0, keepdims=True)  # [1, V]
-            S = S + k_i * (beta[h : h + 1, i : i + 1] * error)
+            write = beta[h : h + 1, i : i + 1] * error
+            S = S + k_i * (write if own is None else jnp.where(own[i : i + 1] > 0, write, 0.0))
             o.append(jnp.sum(q_i * S, axis=0, keepdims=True))
         state[h] = S
         outputs.append(jnp.concatenate(o, axis=0))

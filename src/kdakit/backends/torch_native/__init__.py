@@ -230,4 +230,5 @@ def _pad_sequences(problem, arrays, x: Activated):
         a = a[0].index_select(0, token).unflatten(0, (problem.N, L))
         return a.masked_fill(padding.view(problem.N, L, *[1] * (a.ndim - 2)), 0)
 
+    # Within bounds even where cu_seqlens_cpu, which gave L, is not cu_seqlens.
     return Activated(*map(pad, x)), (owner * L + t - cu[owner]).clamp(max=max(problem.N * L - 1, 0)), t < cu[-1]

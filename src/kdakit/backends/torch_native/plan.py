@@ -170,8 +170,8 @@ class PackedPlan:
         return x.masked_fill(~self.valid[n0:n1].flatten()[:, None, None], 0)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        new = torch.zeros if self.padded else torch.empty  # tokens past the last sequence stay zero
-        return new((1, self.T + 1, *shape[2:]), dtype=dtype, device=device)
+        # Zeros, not whatever was there, for tokens that no chunk holds: behind the last sequence, or where cu_seqlens_cpu is not cu_seqlens.
+        return torch.zeros((1, self.T + 1, *shape[2:]), dtype=dtype, device=device)
 
     def put(self, out: torch.Tensor, x: torch.Tensor, n0: int, n1: int) -> None:
         out.index_copy_(1, self.target[n0:n1].flatten(), x.to(out.dtype))

@@ -14,7 +14,10 @@ Without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set. T
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import importlib.util
+import re
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -29,8 +32,9 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if _kind(device) != "cuda" and interpreted(device) is None:
         return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
-    if not _installed():
-        return "needs triton (pip install kdakit[gpu])"
+    reason = _unusable()
+    if reason is not None:
+        return reason
     if problem.dtype == "float64" or "float64" in (problem.gate_dtype, problem.beta_dtype, problem.state_dtype):
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
@@ -109,9 +113,28 @@ def _call() -> ModuleType:
     return call
 
 
+OLDEST = (3, 6)  # before it, what `launch` and `ahead` ask of Triton has other names or is not there
+
+
 @lru_cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _unusable() -> str | None:
+    """Why the Triton that is installed cannot be used; its version is looked up, not imported."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton (pip install kdakit[gpu])"
+    found = _triton_version()
+    numbers = tuple(int(x) for x in re.findall(r"\d+", found)[:2])
+    if numbers < OLDEST:
+        return f"needs triton {'.'.join(map(str, OLDEST))} or newer, found {found} (pip install -U 'kdakit[gpu]')"
+    return None
+
+
+def _triton_version() -> str:
+    for name in ("triton", "pytorch-triton-rocm", "pytorch-triton", "pytorch-triton-xpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return str(importlib.import_module("triton").__version__)
 
 
 def _kind(device: Any) -> str:

@@ -13,7 +13,6 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # Gradients that no GPU has shown to be right yet run only where this is asked for, see `untested`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-CHECKPOINT = 8  # chunks between the states that a backward starts from
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,14 @@ class Config:
     scan_warps: int
     scan_stages: int
     precision: str  # of float32 products
-    solve: str  # operand dtype of the triangular inverse and what follows it
+    solve_dtype: str  # of operands, in the triangular inverse and what follows it
+    bounded: bool  # the log-decay is known to be at least -5 per token
+    differences: bool  # a gate's gradient may be a difference of two sums, which a bounded gate allows
+    part_us: float  # microseconds, see `scan_us`
+    wide_part_us: float
+    output_us: float
+    link_us: float
+    split_us: float
     registers: int = 0  # per thread at most, in all kernels but the prepare kernel; 0: the compiler's choice
     hip: bool = False
     ptx: bool = False  # single PTX instructions may be used
@@ -47,8 +53,11 @@ class Config:
     combine_stages: int = 3
     processors: int = 132  # of the chip; not a compile key
     normed: bool = False  # the prepare kernel of `prepare_normed`
+    gradient_warps: int = 8  # of the kernel of `gradient_normed`
     gradient_registers: int = 0  # per thread at most, of the kernel of `gradient_normed`; 0: the compiler's choice
-    small: str = "float32"  # operand dtype of the backward's gradients within a chunk
+    gradient_dtype: str = "float32"  # of operands, in the backward's gradients within a chunk
+    by_token: bool = False  # the gradient kernel of `gradient_normed`: one formula for all gates of a chunk
+    checkpoint: int = 8  # chunks between the states that a backward starts from
     slice_k: int = 64  # channels at a time in the rebuild and gradient kernels
     slice_warps: int = 4  # of these two
     slice_v: int = 64  # value channels at a time in the products kernel
@@ -61,8 +70,26 @@ class Config:
     reverse_block_v: int = 64
     reverse_warps: int = 4
     reverse_stages: int = 2
+    rebuild_warps: int = 4  # of the kernel of `rebuild_normed`
+    sums_warps: int = 4
+    restore_block_v: int = 32
+    restore_warps: int = 4
     step_block_v: int = 32
     step_warps: int = 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a call over a pool of states is cut; for up to 128 key channels, with more a program takes fewer value channels."""
+
+    block_v: int
+    warps: int
+    registers: int = 0  # per thread at most; 0: the compiler's choice
+    chained: bool = False  # begins while the launch before it ends
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        return dict(num_warps=self.warps, registers=self.registers) | ({"launch_pdl": True} if self.chained else {})
 
 
 @dataclass(frozen=True)
@@ -128,6 +155,11 @@ def bounded(problem: Problem) -> bool:
     return o.lower_bound is not None and o.lower_bound >= SAFE_BOUND and (o.gate == "bounded" or o.safe_gate)
 
 
+def corrected(problem: Problem) -> bool:
+    """Half-precision tiles: the gradient of the initial state gets back what they lost."""
+    return problem.has_initial_state and problem.dtype != "float32"
+
+
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
     """What the rows of `tiles` ask about."""
     K, V = padded(problem.K), padded(problem.V)
@@ -157,18 +189,19 @@ def parts(problem: Problem, config: Config) -> int:
 
 
 def scan_us(problem: Problem, config: Config, n: int) -> float:
-    """The microseconds that an H200 takes for the scan in n parts.
+    """The microseconds of the scan in n parts.
 
     All parts but the first and the last are scanned twice, first without outputs but with K more rows than V, while the first is scanned
     with outputs; then the states between them are combined, one after the other, and the others scanned. A processor holds one program.
     """
-    again, outputs, link = 1.36 if config.part_block > 64 else 0.87, 1.5, 2.2  # a chunk, a chunk, a part
+    again = config.wide_part_us if config.part_block > 64 else config.part_us
     chunks = problem.T / config.chunk / (problem.N if problem.varlen else 1)
     if n == 1:
-        return chunks * outputs
+        return chunks * config.output_us
     more, blocks = (padded(problem.V) + padded(problem.K)) // config.part_block, padded(problem.V) // config.block_v
     rounds = -(-problem.N * problem.HV * (blocks + (n - 2) * more) // config.processors)
-    return chunks / n * (max(again * rounds, outputs) + outputs) + (n - 2) * link + 13
+    a_chunk = max(again * rounds, config.output_us) + config.output_us
+    return chunks / n * a_chunk + (n - 2) * config.link_us + config.split_us
 
 
 def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -217,16 +250,30 @@ def choose(problem: Problem, chip: Chip) -> Config:
     half = min(chunk, 32 if fits else 16)
     o = problem.options
     # Normalised keys keep the inverse within a few units, so that float16, as accurate as tf32 and twice as fast, holds it.
-    solve = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
-    normed = solve == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
+    solve_dtype = "float16" if o.l2norm and problem.dtype == "bfloat16" and abs(o.scale) <= 1024 else "float32"
+    normed = solve_dtype == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
     sizes = tile_sizes(problem, chip, normed)
     sizes |= few_heads(problem, chip, sizes)
     return Config(
-        processors=chip.processors, normed=normed, chunk=chunk, half=half, group=1 if normed else group, diagonal=min(diagonal, chunk),
-        floor=floor, precision=precision, solve=solve, hip=chip.hip, ptx=not (chip.hip or INTERPRETED),
+        processors=chip.processors,
+        hip=chip.hip,
+        ptx=not (chip.hip or INTERPRETED),
+        chunk=chunk,
+        half=half,
+        group=1 if normed else group,
+        diagonal=min(diagonal, chunk),
+        floor=floor,
+        precision=precision,
+        solve_dtype=solve_dtype,
+        bounded=bounded(problem),
+        # Not in float32, where saturated gates have gradients far below the sums, nor in float16, whose gradients are float32's.
+        differences=bounded(problem) and problem.dtype == "bfloat16",
+        normed=normed,
         # Gradients have no scale of their own, so float16 does not hold those within a chunk.
-        small="bfloat16" if problem.dtype == "bfloat16" else "float32", **sizes,
-    )  # fmt: skip
+        gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
+        by_token=normed and bounded(problem) and KP == 128,  # the head size whose speed it is for
+        **sizes,
+    )
 
 
 @lru_cache(maxsize=1024)

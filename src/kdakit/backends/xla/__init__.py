@@ -32,10 +32,15 @@ from kdakit.problem import Problem
 
 __all__ = [
     "Activated", "BlockDecays", "Config", "Intra", "Kept", "Saved", "activate", "activate_backward", "backward", "block_decays",
-    "block_decays_backward", "default_config", "draft", "forward", "intra_backward", "intra_forward", "output_backward", "output_forward",
+    "block_decays_backward", "default_config", "draft", "forward", "intra_backward", "intra_forward", "mixes", "output_backward", "output_forward",
     "pair_products", "pair_products_backward", "state_backward", "state_forward", "step", "supports", "unit_lower_inverse", "wy",
     "wy_backward",
 ]  # fmt: skip
+
+
+def mixes(problem: Problem, config: Config) -> bool:
+    """A chunk may hold several segments; packed sequences have chunks of their own."""
+    return problem.varlen == "segment_ids"
 
 
 def supports(problem: Problem, device) -> str | None:

@@ -19,13 +19,14 @@ def recurrence(x: Activated, initial_state, sequence=None):
     def token(carry, x):
         q, k, v, g, beta, row = x  # [B, HV, K] x 2, [B, HV, V], [B, HV, K], [B, HV], []
         before = carry if row is None else lax.dynamic_index_in_dim(carry, row)
-        state = jnp.exp(g)[..., None] * before
+        # By select: a new segment forgets what is not finite too.
+        state = jnp.where(jnp.isneginf(g)[..., None], 0, jnp.exp(g)[..., None] * before)
         error = v - product("...k,...kv->...v", k, state)
         state = state + (beta[..., None] * k)[..., None] * error[..., None, :]
         if row is None:
-            carry = state
-        else:
-            carry = lax.dynamic_update_index_in_dim(carry, jnp.where(row < carry.shape[0], state, before), row, 0)
+            return state, product("...k,...kv->...v", q, state)
+        kept = jnp.where(row < carry.shape[0], state, before)  # a token past the last sequence changes nobody's state
+        carry = lax.dynamic_update_index_in_dim(carry, kept, row, 0)
         return carry, product("...k,...kv->...v", q, state)
 
     tokens = tuple(jnp.moveaxis(a, 1, 0) for a in x)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, check_cu_seqlens, check_devices, checks_enabled
 from kdakit.serving.arguments import check_checkpoints, describe
+from kdakit.serving.torch.pages import Pages
 from kdakit.serving.torch.pool import Rows, Slots, Snapshot, StatePool
 
 TOKENS = ("q", "k", "v", "g", "beta")
@@ -70,14 +71,18 @@ def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: 
     device = arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     config = module.default_config(problem.replace(N=CONFIGURED_FOR) if deterministic else problem, device)
+    if module.pooled is not None and pool.sizes.dtype != "int8":  # the kernels find and leave states themselves
+        held = Pages(pool.storage.states[: pool.capacity], pool.sizes.state_v_first)
+        own = problem.replace(state_v_first=held.state_v_first)
+        o = module.pooled().prefill_pages(own, arrays, held, rows.place, None, None, config)
+        _shift(pool, rows, arrays.cu_seqlens, inputs)
+        return o
     state = pool.storage.read(rows.place)
     result, _ = module.forward(problem, arrays._replace(initial_state=state), config)
     pool.storage.write(rows.place, result.final_state)
+    _shift(pool, rows, arrays.cu_seqlens, inputs)
     if arrays.cu_seqlens is None:
-        pool.shift(rows, inputs)
-        o = result.o
-        return torch.where(rows.valid[:, None, None, None], o, 0)
-    _shift_packed(pool, rows, arrays.cu_seqlens, inputs)
+        return torch.where(rows.valid[:, None, None, None], result.o, 0)
     t = torch.arange(problem.T, device=device)
     owner = torch.searchsorted(arrays.cu_seqlens[1:].contiguous(), t, right=True).clamp(max=problem.N - 1)
     return torch.where(rows.valid[owner][None, :, None, None], result.o, 0)
@@ -127,6 +132,13 @@ def _lengths_on_host(arrays: Arrays) -> list[int]:
         if cu is not None and cu.device.type == "cpu":
             return cu.tolist()
     raise ValueError("checkpoints need cu_seqlens_cpu, the copy of cu_seqlens on the host, got None")
+
+
+def _shift(pool: StatePool, rows: Rows, cu_seqlens: Tensor | None, inputs: dict[str, Tensor]) -> None:
+    if cu_seqlens is None:
+        pool.shift(rows, inputs)
+    else:
+        _shift_packed(pool, rows, cu_seqlens, inputs)
 
 
 def _shift_packed(pool: StatePool, rows: Rows, cu_seqlens: Tensor, inputs: dict[str, Tensor]) -> None:

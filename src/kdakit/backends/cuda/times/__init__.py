@@ -6,12 +6,15 @@ of 64 tokens in all heads, NT chunks in a sequence on average, and R sequences t
     launch + max(least, prepare c) + NT max(chain, row R) + state R
 
 `prepare`: the chunks, side by side. `chain`: one chunk of the walk along a sequence; `row`: the same where memory is what it waits for.
-`state`: reading and writing a state. `kdakit bench --tune times` fits the constants to the GPU at hand.
+`state`: reading and writing a state. Where the library cuts sequences into n parts, as long as 2 n R blocks fit the chip's `blocks`, the
+walk takes ceil(NT / n) (again + chain) + (n - 2) link + cut for the best n, if that is less: `again` a chunk of the first pass, `link` a
+part, `cut` once. `kdakit bench --tune times` fits the constants to the GPU at hand.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,8 +36,16 @@ def microseconds(problem: Problem, use: dict[str, float]) -> float:
     """The closed form."""
     chunks = problem.T / CHUNK * (1 if problem.varlen else problem.B) * problem.HV
     rows = problem.N * problem.HV
-    walk = chunks / rows * max(use["chain"], use["row"] * rows) if rows else 0.0
+    walk = _walk(chunks / rows, rows, use) if rows else 0.0
     return use["launch"] + max(use["least"], use["prepare"] * chunks) + walk + use["state"] * rows
+
+
+def _walk(chunks: float, rows: int, use: dict[str, float]) -> float:
+    """Along a sequence of so many chunks, in one piece or in parts."""
+    whole = chunks * max(use["chain"], use["row"] * rows)
+    most = int(use.get("blocks", 0)) // (2 * rows)
+    cut = (math.ceil(chunks / n) * (use["again"] + use["chain"]) + (n - 2) * use["link"] + use["cut"] for n in range(3, min(64, most) + 1))
+    return min(whole, *cut) if most >= 3 else whole
 
 
 def facts(problem: Problem) -> dict[str, Any]:

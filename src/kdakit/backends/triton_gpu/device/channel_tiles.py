@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.gate import decay
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add
+from kdakit.backends.triton_gpu.device.gate import gate_decay
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def span_tokens(R: tl.constexpr):
 
 
 @triton.jit
-def octets(b_x):
+def split_octets(b_x):
     """[BK, 32] -> 8 x [BK, 4]: the i-th tokens of the four octets. Names registers, moves nothing."""
     BK: tl.constexpr = b_x.shape[0]
     b_x = tl.permute(tl.reshape(b_x, [BK, 2, 2, 4, 2]), (0, 3, 1, 2, 4))
@@ -35,8 +35,8 @@ def octets(b_x):
 
 
 @triton.jit
-def span(x):
-    """8 x [BK, 4] -> [BK, 32]: the inverse of `octets`."""
+def join_octets(x):
+    """8 x [BK, 4] -> [BK, 32]: the inverse of `split_octets`."""
     b_even = tl.join(tl.join(x[0], x[4]), tl.join(x[2], x[6]))
     b_odd = tl.join(tl.join(x[1], x[5]), tl.join(x[3], x[7]))
     b_x = tl.join(b_even, b_odd)
@@ -77,7 +77,7 @@ def side_by_side(b_x, b_y):
 
 
 @triton.jit
-def sides(b_x):
+def split_sides(b_x):
     """[BK, 2 R] -> [BK, R], [BK, R]."""
     BK: tl.constexpr = b_x.shape[0]
     R: tl.constexpr = b_x.shape[1] // 2
@@ -85,7 +85,7 @@ def sides(b_x):
 
 
 @triton.jit
-def octet(b_x, t: tl.constexpr):
+def pick_octet(b_x, t: tl.constexpr):
     """[BK, 4] -> [BK, 1]: the value of octet t."""
     return tl.sum(tl.where(tl.arange(0, 4)[None, :] == t, b_x, 0.0), 1, keep_dims=True)
 
@@ -98,32 +98,32 @@ def per_octet(b_0, b_1, b_2, b_3):
 
 
 @triton.jit
-def spread(b_x):
+def spread_octets(b_x):
     """[BK, 4] -> [BK, 32]: the same for every token of an octet."""
-    return span((b_x, b_x, b_x, b_x, b_x, b_x, b_x, b_x))
+    return join_octets((b_x, b_x, b_x, b_x, b_x, b_x, b_x, b_x))
 
 
 @triton.jit
 def octet_sums(b_x):
     """[BK, 32] -> [BK, 4]."""
-    x = octets(b_x)
+    x = split_octets(b_x)
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))
 
 
 @triton.jit
 def earlier_get(b_x):
     """[BK, 4] -> [BK, 4]: every octet gets the sum of those after it."""
-    b_3 = octet(b_x, 3)
-    b_2 = octet(b_x, 2) + b_3
-    return per_octet(octet(b_x, 1) + b_2, b_2, b_3, tl.zeros_like(b_3))
+    b_3 = pick_octet(b_x, 3)
+    b_2 = pick_octet(b_x, 2) + b_3
+    return per_octet(pick_octet(b_x, 1) + b_2, b_2, b_3, tl.zeros_like(b_3))
 
 
 @triton.jit
 def later_get(b_x):
     """[BK, 4] -> [BK, 4]: every octet gets the sum of those before it."""
-    b_0 = octet(b_x, 0)
-    b_1 = octet(b_x, 1) + b_0
-    return per_octet(tl.zeros_like(b_0), b_0, b_1, octet(b_x, 2) + b_1)
+    b_0 = pick_octet(b_x, 0)
+    b_1 = pick_octet(b_x, 1) + b_0
+    return per_octet(tl.zeros_like(b_0), b_0, b_1, pick_octet(b_x, 2) + b_1)
 
 
 @triton.jit
@@ -149,44 +149,44 @@ def remaining_product(x):
 
 
 @triton.jit
-def decays(b_e):
+def octet_decays(b_e):
     """b_e [BK, 32], the tokens' decays -> decay from the octet's start to each token and from each token to the octet's end, [BK, 32];
     the octets' decays, 4 x [BK, 1], and the span's. All are products, so nothing cancels."""
-    e = octets(b_e)
+    e = split_octets(b_e)
     prefix, suffix = running_product(e), remaining_product(e)
-    b_c0, b_c1, b_c2, b_c3 = octet(prefix[7], 0), octet(prefix[7], 1), octet(prefix[7], 2), octet(prefix[7], 3)
-    return span(prefix), span(suffix), (b_c0, b_c1, b_c2, b_c3), (b_c0 * b_c1) * (b_c2 * b_c3)
+    b_c0, b_c1, b_c2, b_c3 = pick_octet(prefix[7], 0), pick_octet(prefix[7], 1), pick_octet(prefix[7], 2), pick_octet(prefix[7], 3)
+    return join_octets(prefix), join_octets(suffix), (b_c0, b_c1, b_c2, b_c3), (b_c0 * b_c1) * (b_c2 * b_c3)
 
 
 @triton.jit
 def from_start(b_prefix, c):
     """Decay from the span's start to each token, [BK, 32]."""
-    return b_prefix * spread(per_octet(tl.full(c[0].shape, 1.0, tl.float32), c[0], c[0] * c[1], c[0] * c[1] * c[2]))
+    return b_prefix * spread_octets(per_octet(tl.full(c[0].shape, 1.0, tl.float32), c[0], c[0] * c[1], c[0] * c[1] * c[2]))
 
 
 @triton.jit
 def to_end(b_suffix, c):
     """Decay from each token to the span's end, [BK, 32]."""
-    return b_suffix * spread(per_octet(c[1] * c[2] * c[3], c[2] * c[3], c[3], tl.full(c[0].shape, 1.0, tl.float32)))
+    return b_suffix * spread_octets(per_octet(c[1] * c[2] * c[3], c[2] * c[3], c[3], tl.full(c[0].shape, 1.0, tl.float32)))
 
 
 @triton.jit
 def in_parts(b_x):
     """float32 -> three bfloat16 parts that sum to it."""
-    b_hi = narrow(b_x, tl.bfloat16)
+    b_hi = round_to(b_x, tl.bfloat16)
     b_rest = b_x - b_hi.to(tl.float32)
-    b_mid = narrow(b_rest, tl.bfloat16)
-    return b_hi, b_mid, narrow(b_rest - b_mid.to(tl.float32), tl.bfloat16)
+    b_mid = round_to(b_rest, tl.bfloat16)
+    return b_hi, b_mid, round_to(b_rest - b_mid.to(tl.float32), tl.bfloat16)
 
 
 @triton.jit
-def identity(R: tl.constexpr):
+def identity_matrix(R: tl.constexpr):
     o_i = tl.arange(0, R)
     return tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
-def placed(b_x, b_I):
+def placed_by_product(b_x, b_I):
     """[BK, R] -> float32, by products with the identity: the result lies as every other product's does, and so does all that is computed
     from it."""
     if b_x.dtype.is_bf16():
@@ -204,7 +204,7 @@ def load_span(p_x, o_t, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, A
     m_x = (o_t < eos)[:, None]
     if K < KP:
         m_x = m_x & (o_k < K)[None, :]
-    return placed(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), b_I)
+    return placed_by_product(tl.trans(tl.load(p_x, mask=m_x, other=0.0)), b_I)
 
 
 @triton.jit
@@ -225,4 +225,4 @@ def load_decay(
 ):  # fmt: skip
     """The tokens' decays [BK, R], 1 past the end."""
     b_x = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN, HAS_DT_BIAS)
-    return tl.where((o_t < eos)[None, :], decay(b_x, a, lower_bound, GATE, EXACT, PTX), 1.0)
+    return tl.where((o_t < eos)[None, :], gate_decay(b_x, a, lower_bound, GATE, EXACT, PTX), 1.0)

@@ -75,7 +75,7 @@ def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
+def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
     """e^g for g = the gate's log-decay of x = g + bias."""
     if EXACT:
         if GATE == "softplus":

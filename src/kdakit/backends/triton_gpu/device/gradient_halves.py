@@ -7,27 +7,27 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.device.channel_tiles import as_span, channel_rows, octet_sums, side_by_side, span_tokens
 from kdakit.backends.triton_gpu.device.gate import LOG2E, gate_backward, power_of_2, reciprocal
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pair_gradients import load_pairs
-from kdakit.backends.triton_gpu.device.token_tiles import widened
+from kdakit.backends.triton_gpu.device.token_tiles import to_float32
 
 
 @triton.jit
-def load_part(p_parts, i: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr):
+def load_d_tile(p_d_tiles, i: tl.constexpr, FIRST: tl.constexpr, KP: tl.constexpr):
     """Gradients of q_decayed (0), k_in (1) or k_decayed (2) of the half that begins at token FIRST, [KP, 32], for `as_span`."""
     o_x = (i * KP + channel_rows(KP))[:, None] * 64 + FIRST + tl.arange(0, 32)[None, :]
-    return tl.load(p_parts + o_x)
+    return tl.load(p_d_tiles + o_x)
 
 
 @triton.jit
 def load_scale(p_scales, i: tl.constexpr, KP: tl.constexpr):
-    """What the channels of that part are to be taken times, [KP, 1]."""
+    """What the channels of that tile are to be taken times, [KP, 1]."""
     return tl.load(p_scales + i * KP + tl.arange(0, KP))[:, None]
 
 
 @triton.jit
-def whole_part(b_x, PTX: tl.constexpr):
-    """A part as `load_part` has it -> [KP, 32] float32, before it is scaled. See `token_tiles.widened`."""
+def widened_d_tile(b_x, PTX: tl.constexpr):
+    """A tile as `load_d_tile` has it -> [KP, 32] float32, before it is scaled. See `token_tiles.to_float32`."""
     b_x = as_span(b_x)
     if PTX:
         asm: tl.constexpr = "{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y; }"
@@ -50,21 +50,21 @@ def load_rows(p_x, p_y, FIRST: tl.constexpr, s_x, s_y, length, other, R: tl.cons
 
 
 @triton.jit
-def nothing(GATE: tl.constexpr):
+def input_without_decay(GATE: tl.constexpr):
     """A gate's input that decays nothing; finite, since it goes through a product."""
     return 0.0 if GATE == "log_decay" else -3e38
 
 
 @triton.jit
-def load_half(p_q, p_k, p_g, p_norms, p_pairs, p_parts, FIRST: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr,
+def load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, FIRST: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr,
               KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr):  # fmt: skip
-    """All that a half needs, as it lies in memory: g, q above k, 1 / |q|, 1 / |k| [1, 32], the three parts, and the pairs
+    """All that a half needs, as it lies in memory: g, q above k, 1 / |q|, 1 / |k| [1, 32], the three tiles, and the pairs
     [64, 32]. Asked for at once, so that the memory's delay is paid once."""
     o_t = span_tokens(32) + FIRST
-    b_g = load_rows(p_g, p_g, FIRST, s_gt, s_gt, length, nothing(GATE), 32, K, KP, ALIGN)
+    b_g = load_rows(p_g, p_g, FIRST, s_gt, s_gt, length, input_without_decay(GATE), 32, K, KP, ALIGN)
     b_qk = load_rows(p_q, p_k, FIRST, s_qt, s_kt, length, 0.0, 64, K, KP, ALIGN)
     b_r_q, b_r_k = tl.load(p_norms + o_t)[None, :], tl.load(p_norms + 64 + o_t)[None, :]
-    b_dq, b_dk, b_dc = load_part(p_parts, 0, FIRST, KP), load_part(p_parts, 1, FIRST, KP), load_part(p_parts, 2, FIRST, KP)
+    b_dq, b_dk, b_dc = load_d_tile(p_d_tiles, 0, FIRST, KP), load_d_tile(p_d_tiles, 1, FIRST, KP), load_d_tile(p_d_tiles, 2, FIRST, KP)
     return b_g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, load_pairs(p_pairs, FIRST, FIRST, 64)
 
 
@@ -76,7 +76,7 @@ def other_octet(b_x, s: tl.constexpr):
 
 
 @triton.jit
-def total(b_x):
+def token_totals(b_x):
     """[KP, 32] -> sums over all tokens, [KP, 4]."""
     b_x = octet_sums(b_x)
     b_x += other_octet(b_x, 1)
@@ -91,7 +91,7 @@ def store_rows(p_x, p_y, FIRST: tl.constexpr, HV, length, b_x, b_y, K: tl.conste
     m_d = (o_t < length)[:, None]
     if K < KP:
         m_d = m_d & (o_k < K)[None, :]
-    tl.store(p_d, tl.trans(narrow(side_by_side(b_x, b_y), p_x.dtype.element_ty)), mask=m_d)
+    tl.store(p_d, tl.trans(round_to(side_by_side(b_x, b_y), p_x.dtype.element_ty)), mask=m_d)
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def half_gates(
     """From the gradient b_d of the log-decays of a half and their inputs b_g: stores d_g; returns the sums over its tokens of the gradient
     of the gate's input and of the terms of d_A_log, both [KP]."""
     o_k, o_t = tl.arange(0, KP), span_tokens(32) + FIRST
-    b_x = widened(b_g, PTX) if b_g.dtype.is_bf16() else b_g.to(tl.float32)
+    b_x = to_float32(b_g, PTX) if b_g.dtype.is_bf16() else b_g.to(tl.float32)
     if HAS_DT_BIAS:
         b_x += tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
     if GATE == "bounded":  # `gate_backward` in fewer steps
@@ -116,5 +116,5 @@ def half_gates(
     m_d = (o_t < length)[:, None]
     if K < KP:
         m_d = m_d & (o_k < K)[None, :]
-    tl.store(p_d, tl.trans(narrow(b_d, p_d_g.dtype.element_ty)), mask=m_d)
+    tl.store(p_d, tl.trans(round_to(b_d, p_d_g.dtype.element_ty)), mask=m_d)
     return tl.sum(b_d, 1), tl.sum(b_A, 1)

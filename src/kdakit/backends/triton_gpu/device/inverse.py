@@ -5,14 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
 from kdakit.backends.triton_gpu.device.program import row_of_token
 
 DIVISIBLE = tl.constexpr(0.015625)  # a smaller write strength leaves too few digits of what it multiplied
 
 
 @triton.jit
-def beside(b_x, b_y):
+def join_columns(b_x, b_y):
     """[M, N], [M, N] -> [M, 2 N]"""
     return tl.reshape(tl.permute(tl.join(b_x, b_y), (0, 2, 1)), [b_x.shape[0], 2 * b_x.shape[1]])
 
@@ -39,9 +39,9 @@ def inverse_of_blocks(b_N, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     b_X = tl.where(o_x == 0, 1.0, tl.where(o_x == 1, b_N, 0.0))
     b_Xt = tl.permute(b_X, (0, 2, 1))
     for i in tl.static_range(1, 4):
-        b_M = narrow(tl.where((o_x >= (1 << i)) & (o_x < (2 << i)), b_N, 0.0), DTYPE)
-        b_Xn, b_Xtn = narrow(b_X, DTYPE), narrow(b_Xt, DTYPE)
-        b_Yt = narrow(product(b_Xtn, tl.permute(b_M, (0, 2, 1)), PRECISION), DTYPE)
+        b_M = round_to(tl.where((o_x >= (1 << i)) & (o_x < (2 << i)), b_N, 0.0), DTYPE)
+        b_Xn, b_Xtn = round_to(b_X, DTYPE), round_to(b_Xt, DTYPE)
+        b_Yt = round_to(product(b_Xtn, tl.permute(b_M, (0, 2, 1)), PRECISION), DTYPE)
         b_X = product_add(b_Xn, tl.permute(b_Yt, (0, 2, 1)), b_X, PRECISION)
         b_Xt = product_add(b_Yt, tl.permute(b_Xn, (0, 2, 1)), b_Xt, PRECISION)
     return b_X
@@ -59,22 +59,22 @@ def unit_lower_inverse(b_near, b_far, DTYPE: tl.constexpr, PRECISION: tl.constex
     b_D = tl.reshape(b_D, [64, 16])
     b_left = tl.where(m_odd, b_left, 0.0)
     b_2, b_3 = column_halves(b_far)
-    b_N = beside(tl.where(m_0, b_left, 0.0), tl.zeros([64, 16], tl.float32))
-    b_N = beside(b_N, beside(tl.where(m_0, b_2, b_left), tl.where(m_0, b_3, 0.0)))
+    b_N = join_columns(tl.where(m_0, b_left, 0.0), tl.zeros([64, 16], tl.float32))
+    b_N = join_columns(b_N, join_columns(tl.where(m_0, b_2, b_left), tl.where(m_0, b_3, 0.0)))
     b_0, b_1 = tl.where(before_row(o_i, 16), b_D, 0.0), tl.where(m_0 & m_odd, b_D, 0.0)
     b_2, b_3 = tl.where(before_row(o_i, 48) & ~m_0, b_D, 0.0), tl.where(before_row(o_i, 48), 0.0, b_D)
-    b_D = beside(beside(b_0, b_1), beside(b_2, b_3))
-    b_Dn = narrow(b_D, DTYPE)
-    b_P = narrow(product(b_Dn, narrow(b_N, DTYPE), PRECISION), DTYPE)
-    b_X = product_add(narrow(product(b_P, b_P, PRECISION), DTYPE), b_Dn, b_D, PRECISION)
-    return product_add(b_P, narrow(b_X, DTYPE), b_X, PRECISION)
+    b_D = join_columns(join_columns(b_0, b_1), join_columns(b_2, b_3))
+    b_Dn = round_to(b_D, DTYPE)
+    b_P = round_to(product(b_Dn, round_to(b_N, DTYPE), PRECISION), DTYPE)
+    b_X = product_add(round_to(product(b_P, b_P, PRECISION), DTYPE), b_Dn, b_D, PRECISION)
+    return product_add(b_P, round_to(b_X, DTYPE), b_X, PRECISION)
 
 
 @triton.jit
-def load_inverse(p_lower, b_beta, o_i, o_c, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr):
+def load_inverse(p_lower, b_beta, o_i, o_c, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr):
     """(I + A_kk)^-1 = I - Diag(beta) lower for the tokens o_i [R], whose beta is given; columns o_c [R] in the order of `row_tokens`, as
     `lower` lies. Rows and columns from C on are 0."""
-    o_r = row_of_token(o_i, S, GROUP)
+    o_r = row_of_token(o_i, HALF, GROUP)
     m_x = (o_i < C)[:, None] & (o_c < C)[None, :]
     b_N = tl.load(p_lower + o_r[:, None] * C + o_c[None, :], mask=m_x, other=0.0).to(tl.float32)
     return tl.where(m_x & (o_r[:, None] == o_c[None, :]), 1.0, 0.0) - b_beta[:, None] * b_N

@@ -9,7 +9,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def narrow(x, DTYPE: tl.constexpr):
+def round_to(x, DTYPE: tl.constexpr):
     """float32 x rounded to nearest even in DTYPE. The interpreter truncates to bfloat16, so there the rounding is spelled out."""
     if INTERPRETED and DTYPE.is_bf16():
         bits = x.to(tl.uint32, bitcast=True)
@@ -19,7 +19,7 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def widen(x, DTYPE: tl.constexpr):
+def stored_operand(x, DTYPE: tl.constexpr):
     """A stored tile as an operand of DTYPE."""
     return x.to(tl.float32).to(DTYPE)
 
@@ -43,7 +43,7 @@ def product_add(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def traded(b_x):
+def trade_rows(b_x):
     """[C, X] -> the same rows, row c at (c // 2 % 4) C / 4 + c // 8 * 2 + c % 2. Names registers, moves nothing.
 
     Between rows of memory and the matrix units' order a tile goes through shared memory in rounds, each with two barriers, one for every
@@ -56,8 +56,8 @@ def traded(b_x):
 
 
 @triton.jit
-def traded_back(b_x):
-    """The inverse of `traded`."""
+def trade_rows_back(b_x):
+    """The inverse of `trade_rows`."""
     C: tl.constexpr = b_x.shape[0]
     X: tl.constexpr = b_x.shape[1]
     return tl.reshape(tl.permute(tl.reshape(b_x, [4, C // 8, 2, X]), (1, 0, 2, 3)), [C, X])

@@ -12,19 +12,19 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.device.channel_tiles import (
     earlier_get,
+    join_octets,
     later_get,
-    octet,
     octet_sums,
-    octets,
     per_octet,
+    pick_octet,
     side_by_side,
-    sides,
-    span,
     span_tokens,
-    spread,
+    split_octets,
+    split_sides,
+    spread_octets,
 )
 from kdakit.backends.triton_gpu.device.gate import reciprocal
-from kdakit.backends.triton_gpu.device.matrix import narrow, product
+from kdakit.backends.triton_gpu.device.matrix import product, round_to
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def level_pairs(b_dA, b: tl.constexpr, DTYPE: tl.constexpr):
         m_pairs = (o_i // 16 == o_j // 16) & ((o_i > o_j) | ((o_i == o_j) & (o_p < 32)))
     else:
         m_pairs = (o_i // b % 2 == 1) & (o_i // b == o_j // b + 1)
-    return narrow(tl.where(m_pairs, b_dA.to(tl.float32), 0.0), DTYPE)
+    return round_to(tl.where(m_pairs, b_dA.to(tl.float32), 0.0), DTYPE)
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def level_gradient(b_q, b_k, b_f, b_M, PRECISION: tl.constexpr):
     """
     DTYPE: tl.constexpr = b_M.dtype
     b_z = b_k * b_f
-    b_dk = product(narrow(side_by_side(b_q * b_f, b_z), DTYPE), b_M, PRECISION)
-    b_dq, b_dk1 = sides(product(narrow(b_z, DTYPE), tl.trans(b_M), PRECISION))
+    b_dk = product(round_to(side_by_side(b_q * b_f, b_z), DTYPE), b_M, PRECISION)
+    b_dq, b_dk1 = split_sides(product(round_to(b_z, DTYPE), tl.trans(b_M), PRECISION))
     b_dq, b_dk = b_dq * b_f, (b_dk + b_dk1) * b_f
     return b_dq, b_dk, b_q * b_dq + b_k * b_dk
 
@@ -71,13 +71,13 @@ def block_gradient(b_q, b_k, b_row, b_col, b_M, PRECISION: tl.constexpr):
     vanished.
     """
     DTYPE: tl.constexpr = b_M.dtype
-    b_left = narrow(side_by_side(b_q * b_row, b_k * b_row), DTYPE)
-    b_right = narrow(b_k * b_col, DTYPE)
+    b_left = round_to(side_by_side(b_q * b_row, b_k * b_row), DTYPE)
+    b_right = round_to(b_k * b_col, DTYPE)
     b_dk = product(b_left, b_M, PRECISION)
     b_u = -b_right.to(tl.float32) * b_dk
     b_dk = b_dk * b_col
-    b_dq, b_dk1 = sides(product(b_right, tl.trans(b_M), PRECISION))
-    b_lq, b_lk = sides(b_left)
+    b_dq, b_dk1 = split_sides(product(b_right, tl.trans(b_M), PRECISION))
+    b_lq, b_lk = split_sides(b_left)
     b_u += b_lq.to(tl.float32) * b_dq + b_lk.to(tl.float32) * b_dk1
     return b_dq * b_row, b_dk + b_dk1 * b_row, b_u
 
@@ -86,7 +86,7 @@ def block_gradient(b_q, b_k, b_row, b_col, b_M, PRECISION: tl.constexpr):
 def gate_sums(b_rows, b_cols, b_carry):
     """Shares of the gates [BK, 32] from those of rows, which go to the gates of their octet up to their own, those of columns, which go to
     the gates of their octet after them, and b_carry [BK, 4], which goes to all gates of an octet."""
-    r, s = octets(b_rows), octets(b_cols)
+    r, s = split_octets(b_rows), split_octets(b_cols)
     b_run = b_carry
     y = (b_run,)
     for i in tl.static_range(7):
@@ -97,7 +97,7 @@ def gate_sums(b_rows, b_cols, b_carry):
     for i in tl.static_range(7):
         b_run = b_run + r[6 - i]
         x = (y[6 - i] + b_run,) + x  # noqa: RUF005
-    return span(x)
+    return join_octets(x)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def span_sums(b_rows, b_cols):
 def block_sums(b_rows, b_cols):
     """`gate_sums` where rows go to all earlier gates of their block of 16 and columns to all later ones."""
     b_r, b_c = octet_sums(b_rows), octet_sums(b_cols)
-    return gate_sums(b_rows, b_cols, per_octet(octet(b_r, 1), octet(b_c, 0), octet(b_r, 3), octet(b_c, 2)))
+    return gate_sums(b_rows, b_cols, per_octet(pick_octet(b_r, 1), pick_octet(b_c, 0), pick_octet(b_r, 3), pick_octet(b_c, 2)))
 
 
 @triton.jit
@@ -120,9 +120,11 @@ def bounded_pairs(b_q, b_k, b_prefix, c, b_dA, PTX: tl.constexpr, PRECISION: tl.
     o_t = span_tokens(32)[None, :]
     b_one = tl.full(c[0].shape, 1.0, tl.float32)
     b_total = per_octet(c[0], c[1], c[2], c[3])
-    b_row = b_prefix * spread(per_octet(reciprocal(c[0], PTX), b_one, reciprocal(c[2], PTX), b_one))
+    b_row = b_prefix * spread_octets(per_octet(reciprocal(c[0], PTX), b_one, reciprocal(c[2], PTX), b_one))
     b_dq, b_dk, b_w = block_gradient(b_q, b_k, b_row, reciprocal(b_row, PTX), level_pairs(b_dA, 0, DTYPE), PRECISION)
-    b_f = tl.where(o_t >= 16, b_prefix, reciprocal(b_prefix, PTX) * spread(b_total)) * spread(per_octet(c[1], b_one, b_one, c[2]))
+    b_f = tl.where(o_t >= 16, b_prefix, reciprocal(b_prefix, PTX) * spread_octets(b_total)) * spread_octets(
+        per_octet(c[1], b_one, b_one, c[2])
+    )
     b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16, DTYPE), PRECISION)
     return b_dq + b_dq1, b_dk + b_dk1, block_sums(b_w + tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
 
@@ -133,7 +135,7 @@ def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION: tl.co
     DTYPE: tl.constexpr = b_dA.dtype
     o_t = span_tokens(32)[None, :]
     b_one = tl.full(c[0].shape, 1.0, tl.float32)
-    b_f = tl.where(o_t >= 16, b_prefix, b_suffix) * spread(per_octet(c[1], b_one, b_one, c[2]))
+    b_f = tl.where(o_t >= 16, b_prefix, b_suffix) * spread_octets(per_octet(c[1], b_one, b_one, c[2]))
     b_dq, b_dk, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16, DTYPE), PRECISION)
     b_d_g = block_sums(tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
     m_odd = o_t // 8 % 2 == 1
@@ -141,28 +143,28 @@ def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION: tl.co
     b_dq, b_dk = b_dq + b_dq1, b_dk + b_dk1
     b_d_g += gate_sums(tl.where(m_odd, b_u, 0.0), tl.where(m_odd, 0.0, b_u), tl.zeros([b_k.shape[0], 4], tl.float32))
 
-    e = octets(b_e)
+    e = split_octets(b_e)
     b_1 = tl.full(e[0].shape, 1.0, tl.float32)
     b_0 = tl.zeros_like(b_1)
     b_45, b_23 = e[4] * e[5], e[2] * e[3]
     b_456 = b_45 * e[6]
-    b_f = span((e[1] * b_23, b_23, e[3], b_1, e[4], b_45, b_456, b_456 * e[7]))
+    b_f = join_octets((e[1] * b_23, b_23, e[3], b_1, e[4], b_45, b_456, b_456 * e[7]))
     b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 4, DTYPE), PRECISION)
-    b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, octets(b_u)
+    b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, split_octets(b_u)
     b_67, b_01 = u[6] + u[7], u[0] + u[1]
     b_567 = u[5] + b_67
-    b_d_g += span((b_0, u[0], b_01, b_01 + u[2], u[4] + b_567, b_567, b_67, u[7]))
+    b_d_g += join_octets((b_0, u[0], b_01, b_01 + u[2], u[4] + b_567, b_567, b_67, u[7]))
 
-    b_f = span((e[1], b_1, e[2], b_23, e[5], b_1, e[6], e[6] * e[7]))
+    b_f = join_octets((e[1], b_1, e[2], b_23, e[5], b_1, e[6], e[6] * e[7]))
     b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 2, DTYPE), PRECISION)
-    b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, octets(b_u)
-    b_d_g += span((b_0, u[0], u[2] + u[3], u[3], b_0, u[4], u[6] + u[7], u[7]))
+    b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, split_octets(b_u)
+    b_d_g += join_octets((b_0, u[0], u[2] + u[3], u[3], b_0, u[4], u[6] + u[7], u[7]))
 
-    b_f = span((b_1, e[1], b_1, e[3], b_1, e[5], b_1, e[7]))
+    b_f = join_octets((b_1, e[1], b_1, e[3], b_1, e[5], b_1, e[7]))
     b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 1, DTYPE), PRECISION)
-    b_diagonal, u = diagonal_of(b_dA)[None, :], octets(b_u)
+    b_diagonal, u = diagonal_of(b_dA)[None, :], split_octets(b_u)
     b_dq, b_dk = b_dq + b_dq1 + b_diagonal * b_k, b_dk + b_dk1 + b_diagonal * b_q
-    return b_dq, b_dk, b_d_g + span((b_0, u[1], b_0, u[3], b_0, u[5], b_0, u[7]))
+    return b_dq, b_dk, b_d_g + join_octets((b_0, u[1], b_0, u[3], b_0, u[5], b_0, u[7]))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 
 LARGEST = tl.constexpr(127.0)
 SMALLEST = tl.constexpr(32.0)
@@ -46,7 +46,7 @@ def load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, F
 
 
 @triton.jit
-def dither(b_x):
+def dither_of_bits(b_x):
     """[0, 1) from the bits of x."""
     b = b_x.to(tl.uint32, bitcast=True)
     b = (b ^ (b >> 15)) * 0x2C1B3C6D
@@ -65,7 +65,7 @@ def store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, 
         keep = (b_largest <= LARGEST * b_scale) & (b_largest >= SMALLEST * b_scale)
         b_scale = tl.where(keep, b_scale, b_largest / LARGEST)
         b_steps = b_S * (1.0 / tl.where(b_scale > 0, b_scale, 1.0))[None, :]
-        b_codes = tl.floor(b_steps + 0.5) if FEEDBACK else tl.floor(b_steps + dither(b_S))
+        b_codes = tl.floor(b_steps + 0.5) if FEEDBACK else tl.floor(b_steps + dither_of_bits(b_S))
         b_codes = tl.minimum(tl.maximum(b_codes, -LARGEST), LARGEST)
         tl.store(p_states + o_state, b_codes.to(tl.int8), mask=m_state)
         tl.store(p_scales + o_scale, b_scale, mask=m_k)
@@ -76,7 +76,7 @@ def store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, 
             b_codes += b_left / RESIDUAL
         b_S = b_codes * b_scale[None, :]
     else:
-        b_stored = narrow(b_S, p_states.dtype.element_ty)
+        b_stored = round_to(b_S, p_states.dtype.element_ty)
         tl.store(p_states + o_state, b_stored, mask=m_state)
         b_S = b_stored.to(tl.float32)
     return b_S, b_scale

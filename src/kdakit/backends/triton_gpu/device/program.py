@@ -14,7 +14,7 @@ def first_slot(p_cu_seqlens, i_n, C: tl.constexpr):
 
 
 @triton.jit
-def locate(p_cu_seqlens, i_s, T, N, NT, C: tl.constexpr, VARLEN: tl.constexpr):
+def locate_chunk(p_cu_seqlens, i_s, T, N, NT, C: tl.constexpr, VARLEN: tl.constexpr):
     """Of the chunk in slot i_s: batch row, sequence, index in its sequence, and the sequence's first and last token + 1."""
     if VARLEN:
         i_n = find_sequence(p_cu_seqlens, i_s, N, C)
@@ -43,28 +43,28 @@ def find_sequence(p_cu_seqlens, i_s, N, C: tl.constexpr):
 
 
 @triton.jit
-def row_tokens(C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr):
+def row_tokens(C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr):
     """[C]: the token that each row of a chunk's tiles holds.
 
-    Within each part of S rows, row r is token (r % (S / GROUP)) * GROUP + r // (S / GROUP): GROUP consecutive tokens end up in the
+    Within each part of HALF rows, row r is token (r % (HALF / GROUP)) * GROUP + r // (HALF / GROUP): GROUP consecutive tokens end up in the
     registers of one thread, where scans over them cost nothing. Everything inside a chunk lives in this order; only loads of inputs and
     stores of outputs know tokens.
     """
     o_c = tl.arange(0, C)
-    o_r = o_c % S
-    return o_c - o_r + (o_r % (S // GROUP)) * GROUP + o_r // (S // GROUP)
+    o_r = o_c % HALF
+    return o_c - o_r + (o_r % (HALF // GROUP)) * GROUP + o_r // (HALF // GROUP)
 
 
 @triton.jit
-def row_of_token(o_t, S: tl.constexpr, GROUP: tl.constexpr):
+def row_of_token(o_t, HALF: tl.constexpr, GROUP: tl.constexpr):
     """The row that holds token o_t of a chunk: the inverse of `row_tokens`."""
-    o_r = o_t % S
-    return o_t - o_r + (o_r % GROUP) * (S // GROUP) + o_r // GROUP
+    o_r = o_t % HALF
+    return o_t - o_r + (o_r % GROUP) * (HALF // GROUP) + o_r // GROUP
 
 
 @triton.jit
 def state_offsets(i_state, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """[BV, KP] offsets of S^T in the i_state-th [K, V] (or [V, K]) matrix."""
+    """[BV, KP] offsets of HALF^T in the i_state-th [K, V] (or [V, K]) matrix."""
     if V_FIRST:
         return i_state * K * V + o_v[:, None] * K + o_k[None, :]
     return i_state * K * V + o_k[None, :] * V + o_v[:, None]

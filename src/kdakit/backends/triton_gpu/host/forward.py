@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from kdakit.backends.triton_gpu import config as configs
-from kdakit.backends.triton_gpu.config import Config, bounded, chunk_slots, padded, parts
-from kdakit.backends.triton_gpu.kernels.prepare import prepare_kernel
-from kdakit.backends.triton_gpu.kernels.prepare_normed import prepare_normed_kernel
-from kdakit.backends.triton_gpu.kernels.scan import scan_kernel
-from kdakit.backends.triton_gpu.kernels.scan_parts import combine_kernel, parts_kernel
-from kdakit.backends.triton_gpu.kernels.scan_staged import staged_scan_kernel
-from kdakit.backends.triton_gpu.kernels.step import step_kernel
-from kdakit.backends.triton_gpu.kernels.tail import tail_kernel
-from kdakit.backends.triton_gpu.runtime.launch import DTYPES, Launch, is_recording, on_device
+from kdakit.backends.triton_gpu.config import Config, chunk_slots, padded, parts
+from kdakit.backends.triton_gpu.kernels import prepare as prepare_plain
+from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, tail
+from kdakit.backends.triton_gpu.kernels import scan as scan_plain
+from kdakit.backends.triton_gpu.kernels import step as step_kernel
+from kdakit.backends.triton_gpu.runtime.launch import is_recording, on_device
 from kdakit.backends.triton_gpu.runtime.layout import Layout, Views, contiguous_parameters, views
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
-
-SECOND = 2**15  # the most programs along a grid's second axis
-TAIL_PROGRAMS, TAIL_BLOCK = 128, 2048  # the latter in elements
 
 
 class Workspace(NamedTuple):
@@ -36,7 +28,7 @@ class Workspace(NamedTuple):
     beta: torch.Tensor  # [slots, HV, C]  the prepare kernel's own
     lower: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward
     solved: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward: A_qk inverse
-    checkpoints: torch.Tensor | None = None  # [slots / CHECKPOINT, HV, VP, KP]  for a backward
+    checkpoints: torch.Tensor | None = None  # [slots / checkpoint, HV, VP, KP]  for a backward
 
 
 def workspace(problem: Problem, config: Config, device) -> Workspace:
@@ -50,137 +42,116 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
     space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), empty(C))
     if not problem.needs_grad:
         return space
-    points = torch.empty((-(-slots // configs.CHECKPOINT), HV, padded(problem.V), KP), dtype=dtype, device=device)
-    lower = empty(C, C, dtype=getattr(torch, config.solve))
+    points = torch.empty((-(-slots // config.checkpoint), HV, padded(problem.V), KP), dtype=dtype, device=device)
+    lower = empty(C, C, dtype=getattr(torch, config.solve_dtype))
     return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
-
-
-@lru_cache(maxsize=1024)
-def _prepare(problem: Problem, config: Config, layout: Layout) -> Launch:
-    o, C, strides = problem.options, config.chunk, layout.strides
-    numbers = (
-        problem.T, problem.N, -(-problem.T // C), problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
-        *strides["q"], *strides["k"], *strides["g"], *strides["b"],
-    )  # fmt: skip
-    constants = dict(
-        K=problem.K, KP=padded(problem.K), C=C, S=config.half, GROUP=config.group, DIAGONAL=config.diagonal, FLOOR=config.floor,
-        ALIGN=layout.align, VECTOR=config.vector, VARLEN=bool(problem.varlen), GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
-        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias,
-        PRECISION=config.precision, SOLVE=DTYPES[config.solve], PTX=config.ptx, HIP=config.hip,
-        HAS_LOWER=problem.needs_grad, BOUNDED=bounded(problem),
-    )  # fmt: skip
-    registers = {"maxnreg": config.prepare_registers} if config.prepare_registers else {}
-    slots, kernel = chunk_slots(problem, C), prepare_normed_kernel if config.normed else prepare_kernel
-    grid = (problem.HV, min(slots, SECOND), -(-slots // SECOND)) if config.normed else slots * problem.HV
-    return Launch(kernel, grid, numbers, constants, num_warps=config.prepare_warps, num_stages=1, **registers)
 
 
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
     """Stage intra of every chunk."""
     space = workspace(problem, config, arrays.q.device)
+    kernel = prepare_normed if config.normed else prepare_plain
     if space.slots:
-        _prepare(problem, config, x.layout)(
-            x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, space.tiles, space.squares, space.decay,
-            space.beta, space.lower, space.solved,
-        )  # fmt: skip
+        kernel.launch(problem, config, x.layout)(
+            q=x.q,
+            k=x.k,
+            g=x.g,
+            beta=arrays.beta,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            cu_seqlens=arrays.cu_seqlens,
+            tiles=space.tiles,
+            squares=space.squares,
+            decay=space.decay,
+            betas=space.beta,
+            lower=space.lower,
+            solved=space.solved,
+        )
     return space
 
 
-class Scan(NamedTuple):
-    """The scan of sequences, or of all their parts but the first, and what comes before that: see `parts`."""
+class Paged(NamedTuple):
+    """Where a scan finds and leaves states: in pages, by slot."""
 
-    all: Launch
-    first: Launch | None = None
-    parts: Launch | None = None
-    combine: Launch | None = None
+    states: torch.Tensor  # [pages, HV, K, V] or [pages, HV, V, K], pages apart
+    slots: torch.Tensor  # [N]
+    known: torch.Tensor | None  # [N]: 0 where a sequence begins with zeros, whatever its page holds
+    marks: torch.Tensor | None  # [chunk slots]: the page for the state before that chunk, or nobody's
+    first: int  # slots below are nobody's
 
-
-@lru_cache(maxsize=1024)
-def _scan(problem: Problem, config: Config, layout: Layout, number: int, checkpoint: int) -> Scan:
-    """In `number` parts."""
-    o, NT, HV, KP, VP = problem.options, -(-problem.T // config.chunk), problem.HV, padded(problem.K), padded(problem.V)
-    constants = dict(
-        K=problem.K, V=problem.V, KP=KP, VP=VP, C=config.chunk, S=config.half, GROUP=config.group,
-        ALIGN=layout.align, VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, HAS_INITIAL=problem.has_initial_state,
-        PRECISION=config.precision, STAGES=config.scan_stages, BV=config.block_v,
-        HAS_FINAL=o.output_final_state, HAS_STATES=o.return_intermediate_states, HAS_CHECKPOINTS=problem.needs_grad, PART="whole",
-    )  # fmt: skip
-    options = {"num_warps": config.scan_warps} | ({"maxnreg": config.registers} if config.registers else {})
-    numbers = problem.T, problem.N, NT, HV, *layout.strides["v"], max(1, o.chunk_size // config.chunk), checkpoint
-    rows, blocks = problem.N * HV, problem.N * HV * -(-problem.V // config.block_v)
-    if not config.staged:
-        return Scan(Launch(scan_kernel, blocks, numbers, constants, **options))
-    numbers = *numbers, number
-    if not config.split:
-        return Scan(Launch(staged_scan_kernel, blocks, numbers, constants, **options))
-    chained = {"launch_pdl": True} if config.ptx else {}
-    options |= chained
-    part_options = {"num_warps": config.part_warps} | ({"maxnreg": config.part_registers} if config.part_registers else {}) | chained
-    of_parts = constants | dict(BV=config.part_block, STAGES=config.part_stages)
-    of_states = constants | dict(BV=config.combine_block, STAGES=config.combine_stages)
-    part_numbers = problem.T, NT, HV, number, *layout.strides["v"]
-    return Scan(
-        Launch(staged_scan_kernel, blocks * max(number - 1, 1), numbers, constants | dict(PART="later"), **options),
-        Launch(staged_scan_kernel, blocks, numbers, constants | dict(PART="first"), **options),
-        Launch(parts_kernel, rows * max(number - 2, 1) * (VP + KP) // config.part_block, part_numbers, of_parts, **part_options),
-        Launch(combine_kernel, rows * VP // config.combine_block, part_numbers[:4], of_states, num_warps=config.combine_warps, **chained),
-    )
+    def numbers(self) -> tuple[int, int, int, int]:
+        """FIRST, CAPACITY, s_page and PAGE of the kernels."""
+        unit = math.gcd(16, self.states.stride(0))
+        return self.first, len(self.states), self.states.stride(0) // unit, unit
 
 
-def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> Result:
-    """Stages state and output of every sequence."""
+def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, paged: Paged | None = None) -> Result:
+    """Stages state and output of every sequence. paged: states come from pages and stay there."""
     o, device = problem.options, arrays.q.device
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=device)
-    final = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if o.output_final_state else None
+    initial, final = arrays.initial_state, None
+    if paged is not None:
+        initial = final = paged.states
+    elif o.output_final_state:
+        final = torch.empty(problem.state_shape, dtype=torch.float32, device=device)
     states, offsets = intermediate_states(problem, arrays) if o.return_intermediate_states else (None, None)
-    if problem.N:
-        number = parts(problem, config) if config.split else 1
-        launches = _scan(problem, config, x.layout, number, configs.CHECKPOINT)
-        tensors = (
-            x.v, space.tiles, space.squares, space.decay, arrays.cu_seqlens, out, arrays.initial_state, final, states, offsets,
-            space.checkpoints,
-        )  # fmt: skip
-        if config.staged:
-            tensors = *tensors, space.decay if config.split else None
-        if config.split and (number > 1 or is_recording()):  # compiled even then, so that a longer sequence finds it
-            KP, VP = padded(problem.K), padded(problem.V)
-            made = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=device)
-            tensors = *tensors[:-1], made
-            launches.first(*tensors)
-            launches.parts(x.v, space.tiles, space.decay, arrays.cu_seqlens, made)
-            launches.combine(made, arrays.cu_seqlens)
-        launches.all(*tensors)
-        clear_output(problem, arrays, out)
+    if not problem.N:
+        return Result(out, final, states)
+    tensors = dict(
+        v=x.v,
+        tiles=space.tiles,
+        squares=space.squares,
+        decay=space.decay,
+        cu_seqlens=arrays.cu_seqlens,
+        o=out,
+        initial=initial,
+        final=final,
+        states=states,
+        chunk_offsets=offsets,
+        checkpoints=space.checkpoints,
+        slots=paged.slots if paged else None,
+        known=paged.known if paged else None,
+        marks=paged.marks if paged else None,
+    )
+    of_pages = paged.numbers() if paged else None
+    if config.split:
+        scan_in_parts(problem, config, x.layout, of_pages, tensors)
+    elif config.staged:
+        scan_staged.launch(problem, config, x.layout, 1, "whole", of_pages)(**tensors, maps=None)
+    else:
+        scan_plain.launch(problem, config, x.layout, of_pages)(**tensors)
+    clear_output(problem, arrays, out)
     return Result(out, final, states)
+
+
+def scan_in_parts(problem: Problem, config: Config, layout: Layout, of_pages: tuple | None, tensors: dict[str, Any]) -> None:
+    """The first part beside the maps of those between it and the last; the states between parts; then all parts but the first."""
+    number, maps = parts(problem, config), tensors["decay"]  # of one part nothing reads the maps
+    if number > 1 or is_recording():  # compiled even then, so that a longer sequence finds it
+        KP, VP = padded(problem.K), padded(problem.V)
+        maps = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=tensors["v"].device)
+        scan_staged.launch(problem, config, layout, number, "first", of_pages)(**tensors, maps=maps)
+        of_parts = {name: tensors[name] for name in ("v", "tiles", "decay", "cu_seqlens")}
+        scan_parts.launch_parts(problem, config, layout, number)(**of_parts, maps=maps)
+        scan_parts.launch_combine(problem, config, layout, number)(maps=maps, cu_seqlens=tensors["cu_seqlens"])
+    scan_staged.launch(problem, config, layout, number, "later", of_pages)(**tensors, maps=maps)
 
 
 def intermediate_states(problem: Problem, arrays: Arrays):
     """The buffer for the states before each chunk, and per sequence the index of its first one. The number of chunks of packed sequences is
     known only to whoever reads cu_seqlens: the one place where the host waits, unless cu_seqlens_cpu is given."""
-    offsets, chunks = None, problem.chunks
-    if problem.varlen:
-        cu = arrays.cu_seqlens if arrays.cu_seqlens_cpu is None else arrays.cu_seqlens_cpu
-        counts = (cu.diff() + problem.options.chunk_size - 1) // problem.options.chunk_size
-        ends = counts.cumsum(0)
-        chunks = int(ends[-1])
-        offsets = (ends - counts).to(device=arrays.q.device, dtype=torch.int64)
-    return torch.empty((problem.B, chunks, *problem.state_shape[1:]), dtype=arrays.q.dtype, device=arrays.q.device), offsets
-
-
-@lru_cache(maxsize=1024)
-def _step(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
-    o, strides = problem.options, layout.strides
-    numbers = (
-        problem.T, problem.H, problem.HV, o.scale, o.lower_bound or 0.0,
-        *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["b"],
-    )  # fmt: skip
-    constants = dict(
-        K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=config.step_block_v, ALIGN=layout.align,
-        VARLEN=bool(problem.varlen), V_FIRST=o.state_v_first, GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm,
-        HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias, HAS_INITIAL=problem.has_initial_state, HAS_FINAL=has_final,
-    )  # fmt: skip
-    grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
-    return Launch(step_kernel, grid, numbers, constants, num_warps=config.step_warps)
+    like = dict(dtype=arrays.q.dtype, device=arrays.q.device)
+    if not problem.varlen:
+        return torch.empty((problem.B, problem.chunks, *problem.state_shape[1:]), **like), None
+    size, host = problem.options.chunk_size, arrays.cu_seqlens_cpu
+    counts = (arrays.cu_seqlens.diff() + size - 1) // size
+    ends = counts.cumsum(0)
+    offsets = (ends - counts).to(torch.int64)
+    if host is None:
+        return torch.empty((problem.B, int(ends[-1]), *problem.state_shape[1:]), **like), offsets
+    # Room for as many as there can be, whatever the two copies say: kernels go by the one on the device.
+    chunks = int(((host.diff() + size - 1) // size).sum())
+    return torch.zeros((problem.B, problem.chunks, *problem.state_shape[1:]), **like)[:, :chunks], offsets
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> Result:
@@ -197,8 +168,18 @@ def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Te
         final = torch.empty(problem.state_shape, dtype=getattr(torch, problem.state_dtype), device=x.v.device)
     if problem.N:
         with on_device(arrays.q):
-            _step(problem, config, x.layout, final is not None)(
-                x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, arrays.cu_seqlens, out, arrays.initial_state, final
+            step_kernel.launch(problem, config, x.layout, final is not None)(
+                q=x.q,
+                k=x.k,
+                v=x.v,
+                g=x.g,
+                beta=arrays.beta,
+                A_log=arrays.A_log,
+                dt_bias=arrays.dt_bias,
+                cu_seqlens=arrays.cu_seqlens,
+                o=out,
+                initial=arrays.initial_state,
+                final=final,
             )
             clear_output(problem, arrays, out)
     return Result(out, final)
@@ -207,16 +188,10 @@ def step(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Te
 def clear_output(problem: Problem, arrays: Arrays, o: torch.Tensor) -> None:
     """Zeros in the rows of o [1, T, HV, V] past the last packed sequence, which no other launch visits."""
     if problem.varlen and problem.T:
-        _tail(problem, False)(arrays.cu_seqlens, o, None, None, None, None)
+        tail.launch(problem, False)(cu_seqlens=arrays.cu_seqlens, v=o, q=None, k=None, g=None, beta=None)
 
 
 def clear_gradients(problem: Problem, arrays: Arrays, d_q, d_k, d_v, d_g, d_beta) -> None:
     """The same for gradients; d_q and d_k have HV heads."""
     if problem.varlen and problem.T:
-        _tail(problem, True)(arrays.cu_seqlens, d_v, d_q, d_k, d_g, d_beta)
-
-
-@lru_cache(maxsize=1024)
-def _tail(problem: Problem, gradients: bool) -> Launch:
-    numbers = problem.T, problem.N, problem.HV * problem.K, problem.HV * problem.V, problem.HV
-    return Launch(tail_kernel, TAIL_PROGRAMS, numbers, dict(BLOCK=TAIL_BLOCK, GRADIENTS=gradients), num_warps=4)
+        tail.launch(problem, True)(cu_seqlens=arrays.cu_seqlens, v=d_v, q=d_q, k=d_k, g=d_g, beta=d_beta)

@@ -3,62 +3,20 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, padded
-from kdakit.backends.triton_gpu.kernels.pool_decode import decode_kernel
-from kdakit.backends.triton_gpu.kernels.pool_draft import commit_kernel, draft_kernel, tokens_kernel
-from kdakit.backends.triton_gpu.runtime import launch as launches
+from kdakit.backends.triton_gpu import tiles
+from kdakit.backends.triton_gpu.config import Config, Cut, chip_of, chunk_slots, padded
+from kdakit.backends.triton_gpu.host import forward
+from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft
+from kdakit.backends.triton_gpu.kernels.pool_decode import Held
 from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
 from kdakit.backends.triton_gpu.runtime.launch import on_device
-from kdakit.backends.triton_gpu.runtime.layout import Layout, contiguous_parameters, views
+from kdakit.backends.triton_gpu.runtime.layout import contiguous_parameters, views
 from kdakit.problem import Arrays, Problem
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a call is cut, for up to 128 key channels; with more a program takes fewer value channels."""
-
-    block_v: int
-    warps: int
-
-
-# By call and layout, from benchmarks/serving_check.py on an H200, H = 32, K = V = 128.
-CUTS = {
-    ("decode", False): Cut(32, 2), ("verify", False): Cut(32, 1), ("advance", False): Cut(32, 1), ("commit", False): Cut(64, 4),
-    ("decode", True): Cut(16, 1), ("verify", True): Cut(64, 4), ("commit", True): Cut(32, 4),
-}  # fmt: skip
-TOKEN_WARPS = 2
-FETCHED = (8 << 20, 32 << 20)  # bytes of the states, in the order of the rows, that `tokens_kernel` asks for: the first are read at once
-
-
-def cut_for(call: str, pool: Any) -> Cut:
-    """Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
-    s = pool.sizes
-    if s.dtype == "int8":
-        return Cut(s.scale_group, 2)
-    cut = CUTS[call, s.state_v_first]
-    return Cut(max(16, min(cut.block_v * 128 // max(128, padded(s.K)), padded(s.V))), cut.warps)
-
-
-def padded_tokens(tokens: int) -> int:
-    """4 or 8: a draft's length as the kernels are compiled for it."""
-    return max(4, triton.next_power_of_2(tokens))
-
-
-@functools.lru_cache
-def chained(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one before it has ended: on NVIDIA's GPUs from Hopper on."""
-    return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
-
-
-def _options(warps: int, chain: bool, registers: int = 0) -> dict[str, Any]:
-    """Of a launch. registers: a thread's at most, 0: the compiler's choice."""
-    return {"num_warps": warps} | ({"launch_pdl": True} if chain else {}) | ({"maxnreg": registers} if registers else {})
 
 
 class Log(NamedTuple):
@@ -69,6 +27,21 @@ class Log(NamedTuple):
     u: torch.Tensor  # [N, T, HV, V] float32, divided by k's norm
 
 
+def cut_for(call: str, s: Any) -> Cut:
+    """For a pool of sizes s. Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
+    table = tiles.pool()
+    if s.dtype == "int8":
+        return Cut(s.scale_group, table["int8"]["warps"])
+    cut = table["cuts"][call]["VK" if s.state_v_first else "KV"]
+    return Cut(max(16, min(cut["block_v"] * 128 // max(128, padded(s.K)), padded(s.V))), cut["warps"])
+
+
+@functools.lru_cache
+def chained(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended: on NVIDIA's GPUs from Hopper on."""
+    return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
+
+
 def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config) -> torch.Tensor:
     """One launch."""
     storage = pool.storage
@@ -77,26 +50,83 @@ def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
     if problem.N and problem.T:
         with on_device(arrays.q):
-            _decode(problem, x.layout, pool.sizes, pool.capacity, cut_for("decode", pool))(
-                x.q, x.k, x.v, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, out, storage.states, storage.scales, storage.residual,
-                slots.contiguous(), pool.generation,
-            )  # fmt: skip
+            held = Held(0, pool.capacity, storage.states.stride(0), 1, out.stride()[:3])
+            pool_decode.launch(problem, x.layout, pool.sizes, held, cut_for("decode", pool.sizes))(
+                q=x.q,
+                k=x.k,
+                v=x.v,
+                g=x.g,
+                beta=arrays.beta,
+                A_log=arrays.A_log,
+                dt_bias=arrays.dt_bias,
+                o=out,
+                states=storage.states,
+                scales=storage.scales,
+                residual=storage.residual,
+                slots=slots.contiguous(),
+                generation=pool.generation,
+                accepted=None,
+                cu_seqlens=None,
+            )
     return out
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode(problem: Problem, layout: Layout, sizes: Any, capacity: int, cut: Cut) -> launches.Launch:
-    o, strides = problem.options, layout.strides
-    numbers = (
-        problem.T, problem.H, problem.HV, capacity, o.scale, o.lower_bound or 0.0,
-        *strides["q"], *strides["k"], *strides["v"], *strides["g"], *strides["b"],
-    )  # fmt: skip
-    constants = _activations(problem) | dict(
-        K=problem.K, V=problem.V, KP=triton.next_power_of_2(problem.K), BV=cut.block_v, ALIGN=layout.align, V_FIRST=sizes.state_v_first,
-        FEEDBACK=sizes.feedback, SINGLE=problem.T == 1,
-    )  # fmt: skip
-    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
-    return launches.Launch(decode_kernel, grid, numbers, constants, num_warps=cut.warps)
+def decode_pages(problem: Problem, arrays: Arrays, pages: Any, slots, accepted, out: torch.Tensor | None) -> None:
+    """One launch over memory that somebody else owns: see kdakit.serving.torch.pages.decode. out: None where only states are wanted;
+    cu_seqlens may then be [N, 2], the first and last token + 1 of each row."""
+    arrays = contiguous_parameters(arrays)
+    x = views(arrays)
+    if not (problem.N and problem.T):
+        return
+    drafted = slots.dim() == 2
+    strides = (0, 0, 0) if out is None else out.stride()[:3]
+    span = arrays.cu_seqlens.stride(0) if problem.varlen else 1
+    held = Held(pages.first, len(pages.states), pages.states.stride(0), slots.stride(0), strides, False, drafted, span)
+    with on_device(arrays.q):
+        pool_decode.launch(problem, x.layout, pages.sizes, held, cut_for("decode", pages.sizes))(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=arrays.beta,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            o=out,
+            states=pages.states,
+            scales=None,
+            residual=None,
+            slots=slots,
+            generation=None,
+            accepted=accepted,
+            cu_seqlens=arrays.cu_seqlens,
+        )
+        if out is not None and problem.varlen:
+            _clear(problem, arrays, out)
+
+
+def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
+    """Rows past the last sequence; of an `out` that is part of a wider one by PyTorch."""
+    if out.is_contiguous():
+        forward.clear_output(problem, arrays, out)
+    else:
+        out.masked_fill_((torch.arange(problem.T, device=out.device) >= arrays.cu_seqlens[-1])[:, None, None], 0)
+
+
+def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, config: Config) -> torch.Tensor:
+    """o. Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
+    arrays = contiguous_parameters(arrays)
+    x, C = views(arrays), config.chunk
+    with on_device(arrays.q):
+        placed = None if marks is None else marks.by_chunk(chunk_slots(problem, C), C, arrays.cu_seqlens, problem.T)
+        paged = forward.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
+        space = forward.prepare(problem, arrays, x, config)
+        o = forward.scan(problem, arrays, x, space, config, paged).o
+    if marks is not None and not marks.aligned:
+        spans, left = marks.left_over(C, arrays.cu_seqlens, problem.T)
+        step = problem.replace(op="recurrent", B=1, N=len(left), varlen="cu_seqlens", T=problem.B * problem.T)
+        flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
+        decode_pages(step, flat, pages, left, None, None)
+    return o
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
@@ -116,69 +146,91 @@ def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     out = torch.empty(value, dtype=x.v.dtype, device=device)
     if out.numel() == 0:
         return out, tuple(x.fill_(-1) for x in owners), log
-    sizes = dict(K=p.K, KP=padded(p.K), TP=padded_tokens(p.T), ALIGN=x.align, CHAINED=chained(device))
     with on_device(arrays.q):
-        made = _tokens(p, arrays, x, pool, slots, owners, log, sizes)
-        _draft(p, x, pool, slots, made, owners[1], log, out, past, sizes, config)
+        made = _tokens(p, arrays, x, pool, slots, owners, log)
+        _draft(p, x, pool, slots, made, owners[1], log, out, past, config)
     return out, owners, log
 
 
-def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, owners, log: Log, sizes: dict[str, Any]):
+def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, owners, log: Log) -> dict[str, torch.Tensor]:
     """The vectors that meet the states, and the coefficients: see `tokens_kernel`."""
-    o, rows, TP = problem.options, problem.N * problem.HV, sizes["TP"]
-    vectors = torch.empty((rows, TP, 2, sizes["KP"]), device=x.k.device)
+    rows, TP, KP = problem.N * problem.HV, pool_draft.padded_tokens(problem.T), padded(problem.K)
+    vectors = torch.empty((rows, TP, 2, KP), device=x.k.device)
     coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
-    args = (
-        x.q, x.k, x.g, arrays.beta, arrays.A_log, arrays.dt_bias, pool.storage.states, slots, pool.generation,
-        log.k, log.decay, *owners, vectors, coefficients,
-        problem.T, problem.H, problem.HV, pool.capacity, *_fetched(pool), o.scale, o.lower_bound or 0.0,
-        *x.strides["q"], *x.strides["k"], *x.strides["g"], *x.strides["b"],
-    )  # fmt: skip
-    registers = (
-        128 if sizes["CHAINED"] and TP == 8 and sizes["KP"] <= 128 else 0
-    )  # so that all programs of 32 rows of 32 heads begin at once
-    options = _options(TOKEN_WARPS, sizes["CHAINED"], registers)
-    launches.launch(tokens_kernel, problem.N + rows, args, sizes | _activations(problem), **options)
-    return vectors, coefficients
+    table, chain = tiles.pool()["tokens"], chained(slots.device)
+    cut = Cut(0, table["warps"], table["registers"] if chain and TP == 8 and KP <= 128 else 0, chain)
+    pool_draft.launch_tokens(problem, x.layout, pool.capacity, _fetched(pool), cut)(
+        q=x.q,
+        k=x.k,
+        g=x.g,
+        beta=arrays.beta,
+        A_log=arrays.A_log,
+        dt_bias=arrays.dt_bias,
+        states=pool.storage.states,
+        slots=slots,
+        generation=pool.generation,
+        log_k=log.k,
+        log_decay=log.decay,
+        log_slots=owners[0],
+        log_generation=owners[1],
+        vectors=vectors,
+        coefficients=coefficients,
+    )
+    return dict(vectors=vectors, coefficients=coefficients)
 
 
 def _fetched(pool: Any) -> tuple[int, int, int]:
     """From which head of which row on, and up to which, `tokens_kernel` asks for states; and the bytes of one."""
-    size = pool.sizes.K * pool.sizes.V * pool.storage.states.element_size()
-    return (FETCHED[0] // size, FETCHED[1] // size, size) if size % 16 == 0 else (0, 0, size)
+    size, fetched = pool.sizes.K * pool.sizes.V * pool.storage.states.element_size(), tiles.pool()["fetched_bytes"]
+    return (fetched["from"] // size, fetched["to"] // size, size) if size % 16 == 0 else (0, 0, size)
 
 
-def _draft(problem: Problem, x, pool: Any, slots, made, generation, log: Log, out, past, sizes: dict[str, Any], config: Config) -> None:
-    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool)
-    before = (None,) * 5 if past is None else (*past[0].log, past[0].generation, past[1].contiguous())
-    tokens = 0 if past is None else past[0].tokens
-    args = (x.v, out, storage.states, storage.scales, storage.residual, slots, pool.generation, *made, log.u, generation, *before,
-            problem.T, tokens, problem.HV, pool.capacity, *x.strides["v"])  # fmt: skip
-    constants = sizes | dict(
-        V=problem.V, BV=cut.block_v, PAST=padded_tokens(tokens) if past else 0, V_FIRST=pool.sizes.state_v_first,
-        FEEDBACK=pool.sizes.feedback, PRODUCT="sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32",
-    )  # fmt: skip
-    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
-    registers = 0 if config.hip or not pool.sizes.state_v_first else 168 if sizes["KP"] <= 128 else 255
-    if past is None and cut.warps == 1 and problem.T <= 4 and sizes["KP"] == 128 and not config.hip:
-        registers = 200  # eight warps a processor with as with 255, but in a better order: 23.2 us instead of 25.1 for 32 rows of 32 heads
-    launches.launch(draft_kernel, grid, args, constants, **_options(cut.warps, sizes["CHAINED"], registers))
+def _draft(problem: Problem, x, pool: Any, slots, made: dict[str, torch.Tensor], generation, log: Log, out, past, config: Config) -> None:
+    storage, cut = pool.storage, cut_for("verify" if past is None else "advance", pool.sizes)
+    product = "sums" if not pool.sizes.state_v_first else "ieee" if config.hip else "tf32"
+    cut = replace(cut, chained=chained(slots.device), registers=0 if config.hip else _draft_registers(problem, pool, past, cut))
+    before = past[0].log if past else Log(None, None, None)
+    pool_draft.launch_draft(problem, x.layout, pool.sizes, pool.capacity, past[0].tokens if past else None, product, cut)(
+        v=x.v,
+        o=out,
+        states=storage.states,
+        scales=storage.scales,
+        residual=storage.residual,
+        slots=slots,
+        generation=pool.generation,
+        **made,
+        log_u=log.u,
+        log_generation=generation,
+        past_k=before.k,
+        past_decay=before.decay,
+        past_u=before.u,
+        past_generation=past[0].generation if past else None,
+        accepted=past[1].contiguous() if past else None,
+    )
+
+
+def _draft_registers(problem: Problem, pool: Any, past: Any, cut: Cut) -> int:
+    table, KP = tiles.pool()["draft_registers"], padded(problem.K)
+    if past is None and cut.warps == 1 and problem.T <= 4 and KP == 128:
+        return table["KV_short"]
+    return 0 if not pool.sizes.state_v_first else table["VK" if KP <= 128 else "VK_wide"]
 
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
     """One launch."""
-    s, storage, cut = pool.sizes, pool.storage, cut_for("commit", pool)
-    N, T, HV, V = draft.log.u.shape
-    args = (storage.states, storage.scales, storage.residual, draft.slots.contiguous(), pool.generation, accepted.contiguous(),
-            *draft.log, draft.generation, T, HV)  # fmt: skip
-    chain = chained(storage.states.device)
-    constants = dict(K=s.K, V=V, KP=padded(s.K), BV=cut.block_v, TP=padded_tokens(T), V_FIRST=s.state_v_first,
-                     FEEDBACK=s.feedback, CHAINED=chain)  # fmt: skip
+    storage, cut = pool.storage, replace(cut_for("commit", pool.sizes), chained=chained(pool.storage.states.device))
+    N, T = draft.log.u.shape[:2]
     if draft.log.u.numel():
         with on_device(storage.states):
-            launches.launch(commit_kernel, N * HV * -(-V // cut.block_v), args, constants, **_options(cut.warps, chain))
-
-
-def _activations(problem: Problem) -> dict[str, Any]:
-    o = problem.options
-    return dict(GATE=o.gate, BETA=o.beta, L2NORM=o.l2norm, HAS_A_LOG=problem.has_A_log, HAS_DT_BIAS=problem.has_dt_bias)
+            pool_draft.launch_commit(N, T, pool.sizes, cut)(
+                states=storage.states,
+                scales=storage.scales,
+                residual=storage.residual,
+                slots=draft.slots.contiguous(),
+                generation=pool.generation,
+                accepted=accepted.contiguous(),
+                log_k=draft.log.k,
+                log_decay=draft.log.decay,
+                log_u=draft.log.u,
+                log_generation=draft.generation,
+            )

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config, chunk_slots
+from kdakit.backends.triton_gpu.device.matrix import round_to
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
@@ -19,7 +27,7 @@ def over_slots(p_shares, i_h, slots, HV, KP: tl.constexpr, R: tl.constexpr):
     return tl.sum(b_sum, 0)
 
 
-@triton.jit(do_not_specialize=["slots", "HV"])
+@kernel
 def sums_kernel(
     p_d_g, p_A_shares, p_bias_shares, p_d_A_log, p_d_dt_bias, slots, HV,
     K: tl.constexpr, KP: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
@@ -28,7 +36,13 @@ def sums_kernel(
     i_h, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, KP)
     if HAS_A_LOG:
         d_A = tl.sum(over_slots(p_A_shares, i_h, slots, HV, KP, 32), 0)
-        tl.store(p_d_A_log + i_h, narrow(d_A, p_d_A_log.dtype.element_ty))
+        tl.store(p_d_A_log + i_h, round_to(d_A, p_d_A_log.dtype.element_ty))
     if HAS_DT_BIAS:
         b_d = over_slots(p_bias_shares, i_h, slots, HV, KP, 32)
-        tl.store(p_d_dt_bias + i_h * K + o_k, narrow(b_d, p_d_dt_bias.dtype.element_ty), mask=o_k < K)
+        tl.store(p_d_dt_bias + i_h * K + o_k, round_to(b_d, p_d_dt_bias.dtype.element_ty), mask=o_k < K)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
+    values = arguments(problem, config, layout) | dict(slots=chunk_slots(problem, config.chunk))
+    return Launch(sums_kernel, problem.HV, values, num_warps=config.sums_warps)

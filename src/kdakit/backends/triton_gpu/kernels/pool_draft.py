@@ -12,17 +12,26 @@ CHAINED: the kernel is launched while the one before it ends (programmatic depen
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import activations, strides
+from kdakit.backends.triton_gpu.config import Cut, padded
 from kdakit.backends.triton_gpu.device.gate import inverse_norm, log2_decay, write_strength
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pool_state import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.device.program import state_offsets, wait_for_last
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
-def fetch(p, size):
+def fetch_into_cache(p, size):
     """Asks for `size` bytes from address p, both multiples of 16, to be brought into the L2 cache. Nothing is read."""
     tl.inline_asm_elementwise(
         """
@@ -44,14 +53,13 @@ def fetch(p, size):
 
 
 @triton.jit
-def lagged(p_k, p_decay, s_k, s_decay, m_x, o_t, lag: tl.constexpr):
+def load_tokens_before(p_k, p_decay, s_k, s_decay, m_x, o_t, lag: tl.constexpr):
     """k and d [TP, KP] of the token `lag` before each; 0 and 1 where there is none."""
     m_lag = m_x & (o_t >= lag)[:, None]
     return tl.load(p_k - lag * s_k, mask=m_lag, other=0.0), tl.load(p_decay - lag * s_decay, mask=m_lag, other=1.0)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "fetch_from", "fetch_to", "fetch_bytes", "scale", "lower_bound", "s_qb", "s_qt",
-                               "s_qh", "s_kb", "s_kt", "s_kh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@kernel
 def tokens_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_states, p_slots, p_generation,
     p_log_k, p_log_decay, p_log_slots, p_log_generation, p_vectors, p_coefficients,
@@ -113,13 +121,13 @@ def tokens_kernel(
         if (i_p >= fetch_from) & (i_p < fetch_to):
             slot, inside = slot_of(p_slots, i_n, CAPACITY)
             if inside:
-                fetch(p_states.to(tl.int64) + (slot * HV + i_h) * fetch_bytes, fetch_bytes)
+                fetch_into_cache(p_states.to(tl.int64) + (slot * HV + i_h) * fetch_bytes, fetch_bytes)
     before = ()
     for lag in tl.static_range(1, 4):
-        before += (lagged(p_k, p_log_decay + o_log, s_kt * ALIGN, HV * K, m_x, o_t, lag),)
+        before += (load_tokens_before(p_k, p_log_decay + o_log, s_kt * ALIGN, HV * K, m_x, o_t, lag),)
     for lag in tl.static_range(1, TP):
         if lag + 3 < TP:
-            before += (lagged(p_k, p_log_decay + o_log, s_kt * ALIGN, HV * K, m_x, o_t, lag + 3),)
+            before += (load_tokens_before(p_k, p_log_decay + o_log, s_kt * ALIGN, HV * K, m_x, o_t, lag + 3),)
         b_x = before[lag - 1][0].to(tl.float32) * b_c
         b_of_k = tl.where(o_lag == lag, (tl.sum(b_k * b_x, 1) * minus)[:, None], b_of_k)
         b_of_q = tl.where(o_lag == lag, (tl.sum(b_q * b_x, 1) * scale_q)[:, None], b_of_q)
@@ -133,7 +141,7 @@ def tokens_kernel(
 
 
 @triton.jit
-def halves(x):
+def split_to_tf32(x):
     """x = high + low, high in tf32's 11 bits."""
     high = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
     return high, x - high
@@ -143,8 +151,8 @@ def halves(x):
 def exact_product(a, b, TF32: tl.constexpr):
     """a @ b to float32's accuracy. TF32: from products of 11-bit halves, on matrix units."""
     if TF32:
-        a_high, a_low = halves(a)
-        b_high, b_low = halves(b)
+        a_high, a_low = split_to_tf32(a)
+        b_high, b_low = split_to_tf32(b)
         c = tl.dot(a_low, b_high, input_precision="tf32")
         c = tl.dot(a_high, b_low, c, input_precision="tf32")
         c = tl.dot(a_high, b_high, c, input_precision="tf32")
@@ -154,7 +162,7 @@ def exact_product(a, b, TF32: tl.constexpr):
 
 
 @triton.jit
-def four_columns(b, ROWS: tl.constexpr):
+def split_four_columns(b, ROWS: tl.constexpr):
     even, odd = tl.split(tl.reshape(b, [ROWS, 2, 2]))
     b_0, b_2 = tl.split(even)
     b_1, b_3 = tl.split(odd)
@@ -162,20 +170,20 @@ def four_columns(b, ROWS: tl.constexpr):
 
 
 @triton.jit
-def columns(b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def split_columns(b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The 4 or 8 columns of b [ROWS, COLUMNS]."""
     if COLUMNS == 4:
-        out = four_columns(b, ROWS)
+        out = split_four_columns(b, ROWS)
     else:
         even, odd = tl.split(tl.reshape(b, [ROWS, 4, 2]))
-        b_0, b_2, b_4, b_6 = four_columns(even, ROWS)
-        b_1, b_3, b_5, b_7 = four_columns(odd, ROWS)
+        b_0, b_2, b_4, b_6 = split_four_columns(even, ROWS)
+        b_1, b_3, b_5, b_7 = split_four_columns(odd, ROWS)
         out = (b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7)
     return out
 
 
 @triton.jit
-def triangle(p, TP: tl.constexpr):
+def load_triangle(p, TP: tl.constexpr):
     """The numbers of [TP, TP] on and below the diagonal, row by row."""
     out = ()
     for t in tl.static_range(TP):
@@ -185,7 +193,7 @@ def triangle(p, TP: tl.constexpr):
 
 
 @triton.jit
-def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, PRODUCT: tl.constexpr):
+def state_times_vectors(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constexpr, PRODUCT: tl.constexpr):
     """S^T w for all vectors w [TP, 2, KP]: two tuples of TP columns [BV].
 
     PRODUCT "sums": a sum over K for each, which costs nothing but its multiplications where a thread holds many key channels of few value
@@ -201,12 +209,14 @@ def meet(b_S, p_vectors, o_k, BV: tl.constexpr, KP: tl.constexpr, TP: tl.constex
     else:
         b_vectors = tl.load(p_vectors + tl.arange(0, 2 * TP)[None, :] * KP + o_k[:, None])  # [KP, 2 TP]
         b_us, b_os = tl.split(tl.reshape(exact_product(b_S, b_vectors, PRODUCT == "tf32"), [BV, TP, 2]))
-        us, os = columns(b_us, BV, TP), columns(b_os, BV, TP)
+        us, os = split_columns(b_us, BV, TP), split_columns(b_os, BV, TP)
     return us, os
 
 
 @triton.jit
-def logged(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, K: tl.constexpr, V: tl.constexpr, TP: tl.constexpr):
+def load_accepted_tokens(
+    p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, K: tl.constexpr, V: tl.constexpr, TP: tl.constexpr
+):
     """k and d [KP], and u [BV], of each token; 0, 1 and 0 for those that were not accepted."""
     keys, decays, values = (), (), ()
     for t in tl.static_range(TP):
@@ -219,7 +229,7 @@ def logged(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v,
 
 
 @triton.jit
-def replay(b_S, b_scale, keys, decays, values, TP: tl.constexpr):
+def add_accepted_tokens(b_S, b_scale, keys, decays, values, TP: tl.constexpr):
     """S <- Diag(c_n) S + sum_j x_nj u_j^T: every element of the state meets one product a token."""
     b_c = tl.full([b_S.shape[1]], 1.0, tl.float32)
     xs = ()
@@ -232,7 +242,7 @@ def replay(b_S, b_scale, keys, decays, values, TP: tl.constexpr):
     return b_S, b_scale * b_c
 
 
-@triton.jit(do_not_specialize=["T", "T_past", "HV", "CAPACITY", "s_vb", "s_vt", "s_vh"])
+@kernel
 def draft_kernel(
     p_v, p_o, p_states, p_scales, p_residual, p_slots, p_generation, p_vectors, p_coefficients,
     p_log_u, p_log_generation, p_past_k, p_past_decay, p_past_u, p_past_generation, p_accepted,
@@ -270,8 +280,8 @@ def draft_kernel(
         accepted = tl.where((generation >= 0) & (tl.load(p_past_generation + i_n) == generation), accepted, 0)
         i_past = i_n * T_past * HV + i_h
         moves = accepted > 0
-        keys, decays, values = logged(p_past_k, p_past_decay, p_past_u, i_past, HV, accepted, o_k, o_v, m_k, m_v, K, V, PAST)
-        b_new, b_scale = replay(b_S, b_scale, keys, decays, values, PAST)
+        keys, decays, values = load_accepted_tokens(p_past_k, p_past_decay, p_past_u, i_past, HV, accepted, o_k, o_v, m_k, m_v, K, V, PAST)
+        b_new, b_scale = add_accepted_tokens(b_S, b_scale, keys, decays, values, PAST)
         if p_states.dtype.element_ty != tl.float32:  # the tokens see the state as it is stored
             b_new, _ = store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & moves, m_k & moves, b_new, b_scale, FEEDBACK)
         if p_states.dtype.element_ty == tl.int8:  # in floats the replay of nothing is what was read
@@ -279,10 +289,10 @@ def draft_kernel(
         b_S = b_new
     # All loads come before the stores, which they cannot overtake. Eight tokens have too many numbers to keep beside the state.
     if TP == 4:
-        of_k, of_q = triangle(p_of_k, TP), triangle(p_of_q, TP)
-    us, os = meet(b_S, p_vectors, o_k, BV, KP, TP, PRODUCT)
+        of_k, of_q = load_triangle(p_of_k, TP), load_triangle(p_of_q, TP)
+    us, os = state_times_vectors(b_S, p_vectors, o_k, BV, KP, TP, PRODUCT)
     if TP != 4:
-        of_k, of_q = triangle(p_of_k, TP), triangle(p_of_q, TP)
+        of_k, of_q = load_triangle(p_of_k, TP), load_triangle(p_of_q, TP)
     if PAST and p_states.dtype.element_ty == tl.float32:
         tl.store(p_states + o_state, b_S, mask=m_state & moves)
     b_us, b_os = (), ()
@@ -297,10 +307,10 @@ def draft_kernel(
         m_out = m_v & (t < T)
         o_out = ((i_n * T + t) * HV + i_h) * V + o_v
         tl.store(p_log_u + o_out, b_us[t], mask=m_out)
-        tl.store(p_o + o_out, narrow(tl.where(generation >= 0, b_os[t], 0.0), p_o.dtype.element_ty), mask=m_out)
+        tl.store(p_o + o_out, round_to(tl.where(generation >= 0, b_os[t], 0.0), p_o.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
+@kernel
 def commit_kernel(
     p_states, p_scales, p_residual, p_slots, p_generation, p_accepted, p_log_k, p_log_decay, p_log_u, p_log_generation,
     T, HV,
@@ -329,6 +339,40 @@ def commit_kernel(
         i_t = i_n * T * HV + i_h
         b_S, b_scale = load_state(p_states, p_scales, p_residual, o_state, o_scale, m_state, m_k, FEEDBACK)
         same = tl.load(p_generation + slot) == drafted  # found out while the state is on its way
-        keys, decays, values = logged(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, K, V, TP)
-        b_S, b_scale = replay(b_S, b_scale, keys, decays, values, TP)
+        keys, decays, values = load_accepted_tokens(p_log_k, p_log_decay, p_log_u, i_t, HV, accepted, o_k, o_v, m_k, m_v, K, V, TP)
+        b_S, b_scale = add_accepted_tokens(b_S, b_scale, keys, decays, values, TP)
         store_state(p_states, p_scales, p_residual, o_state, o_scale, m_state & same, m_k & same, b_S, b_scale, FEEDBACK)
+
+
+def padded_tokens(tokens: int) -> int:
+    """4 or 8: a draft's length as the kernels are compiled for it."""
+    return max(4, triton.next_power_of_2(tokens))
+
+
+@lru_cache(maxsize=1024)
+def launch_tokens(problem: Problem, layout: Layout, capacity: int, fetched: tuple[int, int, int], cut: Cut) -> Launch:
+    """fetched: from which head of which row on, and up to which, states are asked for; and the bytes of one."""
+    sizes = dict(T=problem.T, H=problem.H, HV=problem.HV, CAPACITY=capacity, K=problem.K, KP=padded(problem.K), TP=padded_tokens(problem.T))
+    sizes |= dict(zip(("fetch_from", "fetch_to", "fetch_bytes"), fetched, strict=True))
+    values = sizes | strides(layout) | activations(problem) | dict(ALIGN=layout.align, CHAINED=cut.chained)
+    return Launch(tokens_kernel, problem.N + problem.N * problem.HV, values, **cut.options)
+
+
+@lru_cache(maxsize=1024)
+def launch_draft(problem: Problem, layout: Layout, pool: Any, capacity: int, past: int | None, product: str, cut: Cut) -> Launch:
+    """pool: the sizes of its states; past: tokens of an earlier draft; None: there is none."""
+    grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
+    sizes = dict(T=problem.T, T_past=past or 0, HV=problem.HV, CAPACITY=capacity, TP=padded_tokens(problem.T))
+    sizes |= dict(PAST=0 if past is None else padded_tokens(past), ALIGN=layout.align, PRODUCT=product, CHAINED=cut.chained)
+    return Launch(draft_kernel, grid, sizes | state_sizes(pool, problem.V, cut) | strides(layout), **cut.options)
+
+
+@lru_cache(maxsize=1024)
+def launch_commit(rows: int, tokens: int, pool: Any, cut: Cut) -> Launch:
+    """rows: of the draft; pool: the sizes of its states."""
+    sizes = dict(T=tokens, HV=pool.HV, TP=padded_tokens(tokens), CHAINED=cut.chained)
+    return Launch(commit_kernel, rows * pool.HV * -(-pool.V // cut.block_v), sizes | state_sizes(pool, pool.V, cut), **cut.options)
+
+
+def state_sizes(pool: Any, V: int, cut: Cut) -> dict[str, Any]:
+    return dict(K=pool.K, V=V, KP=padded(pool.K), BV=cut.block_v, V_FIRST=pool.state_v_first, FEEDBACK=pool.feedback)

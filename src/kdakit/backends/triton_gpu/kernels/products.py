@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.channel_tiles import channel_rows, in_order, sides, span_tokens
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config, chunk_slots
+from kdakit.backends.triton_gpu.device.channel_tiles import channel_rows, in_order, span_tokens, split_sides
 from kdakit.backends.triton_gpu.device.gate import write_strength_backward
 from kdakit.backends.triton_gpu.device.inverse import load_inverse
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add
-from kdakit.backends.triton_gpu.device.program import locate, row_of_token, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
@@ -31,22 +39,24 @@ def load_state(p_S, o_v, o_k, V: tl.constexpr, BV: tl.constexpr, KP: tl.constexp
 
 
 @triton.jit
-def solved_rows(p_lower, b_beta, b_norm, o_i, o_p, b_beta_c, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, SMALL: tl.constexpr):
+def solved_rows(
+    p_lower, b_beta, b_norm, o_i, o_p, b_beta_c, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, GRADIENT_DTYPE: tl.constexpr
+):
     """Rows o_i [R] of X / |k|, X = inverse Diag(beta), columns in the order of `row_tokens`, rounded; and what rounding took."""
-    b_X = load_inverse(p_lower, b_beta, o_i, o_p, C, S, GROUP) * b_beta_c[None, :] * b_norm[:, None]
-    b_Xn = narrow(b_X, SMALL)
-    return b_Xn, narrow(b_X - b_Xn.to(tl.float32), SMALL)
+    b_X = load_inverse(p_lower, b_beta, o_i, o_p, C, HALF, GROUP) * b_beta_c[None, :] * b_norm[:, None]
+    b_Xn = round_to(b_X, GRADIENT_DTYPE)
+    return b_Xn, round_to(b_X - b_Xn.to(tl.float32), GRADIENT_DTYPE)
 
 
 @triton.jit
-def times_solved(b_x, X, SMALL: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr = True):
+def times_solved(b_x, X, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr = True):
     """b_x [M, R] -> b_x X^T [M, R]: what rounding takes from X is made good, and, if WHOLE, what it takes from b_x."""
-    b_xn = narrow(b_x, SMALL)
+    b_xn = round_to(b_x, GRADIENT_DTYPE)
     b_y = product(b_xn, tl.trans(X[0]), PRECISION)
-    if not SMALL.is_fp32():
+    if not GRADIENT_DTYPE.is_fp32():
         b_y = product_add(b_xn, tl.trans(X[1]), b_y, PRECISION)
         if WHOLE:
-            b_y = product_add(narrow(b_x - b_xn.to(tl.float32), SMALL), tl.trans(X[0]), b_y, PRECISION)
+            b_y = product_add(round_to(b_x - b_xn.to(tl.float32), GRADIENT_DTYPE), tl.trans(X[0]), b_y, PRECISION)
     return b_y
 
 
@@ -108,23 +118,23 @@ def state_products(
 
 
 @triton.jit
-def store_part(p_parts, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexpr, NORMED: tl.constexpr):
-    """Part i: channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; NORMED: to the order of tokens, which only names
+def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexpr, BY_TOKEN: tl.constexpr):
+    """Part i: channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; BY_TOKEN: to the order of tokens, which only names
     registers, see `channel_tiles.in_order`. p_scales: for float16, the power of 2 that each channel is divided by to fill its range."""
     BK: tl.constexpr = b_x.shape[0]
     R: tl.constexpr = b_x.shape[1]
-    p_part = p_parts + i * KP * R
+    p_part = p_d_tiles + i * KP * R
     if p_scales is not None:
         o_s = i_k + tl.arange(0, BK)
         bits = tl.max(tl.abs(b_x), 1).to(tl.int32, bitcast=True) & 0x7F800000
         bits = tl.minimum(tl.maximum(bits, 0x07800000), 0x7F000000) - 0x07000000  # the largest becomes 2^14 to 2^15
         tl.store(p_scales + i * KP + o_s, bits.to(tl.float32, bitcast=True), mask=o_s < KP)
         b_x = b_x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
-    b_x = narrow(b_x, p_part.dtype.element_ty)
-    if NORMED:
+    b_x = round_to(b_x, p_part.dtype.element_ty)
+    if BY_TOKEN:
         o_k = i_k + channel_rows(BK)
         p_part += o_k[:, None] * R + tl.arange(0, 32)[None, :]
-        b_x0, b_x1 = sides(b_x)
+        b_x0, b_x1 = split_sides(b_x)
         tl.store(p_part, in_order(b_x0), mask=(o_k < KP)[:, None])
         tl.store(p_part + 32, in_order(b_x1), mask=(o_k < KP)[:, None])
     else:
@@ -138,17 +148,17 @@ def finish_d_v(p_d_v, o_row, m_i, b_beta, V: tl.constexpr, BV: tl.constexpr):
     for i_v in tl.static_range((V + BV - 1) // BV):
         o_v = i_v * BV + tl.arange(0, BV)
         b_y = load_rows(p_d_v, o_row, m_i, o_v, V, BV).to(tl.float32) * b_beta[:, None]
-        tl.store(p_d_v + o_row[:, None] + o_v[None, :], narrow(b_y, p_d_v.dtype.element_ty), mask=m_i[:, None] & (o_v < V)[None, :])
+        tl.store(p_d_v + o_row[:, None] + o_v[None, :], round_to(b_y, p_d_v.dtype.element_ty), mask=m_i[:, None] & (o_v < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "scale", "s_bb", "s_bt", "s_bh"])
+@kernel
 def products_kernel(
     p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_d_states, p_r, p_d_o, p_initial, p_d_final,
-    p_d_v, p_d_beta, p_pairs, p_parts, p_scales, p_lost, p_d_decay,
+    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    S: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, SMALL: tl.constexpr, STAGES: tl.constexpr, NORMED: tl.constexpr,
+    HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r (in d_v when this begins, or beta y, see `reverse`), S before and
     dS' after the chunk:
@@ -157,16 +167,16 @@ def products_kernel(
         d_q_decayed = d_o S^T        d_k_in = -beta y S^T        d_k_decayed = v_new dS'^T = X (r dS'^T)        d_decay = sum_v S dS'
 
     Rows of q are taken times scale / |q|, those of k and columns times 1 / |k|: from here on q and k are as the caller gave them.
-    Writes pairs [slot, HV, 2, R, R] (A_qk, A_kk / beta: all of it, what is above the diagonal means nothing) and parts
+    Writes pairs [slot, HV, 2, R, R] (A_qk, A_kk / beta: all of it, what is above the diagonal means nothing) and d_tiles
     [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP]. Unless
-    SMALL is float32, parts are float16 and each channel of each is to be taken times its power of 2 in scales [slot, HV, 3, KP].
-    NORMED, for `gradient_normed`: pairs are 0 where they mean nothing, and parts lie in the order of tokens.
-    SMALL is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
+    GRADIENT_DTYPE is float32, d_tiles are float16 and each channel of each is taken times its power of 2 in scales [slot, HV, 3, KP].
+    BY_TOKEN, for `gradient_normed`: pairs are 0 where they mean nothing, and d_tiles lie in the order of tokens.
+    GRADIENT_DTYPE is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
     """
     R: tl.constexpr = C if C > 32 else 32
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
-    i_b, i_n, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
     if start >= eos:
         return
@@ -179,36 +189,36 @@ def products_kernel(
     p_factors += i_p * 3 * C
     p_states += i_p * VP * KP
     p_d_states += i_p * VP * KP
-    p_parts += i_p * 3 * KP * R
+    p_d_tiles += i_p * 3 * KP * R
     if p_scales is not None:
         p_scales += i_p * 3 * KP
     if p_lost is not None:
         p_lost += i_p * C * VP
 
-    o_i, o_c, o_p = span_tokens(R), row_tokens(R, S, GROUP), tl.arange(0, R)
+    o_i, o_c, o_p = span_tokens(R), row_tokens(R, HALF, GROUP), tl.arange(0, R)
     m_i, m_c = o_i < length, o_c < length
     o_row, o_rc = o_i * HV * V, o_c * HV * V
-    p_row = p_factors + row_of_token(o_i, S, GROUP)
+    p_row = p_factors + row_of_token(o_i, HALF, GROUP)
     b_beta = tl.load(p_row, mask=m_i, other=0.0)
     b_beta_y = b_beta if BETA == "given" else tl.full([R], 1.0, tl.float32)  # what y lacks
     b_norm_q, b_norm_k = tl.load(p_row + C, mask=m_i, other=0.0) * scale, tl.load(p_row + 2 * C, mask=m_i, other=0.0)
     b_beta_c = tl.load(p_factors + o_p, mask=o_p < C, other=0.0)  # [R], in the order of `row_tokens`
-    X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, S, GROUP, SMALL)
+    X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, HALF, GROUP, GRADIENT_DTYPE)
     b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V, VP, BV, R, BETA == "given", PRECISION, STAGES)
     p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
-    b_Aq = times_solved(b_Pq, X, SMALL, PRECISION) * b_norm_q[:, None]
-    if NORMED:
+    b_Aq = times_solved(b_Pq, X, GRADIENT_DTYPE, PRECISION) * b_norm_q[:, None]
+    if BY_TOKEN:
         b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)
-    tl.store(p_pair, narrow(b_Aq, SMALL))
-    b_Ak = times_solved(b_Pk, X, SMALL, PRECISION, False) * (-b_beta_y * b_norm_k)[:, None]
-    if NORMED:
+    tl.store(p_pair, round_to(b_Aq, GRADIENT_DTYPE))
+    b_Ak = times_solved(b_Pk, X, GRADIENT_DTYPE, PRECISION, False) * (-b_beta_y * b_norm_k)[:, None]
+    if BY_TOKEN:
         b_Ak = tl.where(o_i[:, None] > o_i[None, :], b_Ak, 0.0)
-    tl.store(p_pair + R * R, narrow(b_Ak, SMALL))
+    tl.store(p_pair + R * R, round_to(b_Ak, GRADIENT_DTYPE))
     m_N = (o_i < C)[:, None] & (o_p < C)[None, :]
-    p_N = p_lower + i_p * C * C + row_of_token(o_i, S, GROUP)[:, None] * C + o_p[None, :]
+    p_N = p_lower + i_p * C * C + row_of_token(o_i, HALF, GROUP)[:, None] * C + o_p[None, :]
     b_T = tl.where(o_i[:, None] == o_c[None, :], 1.0, 0.0) - tl.load(p_N, mask=m_N, other=0.0).to(tl.float32) * b_beta_c[None, :]
     b_d_beta = write_strength_backward(tl.load(p_beta + o_i * s_bt, mask=m_i, other=0.0).to(tl.float32), tl.sum(b_Pk * b_T, 1), BETA)
-    tl.store(p_d_beta + i_row + o_i * HV, narrow(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
+    tl.store(p_d_beta + i_row + o_i * HV, round_to(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
 
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
@@ -221,10 +231,19 @@ def products_kernel(
                 b_d_decay = exact_d_decay(
                     p_states, p_d_states, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL
                 )
-        store_part(p_parts, p_scales, 0, i_k, b_dq * b_norm_q[None, :], KP, NORMED)
-        store_part(p_parts, p_scales, 1, i_k, b_dk * (-b_beta_y * b_norm_k)[None, :], KP, NORMED)
-        store_part(p_parts, p_scales, 2, i_k, times_solved(b_dkh, X, SMALL, PRECISION), KP, NORMED)
+        store_d_tile(p_d_tiles, p_scales, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)
+        store_d_tile(p_d_tiles, p_scales, 1, i_k, b_dk * (-b_beta_y * b_norm_k)[None, :], KP, BY_TOKEN)
+        store_d_tile(p_d_tiles, p_scales, 2, i_k, times_solved(b_dkh, X, GRADIENT_DTYPE, PRECISION), KP, BY_TOKEN)
         tl.store(p_d_decay + i_p * KP + o_k, b_d_decay, mask=o_k < KP)
     if BETA == "given":
         tl.debug_barrier()  # y has been read
         finish_d_v(p_d_v, o_row, m_i, b_beta, V, BV)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
+    """has_final: the final state has a gradient."""
+    grid = chunk_slots(problem, config.chunk) * problem.HV
+    values = dict(BK=config.product_slice_k, BV=config.slice_v, STAGES=config.product_stages, HAS_FINAL=has_final)
+    options = dict(num_warps=config.product_warps, num_stages=1, registers=config.registers)
+    return Launch(products_kernel, grid, arguments(problem, config, layout) | values, **options)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add
-from kdakit.backends.triton_gpu.device.program import locate, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config, chunk_slots
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.program import locate_chunk, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
 def replay_states(
     p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, b_S, length, HV, s_vt, o_v, m_v, chunks,
-    V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
+    V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
-    o_t = row_tokens(C, S, GROUP)
+    o_t = row_tokens(C, HALF, GROUP)
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]
     p_r += (o_t.to(tl.int64) * HV)[:, None] * V + o_v[None, :]
     p_tile = p_tiles + o_c[:, None] * KP + o_k[None, :]
@@ -30,14 +38,14 @@ def replay_states(
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_solved = tl.load(p_solved)
         if b_solved.dtype != DTYPE:
-            b_solved = narrow(b_solved.to(tl.float32), DTYPE)
+            b_solved = round_to(b_solved.to(tl.float32), DTYPE)
         b_decay = tl.load(p_decay + o_k)
         b_beta = tl.load(p_factors + o_c)
-        b_Sn = narrow(b_S, DTYPE)
+        b_Sn = round_to(b_S, DTYPE)
         tl.store(p_state, b_Sn, mask=m_v[:, None])
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
-        tl.store(p_r, narrow(tl.trans(b_r), DTYPE), mask=m_cv)
-        b_S = product_add(narrow(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
+        tl.store(p_r, round_to(tl.trans(b_r), DTYPE), mask=m_cv)
+        b_S = product_add(round_to(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
@@ -47,11 +55,11 @@ def replay_states(
         p_factors += tl.cast(3 * C, tl.int64) * HV
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "EVERY", "s_vb", "s_vt", "s_vh"])
+@kernel
 def replay_kernel(
     p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r,
-    T, N, NT, HV, EVERY, s_vb, s_vt, s_vh,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    T, N, NT, HV, CHECKPOINT, s_vb, s_vt, s_vh,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -64,15 +72,15 @@ def replay_kernel(
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_p = i_p % NV, i_p // NV
     i_s, i_h = i_p // HV, i_p % HV
-    i_b, i_n, i_c, bos, eos = locate(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
-    if (start >= eos) | ((i_c > 0) & (i_s % EVERY > 0)):
+    if (start >= eos) | ((i_c > 0) & (i_s % CHECKPOINT > 0)):
         return
-    chunks = tl.minimum(EVERY - i_s % EVERY, tl.cdiv(eos - start, C)).to(tl.int32)
+    chunks = tl.minimum(CHECKPOINT - i_s % CHECKPOINT, tl.cdiv(eos - start, C)).to(tl.int32)
     o_k = tl.arange(0, KP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_v = o_v < V
-    p_point = p_checkpoints + ((i_s // EVERY * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
+    p_point = p_checkpoints + ((i_s // CHECKPOINT * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
     b_S = tl.load(p_point, mask=m_v[:, None] & (i_c > 0), other=0.0).to(tl.float32)
     if HAS_INITIAL:
         m_first = m_v[:, None] & (o_k < K)[None, :] & (i_c == 0)
@@ -81,5 +89,12 @@ def replay_kernel(
         p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
         p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start,
         HV, s_vt, o_v, m_v, chunks,
-        V, KP, VP, C, S, GROUP, ALIGN, PRECISION, STAGES,
+        V, KP, VP, C, HALF, GROUP, ALIGN, PRECISION, STAGES,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
+    grid = chunk_slots(problem, config.chunk) * problem.HV * -(-problem.V // config.replay_block_v)
+    values = arguments(problem, config, layout) | dict(BV=config.replay_block_v, STAGES=config.replay_stages)
+    return Launch(replay_kernel, grid, values, num_warps=config.replay_warps, registers=config.registers)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add, widen
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
 from kdakit.backends.triton_gpu.device.program import first_slot, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
 @triton.jit
@@ -18,11 +26,11 @@ def scaled_product(a, b, PRECISION: tl.constexpr):
     return product(a.to(tl.float16), b, PRECISION) * bits.to(tl.float32, bitcast=True)[:, None]
 
 
-@triton.jit(do_not_specialize=["T", "NT", "HV"])
+@kernel
 def reverse_kernel(
     p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_lost, p_d_initial,
     T, NT, HV,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
     BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +59,7 @@ def reverse_kernel(
         i_slot = i_n * NT
         i_b = i_n
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
-    o_t = row_tokens(C, S, GROUP)
+    o_t = row_tokens(C, HALF, GROUP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
@@ -75,7 +83,7 @@ def reverse_kernel(
         b_A_solved = tl.load(p_solved + i_at * C * C + o_c[:, None] * C + o_c[None, :])  # [C, C]
         b_decay = tl.load(p_decay + i_at * KP + o_k)
         b_beta = tl.load(p_factors + i_at * 3 * C + o_c)
-        b_dSn = narrow(b_dS, DTYPE)
+        b_dSn = round_to(b_dS, DTYPE)
         tl.store(p_d_states + (i_at * VP + o_v[:, None]) * KP + o_k[None, :], b_dSn, mask=m_v[:, None])
         # The next state begins before this one is used up: in any other order the compiler runs out of registers.
         b_next = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
@@ -86,19 +94,19 @@ def reverse_kernel(
             b_y += scaled_product(b_dS, tl.trans(b_k_solved), PRECISION)
         b_d_v = b_y if BETA == "given" else b_y * b_beta[None, :]
         b_d_v = tl.trans(b_d_v)
-        b_d_vn = narrow(b_d_v, DTYPE)
+        b_d_vn = round_to(b_d_v, DTYPE)
         tl.store(p_d_v + o_cv, b_d_vn, mask=m_cv)
         if BETA == "given" and p_lost is not None:
-            tl.store(p_lost + i_at * C * VP + o_t[:, None] * VP + o_v[None, :], narrow(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
-        b_dS = product_add(narrow(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
+            tl.store(p_lost + i_at * C * VP + o_t[:, None] * VP + o_v[None, :], round_to(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
+        b_dS = product_add(round_to(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
     if HAS_INITIAL:
-        tl.store(p_d_initial + o_state, narrow(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
+        tl.store(p_d_initial + o_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
 
 
-@triton.jit(do_not_specialize=["T", "HV"])
+@kernel
 def restore_kernel(
     p_d_o, p_d_v, p_first, p_cu_seqlens, p_d_initial, T, HV,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     VARLEN: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_initial += q_lost^T d_o - k_lost^T d_v  over the first chunk: what rounding took from q_decayed and k_in there, which nothing
@@ -119,16 +127,32 @@ def restore_kernel(
     if length == 0:
         return
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
-    o_t = row_tokens(C, S, GROUP)
+    o_t = row_tokens(C, HALF, GROUP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_cv = (o_t < length)[:, None] & (o_v < V)[None, :]
     o_row = ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V + o_v[None, :]  # [C, BV]
     p_lost = p_first + i_nh * 2 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_state = p_d_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
     m_state = (o_v < V)[:, None] & (o_k < K)[None, :]
-    b_d_o = widen(tl.load(p_d_o + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
-    b_d_v = widen(tl.load(p_d_v + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
+    b_d_o = stored_operand(tl.load(p_d_o + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
+    b_d_v = stored_operand(tl.load(p_d_v + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
     b_dS = product(tl.trans(b_d_o), tl.load(p_lost + C * KP), PRECISION)  # [BV, KP]
     b_dS -= product(tl.trans(b_d_v), tl.load(p_lost), PRECISION)
     b_dS += tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
-    tl.store(p_state, narrow(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
+    tl.store(p_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
+
+
+@lru_cache(maxsize=1024)
+def launch_reverse(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
+    """has_final: the final state has a gradient."""
+    grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
+    values = dict(BV=config.reverse_block_v, STAGES=config.reverse_stages, HAS_FINAL=has_final)
+    options = dict(num_warps=config.reverse_warps, registers=config.registers)
+    return Launch(reverse_kernel, grid, arguments(problem, config, layout) | values, **options)
+
+
+@lru_cache(maxsize=1024)
+def launch_restore(problem: Problem, config: Config, layout: Layout) -> Launch:
+    grid = problem.N * problem.HV * -(-problem.V // config.restore_block_v)
+    values = arguments(problem, config, layout) | dict(BV=config.restore_block_v)
+    return Launch(restore_kernel, grid, values, num_warps=config.restore_warps)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import triton
+from functools import lru_cache
+
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow, product, product_add, traded, traded_back
+from kdakit.backends.triton_gpu.arguments import arguments, pages
+from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, trade_rows, trade_rows_back
+from kdakit.backends.triton_gpu.device.pages import load_page, slot_at, store_page
 from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT"])
+@kernel
 def scan_kernel(
-    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
-    T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots,
+    p_known, p_marks, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
@@ -24,7 +33,8 @@ def scan_kernel(
     This is v_new = inverse beta r carried to both places where it is used, so that the chain from state to state is two products.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     S^T [BV, KP] stays in float32 registers; every product takes S^T or a value derived from it as its left factor, which needs no trip
-    through shared memory. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
+    through shared memory. PAGED: states come from and go to the pages that p_slots names, and S goes to page p_marks[slot] before the
+    chunk of that slot. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -34,15 +44,18 @@ def scan_kernel(
     i_n, i_h = i_nh // HV, i_nh % HV
     i_b, bos, length, i_slot = sequence_of(p_cu_seqlens, i_n, T, NT, C, VARLEN)
     o_c = tl.arange(0, C)
-    o_t = row_tokens(C, S, GROUP)[:, None]  # [C, 1]
+    o_t = row_tokens(C, HALF, GROUP)[:, None]  # [C, 1]
     if WIDE:
-        o_t = traded(o_t)
+        o_t = trade_rows(o_t)
     o_k = tl.arange(0, KP)
     o_v = i_v.to(tl.int32) * BV + tl.arange(0, BV)
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
     b_S = tl.zeros([BV, KP], tl.float32)
-    if HAS_INITIAL:
+    if PAGED:
+        b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
+        _, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
+    elif HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt) * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + o_t) * HV + i_h) * V + o_v[None, :]  # [C, BV]
@@ -61,12 +74,14 @@ def scan_kernel(
         m_cv = (o_t + i_c * C < length) & m_v[None, :]
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
-            tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
+            tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
+        if p_marks is not None:
+            store_page(p_final, p_marks + i_chunks + i_c, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
         if HAS_CHECKPOINTS:
             i_at = i_chunks + i_c
             if (i_at % CHECKPOINT == 0) & (i_c > 0):
                 p_point = p_checkpoints + ((i_at // CHECKPOINT * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
-                tl.store(p_point, narrow(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
+                tl.store(p_point, round_to(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
@@ -74,27 +89,39 @@ def scan_kernel(
         b_decay = tl.load(p_decay)
         if WIDE:
             b_decay, _ = tl.split(tl.trans(b_decay))
-        b_Sn = narrow(b_S, DTYPE)
+        b_Sn = round_to(b_S, DTYPE)
         if WIDE:
             b_S *= b_decay[None, :]
         if WIDE:
-            b_v = traded_back(b_v)
+            b_v = trade_rows_back(b_v)
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
-        b_r = narrow(b_r, DTYPE)
+        b_r = round_to(b_r, DTYPE)
         if not WIDE:
             b_S *= b_decay[None, :]
         b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
         b_o = tl.trans(b_o)
         if WIDE:
-            b_o = traded(b_o)
-        tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_cv)
+            b_o = trade_rows(b_o)
+        if PAGED:
+            b_o = tl.where(real, b_o, 0.0)
+        tl.store(p_o, round_to(b_o, p_o.dtype.element_ty), mask=m_cv)
         b_v = b_v_next
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
-    if HAS_FINAL:
+    if PAGED:
+        store_page(p_final, p_slots + i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
+    elif HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
         tl.store(p_final + o_state, b_S, mask=m_state)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout, of_pages: tuple[int, int, int, int] | None = None) -> Launch:
+    """of_pages: see `arguments.pages`."""
+    grid = problem.N * problem.HV * -(-problem.V // config.block_v)
+    values = arguments(problem, config, layout) | pages(of_pages) | dict(BV=config.block_v, STAGES=config.scan_stages)
+    return Launch(scan_kernel, grid, values, num_warps=config.scan_warps, registers=config.registers)

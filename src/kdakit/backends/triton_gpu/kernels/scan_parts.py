@@ -7,18 +7,25 @@ the first are scanned. Every decay is at most 1, so M is as safe to compute as S
 
 from __future__ import annotations
 
-import triton
+from functools import lru_cache
+
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, narrow, product, product_add
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config, padded
+from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, product, product_add, round_to
 from kdakit.backends.triton_gpu.device.program import let_next_begin, part_of, row_tokens, sequence_of, wait_for_last
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "NT", "HV", "PARTS", "s_vb", "s_vt", "s_vh"])
+@kernel
 def parts_kernel(
-    p_v, p_tiles, p_decay, p_cu_seqlens, p_parts,
+    p_v, p_tiles, p_decay, p_cu_seqlens, p_maps,
     T, NT, HV, PARTS, s_vb, s_vt, s_vh,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """b^T above M^T of every part but the first and the last: parts [N * HV, PARTS - 1, VP + KP, KP], M^T as the sum of two [KP, KP] in
@@ -41,7 +48,7 @@ def parts_kernel(
     if last:
         wait_for_last(not INTERPRETED)
         return
-    o_c, o_k, o_t = tl.arange(0, C), tl.arange(0, KP), row_tokens(C, S, GROUP)
+    o_c, o_k, o_t = tl.arange(0, C), tl.arange(0, KP), row_tokens(C, HALF, GROUP)
     o_v = i_row + tl.arange(0, BV)  # beyond VP: rows of M
     m_v = o_v < V
     b_S = tl.where(o_v[:, None] - VP == o_k[None, :], 1.0, 0.0)  # [BV, KP]
@@ -57,25 +64,25 @@ def parts_kernel(
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_decay = tl.load(p_decay)  # [KP]
         b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
-        b_r = product_add(narrow(b_S, DTYPE), tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
-        b_S = product_add(narrow(-b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
+        b_r = product_add(round_to(b_S, DTYPE), tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
+        b_S = product_add(round_to(-b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
-    p_parts += (i_nh * (PARTS - 1) + i_part) * (VP + KP) * KP
+    p_maps += (i_nh * (PARTS - 1) + i_part) * (VP + KP) * KP
     if i_row >= VP:
-        b_high = narrow(b_S, tl.bfloat16)
-        p_M = (p_parts + VP * KP).to(tl.pointer_type(tl.bfloat16)) + (o_v - VP)[:, None] * KP + o_k[None, :]
+        b_high = round_to(b_S, tl.bfloat16)
+        p_M = (p_maps + VP * KP).to(tl.pointer_type(tl.bfloat16)) + (o_v - VP)[:, None] * KP + o_k[None, :]
         tl.store(p_M, b_high)
-        tl.store(p_M + KP * KP, narrow(b_S - b_high.to(tl.float32), tl.bfloat16))
+        tl.store(p_M + KP * KP, round_to(b_S - b_high.to(tl.float32), tl.bfloat16))
     else:
-        tl.store(p_parts + o_v[:, None] * KP + o_k[None, :], b_S)
+        tl.store(p_maps + o_v[:, None] * KP + o_k[None, :], b_S)
     wait_for_last(not INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "HV", "PARTS"])
+@kernel
 def combine_kernel(
-    p_parts, p_cu_seqlens, T, NT, HV, PARTS,
+    p_maps, p_cu_seqlens, T, NT, HV, PARTS,
     KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """b^T of every part but the first and the last becomes the state after it:  S <- M S + b.  Grid: (N * HV * VP / BV,)."""
@@ -88,18 +95,35 @@ def combine_kernel(
     chunks = tl.cdiv(length, C).to(tl.int32)
     used = tl.cdiv(chunks, tl.maximum(tl.cdiv(chunks, PARTS), 1))  # parts that are not empty
     o_k = tl.arange(0, KP)
-    p_parts += i_nh * (PARTS - 1) * (VP + KP) * KP
-    p_b = p_parts + (i_row + tl.arange(0, BV))[:, None] * KP + o_k[None, :]  # [BV, KP]
-    p_M = (p_parts + VP * KP).to(tl.pointer_type(tl.bfloat16)) + o_k[:, None] * KP + o_k[None, :]  # [KP, KP]
+    p_maps += i_nh * (PARTS - 1) * (VP + KP) * KP
+    p_b = p_maps + (i_row + tl.arange(0, BV))[:, None] * KP + o_k[None, :]  # [BV, KP]
+    p_M = (p_maps + VP * KP).to(tl.pointer_type(tl.bfloat16)) + o_k[:, None] * KP + o_k[None, :]  # [KP, KP]
     b_S = tl.load(p_b)
     for _ in tl.range(1, used - 1, num_stages=STAGES):
         p_b += (VP + KP) * KP
         p_M += 2 * (VP + KP) * KP
         b_b = tl.load(p_b)
         b_high, b_low = tl.load(p_M), tl.load(p_M + KP * KP)
-        b_S_high = narrow(b_S, tl.bfloat16)
-        b_S_low = narrow(b_S - b_S_high.to(tl.float32), tl.bfloat16)
+        b_S_high = round_to(b_S, tl.bfloat16)
+        b_S_low = round_to(b_S - b_S_high.to(tl.float32), tl.bfloat16)
         b_S = product_add(b_S_low, b_high, b_b, "tf32")
         b_S = product_add(b_S_high, b_low, b_S, "tf32")
         b_S = product_add(b_S_high, b_high, b_S, "tf32")
         tl.store(p_b, b_S)
+
+
+@lru_cache(maxsize=1024)
+def launch_parts(problem: Problem, config: Config, layout: Layout, parts: int) -> Launch:
+    rows = padded(problem.V) + padded(problem.K)
+    grid = problem.N * problem.HV * max(parts - 2, 1) * rows // config.part_block
+    values = arguments(problem, config, layout) | dict(BV=config.part_block, STAGES=config.part_stages, PARTS=parts)
+    chained = {"launch_pdl": True} if config.ptx else {}
+    return Launch(parts_kernel, grid, values, num_warps=config.part_warps, registers=config.part_registers, **chained)
+
+
+@lru_cache(maxsize=1024)
+def launch_combine(problem: Problem, config: Config, layout: Layout, parts: int) -> Launch:
+    grid = problem.N * problem.HV * padded(problem.V) // config.combine_block
+    values = arguments(problem, config, layout) | dict(BV=config.combine_block, STAGES=config.combine_stages, PARTS=parts)
+    chained = {"launch_pdl": True} if config.ptx else {}
+    return Launch(combine_kernel, grid, values, num_warps=config.combine_warps, **chained)

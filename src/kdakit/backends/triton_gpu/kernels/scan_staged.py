@@ -6,21 +6,29 @@ exact and needs neither a thread's registers nor a barrier. Sequences may be sca
 
 from __future__ import annotations
 
-import triton
+from functools import lru_cache
+
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, narrow, product, product_add, traded
+from kdakit.backends.triton_gpu.arguments import arguments, pages
+from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, product, product_add, round_to, trade_rows
+from kdakit.backends.triton_gpu.device.pages import load_page, slot_at, store_page
 from kdakit.backends.triton_gpu.device.program import let_next_begin, part_of, row_tokens, sequence_of, state_offsets, wait_for_last
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT", "HV", "s_vb", "s_vt", "s_vh", "EVERY", "CHECKPOINT", "PARTS"])
+@kernel
 def staged_scan_kernel(
-    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints,
-    p_parts, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, PARTS,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
+    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots, p_known,
+    p_marks, p_maps, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page, PARTS,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, VP: tl.constexpr, PART: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `scan_kernel`. Grid: (N * HV * n * cdiv(V, BV),), blocks of V fastest, then n parts of a sequence, then heads.
 
@@ -44,16 +52,19 @@ def staged_scan_kernel(
         if (first >= end) & (i_part > 0):
             return
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, KP), i_v * BV + tl.arange(0, BV)
-    o_t = row_tokens(C, S, GROUP)
-    o_out = traded(o_t[:, None])  # [C, 1]
+    o_t = row_tokens(C, HALF, GROUP)
+    o_out = trade_rows(o_t[:, None])  # [C, 1]
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
     b_S = tl.zeros([BV, KP], tl.float32)
-    if HAS_INITIAL:
+    if PAGED:
+        b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
+        _, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
+    elif HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
     if PART == "later":  # noqa: SIM102
         if i_part > 0:
-            b_S = tl.load(p_parts + ((i_nh * (PARTS - 1) + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
+            b_S = tl.load(p_maps + ((i_nh * (PARTS - 1) + i_part - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :])
     p_v += (i_b * s_vb + (bos + first.to(tl.int64) * C) * s_vt + i_h * s_vh) * ALIGN
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + first.to(tl.int64) * C + o_out) * HV + i_h) * V + o_v[None, :]  # [C, BV]
@@ -67,35 +78,51 @@ def staged_scan_kernel(
     for i_c in tl.range(first, end, num_stages=STAGES):
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
-            tl.store(p_states + o_state, narrow(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
+            tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
+        if p_marks is not None:
+            store_page(p_final, p_marks + i_chunks + i_c, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
         if HAS_CHECKPOINTS:
             i_at = i_chunks + i_c
             if (i_at % CHECKPOINT == 0) & (i_c > 0):
                 p_point = p_checkpoints + ((i_at // CHECKPOINT * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
-                tl.store(p_point, narrow(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
+                tl.store(p_point, round_to(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
         b_v = tl.load(p_v, mask=(o_t < length - i_c * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
         b_A_solved = tl.load(p_square)  # [C, C]
         b_decay = tl.load(p_decay)  # [KP]
-        b_Sn = narrow(b_S, DTYPE)
+        b_Sn = round_to(b_S, DTYPE)
         b_S *= b_decay[None, :]
         b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
         b_r = product_add(b_Sn, tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
         b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
-        b_r = narrow(-b_r, DTYPE)
+        b_r = round_to(-b_r, DTYPE)
         b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
+        if PAGED:
+            b_o = tl.where(real, b_o, 0.0)
         m_o = (o_out < length - i_c * C) & m_v[None, :]
-        tl.store(p_o, narrow(traded(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
+        tl.store(p_o, round_to(trade_rows(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
-    if HAS_FINAL:
+    if PAGED:
+        store_page(p_final, p_slots + i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state & last, PAGE, K, V, V_FIRST)
+    elif HAS_FINAL:
         o_state = state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
         tl.store(p_final + o_state, b_S, mask=m_state & last)
     if PART == "first":
-        tl.store(p_parts + (i_nh * (PARTS - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)
+        tl.store(p_maps + (i_nh * (PARTS - 1) * (VP + KP) + o_v[:, None]) * KP + o_k[None, :], b_S)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout, parts: int, part: str, of_pages: tuple | None = None) -> Launch:
+    """of_pages: see `arguments.pages`. Of a sequence in `parts` parts: the whole, the first, or all later ones."""
+    grid = problem.N * problem.HV * -(-problem.V // config.block_v) * (max(parts - 1, 1) if part == "later" else 1)
+    values = arguments(problem, config, layout) | pages(of_pages)
+    values |= dict(BV=config.block_v, STAGES=config.scan_stages, PARTS=parts, PART=part)
+    chained = {"launch_pdl": True} if config.split and config.ptx else {}
+    return Launch(staged_scan_kernel, grid, values, num_warps=config.scan_warps, registers=config.registers, **chained)

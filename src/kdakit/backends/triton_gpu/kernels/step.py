@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.arguments import arguments
+from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.delta_rule import delta_rule
 from kdakit.backends.triton_gpu.device.gate import log2_decay, write_strength
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.program import state_offsets
+from kdakit.backends.triton_gpu.runtime.kernel import kernel
+from kdakit.backends.triton_gpu.runtime.launch import Launch
+from kdakit.backends.triton_gpu.runtime.layout import Layout
+from kdakit.problem import Problem
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "scale", "lower_bound", "s_qb", "s_qt", "s_qh", "s_kb", "s_kt", "s_kh",
-                               "s_vb", "s_vt", "s_vh", "s_gb", "s_gt", "s_gh", "s_bb", "s_bt", "s_bh"])  # fmt: skip
+@kernel
 def step_kernel(
     p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_o, p_initial, p_final,
     T, H, HV, scale, lower_bound,
@@ -64,7 +71,7 @@ def step_kernel(
         b_beta = write_strength(tl.load(p_beta).to(tl.float32), BETA)
         b_decay = tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))
         b_o, b_S = delta_rule(b_S, b_q, b_k, b_v, b_beta, b_decay, scale, L2NORM)
-        tl.store(p_o, narrow(b_o, p_o.dtype.element_ty), mask=m_v)
+        tl.store(p_o, round_to(b_o, p_o.dtype.element_ty), mask=m_v)
         p_q += tl.cast(s_qt, tl.int64) * ALIGN
         p_k += tl.cast(s_kt, tl.int64) * ALIGN
         p_g += tl.cast(s_gt, tl.int64) * ALIGN
@@ -72,4 +79,11 @@ def step_kernel(
         p_beta += s_bt
         p_o += HV * V
     if HAS_FINAL:
-        tl.store(p_final + o_state, narrow(b_S, p_final.dtype.element_ty), mask=m_state)
+        tl.store(p_final + o_state, round_to(b_S, p_final.dtype.element_ty), mask=m_state)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
+    grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
+    values = dict(KP=triton.next_power_of_2(problem.K), BV=config.step_block_v, HAS_FINAL=has_final)
+    return Launch(step_kernel, grid, arguments(problem, config, layout) | values, num_warps=config.step_warps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
+from kdakit.backends.triton_gpu.runtime.kernel import parameters
 from kdakit.backends.triton_gpu.runtime.names import settle
 from kdakit.backends.triton_gpu.runtime.streams import aside_here, seen_here
 
@@ -33,11 +34,10 @@ class Seen(NamedTuple):
 
 
 def launch(kernel, grid: Grid, args: tuple, constants: dict[str, Any], **options: int) -> Any:
-    """Run `kernel` on `grid` programs; `args` and those of `constants` that it has are its parameters. Returns the compiled kernel.
+    """Run `kernel` on `grid` programs; `args` and `constants` are its parameters. Returns the compiled kernel.
 
     Triton binds and inspects every parameter on every launch, which for short sequences takes longer than the kernel. Here a compiled
     kernel is found again by what it was specialised on - constants, dtypes, alignment of pointers, wide integers - and called directly.
-    Constants that it does not name are left out.
     """
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
     record = _recorded.get()
@@ -91,13 +91,24 @@ class Launch:
     and gets addresses: Triton would ask each tensor for its own, and the driver whose it is.
     """
 
-    def __init__(self, kernel, grid: Grid, numbers: tuple, constants: dict[str, Any], **options: int):
-        self.kernel, self.grid, self.numbers, self.constants, self.options = kernel, grid, numbers, constants, options
-        self.rest = *numbers, *(constants[name] for name in kernel.arg_names if name in constants)  # constants come last
+    def __init__(self, kernel: Any, grid: Grid, values: Mapping[str, Any], registers: int = 0, **options: int | bool):
+        """values: of the kernel's numbers and constants, by name, and perhaps of others; registers: a thread's at most, 0: any number."""
+        names = parameters(kernel.fn)
+        unknown = [name for name in (*names.numbers, *names.constants) if name not in values]
+        if unknown:
+            raise TypeError(f"{kernel.__name__} has parameters without a value: {', '.join(unknown)}")
+        self.kernel, self.grid, self.names = kernel, grid, names.tensors
+        self.options = options | ({"maxnreg": registers} if registers else {})
+        self.numbers = tuple(values[name] for name in names.numbers)
+        self.constants = {name: values[name] for name in names.constants}
+        self.rest = *self.numbers, *self.constants.values()
         self.compiled: dict[Any, Any] = {}
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        compiled = None
+    def __call__(self, **named: torch.Tensor | None) -> None:
+        """named: the kernel's tensors, without the p_ of their names."""
+        if tuple(named) != self.names:
+            named = self.in_order(named)
+        tensors, compiled = tuple(named.values()), None
         if _recorded.get() is None:
             addresses = [None if x is None else x.data_ptr() for x in tensors]
             key = tensors[0].get_device(), *[x and x % 16 for x in addresses], *[None if x is None else x.dtype for x in tensors]
@@ -111,6 +122,11 @@ class Launch:
             self.compiled[key] = compiled
         if (seen := seen_here.get()) is not None:
             seen.append(Seen(compiled, self.grid, tensors, self.rest, aside_here.get()))
+
+    def in_order(self, named: dict[str, Any]) -> dict[str, Any]:
+        if set(named) != set(self.names):
+            raise TypeError(f"{self.kernel.__name__} takes the tensors {', '.join(self.names)}, got {', '.join(named)}")
+        return {name: named[name] for name in self.names}
 
 
 @contextlib.contextmanager

@@ -67,7 +67,8 @@ class Plan:
         inside = {id(x): i for i, x in enumerate(given)}
         self.made = [None if x is None else inside.get(id(x), (x.shape, x.dtype)) for x in made]
         own = {self.first_made + i: 0 for i, x in enumerate(made) if x is not None and x.nbytes >= LARGE}
-        own = {place: size for place, size in own.items() if places[known[place].data_ptr()] == place}
+        launched = {place for step in self.steps if isinstance(step, launch.Seen) for place in step.tensors}
+        own = {place: size for place, size in own.items() if places[known[place].data_ptr()] == place and place in launched}
         self.late = {place - self.first_made for place in own}  # of those made
         self.begins, self.ends = self._spans(large, own)
 
@@ -97,8 +98,14 @@ class Plan:
             space = torch.empty((self.shared // 4,), dtype=torch.float32, device=device) if self.offsets else first
             start = space.data_ptr()
             values += [None if offset is None else start + offset for offset in self.offsets]
-            large: dict[int, torch.Tensor] = {}
-            here = second = None
+            self._start(values, made, given, device)
+        return self.shaped(made)
+
+    def _start(self, values: list, made: list, given: Tensors, device: torch.device) -> None:
+        """The launches, each with the memory that begins with it."""
+        large: dict[int, torch.Tensor] = {}
+        fork = None
+        try:
             for i, step in enumerate(self.steps):
                 for place, size in self.begins.get(i, ()):
                     if size:
@@ -107,17 +114,20 @@ class Plan:
                         x = made[place - self.first_made] = self._make(self.made[place - self.first_made], given, device)
                     values[place] = x.data_ptr()
                 if step is streams.FORK:
-                    here = streams.fork_here()
-                    here.fork()
-                    second = here.second.cuda_stream
+                    fork = streams.fork_here()
+                    fork.fork()
+                    second = fork.second.cuda_stream
                 elif step is streams.JOIN:
-                    here.join()
+                    fork.join()
+                    fork = None
                 else:
                     stream = (second,) if step.aside else ()
                     launch.start(step.compiled, step.grid, [values[i] for i in step.tensors], step.rest, *stream)
                 for place in self.ends.get(i, ()):
                     large.pop(place)
-        return self.shaped(made)
+        finally:
+            if fork is not None:  # as in `beside`
+                fork.join()
 
     def _make(self, how: Any, given: Tensors, device: torch.device) -> torch.Tensor | None:
         if how is None or isinstance(how, int):

@@ -43,21 +43,20 @@ def _chunk_forms(problem: Problem, config: Config) -> tuple[str, ...]:
     gate, limit, order = gate_kind(problem), f"r{config.registers}", f"C{config.chunk}/{config.half}/{config.group}"
     scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else ("staged" if c.staged else "scan", c.block_v)
     made = [
-        _name("prepare", problem, "K", gate, keys, order, c.solve, use, f"w{c.prepare_warps}", f"r{c.prepare_registers}", c.vector),
+        _name("prepare", problem, "K", gate, keys, order, c.solve_dtype, use, f"w{c.prepare_warps}", f"r{c.prepare_registers}", c.vector),
         _name("scan", problem, "KV", keys, order, use, *scan, f"w{c.scan_warps}", f"s{c.scan_stages}", limit),
     ]
     if not problem.needs_grad:
         return tuple(made)
     slices = (c.slice_k, f"w{c.slice_warps}", limit)
-    joint = c.normed and bounded(problem) and padded(problem.K) == 128
     return (
         *made,
-        _name("rebuild", problem, "K", gate, keys, order, c.solve, *(() if c.normed else slices)),
-        _name("replay", problem, "KV", order, c.solve, c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}", limit),
-        _name("reverse", problem, "KV", order, c.solve, c.reverse_block_v, f"w{c.reverse_warps}", f"s{c.reverse_stages}", limit),
-        _name("products", problem, "KV", order, c.solve, "joint" if joint else "split", c.slice_v, c.product_slice_k,
+        _name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *(() if c.normed else slices)),
+        _name("replay", problem, "KV", order, c.solve_dtype, c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}", limit),
+        _name("reverse", problem, "KV", order, c.solve_dtype, c.reverse_block_v, f"w{c.reverse_warps}", f"s{c.reverse_stages}", limit),
+        _name("products", problem, "KV", order, c.solve_dtype, "joint" if c.by_token else "split", c.slice_v, c.product_slice_k,
               f"w{c.product_warps}", f"s{c.product_stages}", limit),
-        _name("gradient", problem, "K", gate, *(("joint", f"r{c.gradient_registers}") if joint else (keys, order, *slices))),
+        _name("gradient", problem, "K", gate, *(("joint", f"r{c.gradient_registers}") if c.by_token else (keys, order, *slices))),
     )  # fmt: skip
 
 

@@ -51,6 +51,12 @@ def load(chip: str) -> dict[str, Any]:
     return json.loads((own if own.exists() else FOLDER / f"{LIKE[chip]}.json").read_text())
 
 
+@lru_cache
+def pool() -> dict[str, Any]:
+    """How calls over a pool of states are cut, by call and by the order of a state, KV or VK, on every chip."""
+    return json.loads((FOLDER / "pool" / "any.json").read_text())
+
+
 def dump(table: dict[str, Any]) -> str:
     """A chip's file: a line per row."""
     lines = ["{", f' "chip": {json.dumps(table["chip"])},', f' "source": {json.dumps(table["source"])},', ' "tiles": {']

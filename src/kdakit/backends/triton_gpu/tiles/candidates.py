@@ -41,7 +41,7 @@ SEARCHES = {
         tuple(dict(slice_v=v, product_slice_k=k, product_warps=w, product_stages=s)
               for v in (32, 64) for k, w in ((64, 4), (128, 8)) for s in (1, 2, 3)),
     ),
-    "gradient": Search("fwdbwd", ("dtype", "form", "gate", "K_is"), _grid(gradient_registers=(0, 128, 168))),
+    "gradient": Search("fwdbwd", ("dtype", "form", "gate", "K_is"), _grid(gradient_registers=(0, 128, 168), gradient_warps=(8,))),
     "slices": Search(
         "fwdbwd", ("dtype", "K_is"), tuple(dict(slice_k=k, slice_warps=w) for k, w in ((16, 4), (32, 2), (64, 4), (128, 4), (128, 8)))
     ),

@@ -85,8 +85,8 @@ def steps() -> None:
 def compile_all(target: str) -> None:
     from triton.runtime import driver
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    from test_triton_offline import offline_driver, resources
+    sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+    from triton_offline import offline_driver, resources
 
     from kdakit.backends.triton_gpu import config as configs
 

@@ -1,6 +1,6 @@
 """Random problems of the layer's kernels: a seed makes one, its truth in float64, and the errors that a plain float32 form would have.
 
-python tests/stages/fused_problems.py DEVICE FIRST COUNT        searches seeds; prints those that are wrong
+python tests/helpers/fused_problems.py DEVICE FIRST COUNT        searches seeds; prints those that are wrong
 """
 
 from __future__ import annotations

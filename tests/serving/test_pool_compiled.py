@@ -50,9 +50,9 @@ def compile_all(target: str) -> None:
     from kdakit.problem import Arrays
     from kdakit.serving.torch import Draft, StatePool
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "stages"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
     import triton_code
-    from test_triton_offline import offline_driver, resources
+    from triton_offline import offline_driver, resources
 
     chip = configs.CHIPS[target]
     run, size = JITFunction.run, 0
@@ -66,7 +66,7 @@ def compile_all(target: str) -> None:
     driver.set_active(offline_driver(chip))
     JITFunction.run = compile_only
     pooled.chained = lambda device: chip.wgmma
-    launch.launch = lambda kernel, grid, args, constants, **options: kernel[(grid,)](*args, **constants, **options)
+    launch.launch = lambda kernel, grid, args, constants, **options: kernel[launch.axes(grid)](*args, **constants, **options)
     for dtype, feedback, v_first, size, V in (POOLS[i] for i in TAKEN[target]):
         case = Case("offline", "", B=2, T=4, H=2, HV=2, K=size, V=V, gate="raw", beta="logits", A_log=True, dt_bias=True,
                     initial_state=False, options=FUSED | {"lower_bound": -5.0})  # fmt: skip

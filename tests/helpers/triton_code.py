@@ -1,9 +1,10 @@
 """Hashes of what the Triton kernels compile to, without line information: moves and new names leave them as they are.
 
-    python tests/stages/triton_code.py sm_90 gfx942 > before.jsonl
+    python tests/helpers/triton_code.py sm_90 gfx942 > before.jsonl
 
-prints a JSON line per launch of many problems - `launch`: its numbers, constants and options; `code`: Triton's first representation of the
-kernel, of which all further ones are made, and for those of `test_triton_offline.py` and `test_pool_offline.py`, PTX or AMD's assembly.
+prints a JSON line per launch of many problems. `launch`: its grid, numbers, constants and options. `code`: Triton's first representation
+of the kernel, of which all further ones are made; `of_compiled` is the hash of PTX or AMD's assembly, which `test_triton_compiled.py` and
+`test_pool_compiled.py` print.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def of_compiled(kernel) -> str:
 
 
 def of_representation(text: str) -> str:
-    """Of MLIR, whose locations may hold parentheses within parentheses."""
+    """Of MLIR, whose locations may hold parentheses within parentheses, and whose values are named after variables: here by their order."""
     text = re.sub(r"^#loc.*$", "", text, flags=re.MULTILINE)
-    return digest(re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", text))
+    text = re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", text)
+    order: dict[str, int] = {}
+    return digest(re.sub(r"%\w+", lambda name: f"%{order.setdefault(name[0], len(order))}", text))
 
 
 def stop_after_first_stage(codes: list[str]) -> None:
@@ -55,6 +58,19 @@ def stop_after_first_stage(codes: list[str]) -> None:
         codes.append(of_representation(str(stages["ttir"](module, {}))))
 
     compiler.compile = compile_little
+
+
+def remember_grids(grids: list) -> None:
+    """From here on the grid of every launch that is recorded goes to the list."""
+    from kdakit.backends.triton_gpu.runtime import launch
+
+    usual = launch.launch
+
+    def remember(kernel, grid, *args, **options):
+        grids.append(launch.axes(grid))
+        return usual(kernel, grid, *args, **options)
+
+    launch.launch = remember
 
 
 def described(x) -> str:
@@ -120,14 +136,15 @@ def launches_of_pools(chip):
 
 def print_codes(target: str, known: dict) -> None:
     """known: codes by what they were compiled for, NVIDIA's chips alike."""
-    from test_triton_offline import offline_driver
     from triton.runtime import driver
+    from triton_offline import offline_driver
 
     from kdakit.backends.triton_gpu import call
     from kdakit.backends.triton_gpu import config as configs
 
-    chip, codes, seen = configs.CHIPS[target], [], set()
+    chip, codes, seen, grids = configs.CHIPS[target], [], set(), []
     stop_after_first_stage(codes)
+    remember_grids(grids)
     driver.set_active(offline_driver(chip))
 
     def everything():
@@ -139,17 +156,18 @@ def print_codes(target: str, known: dict) -> None:
         yield from launches_of_pools(chip)
 
     for label, launched in everything():
-        for kernel, args, constants, options in launched:
+        where = grids[-len(launched) :]
+        for grid, (kernel, args, constants, options) in zip(where, launched, strict=True):
             values = [constants[name] for name in kernel.arg_names[len(args) :]]
             signature = [str(x.dtype) if hasattr(x, "dtype") else type(x).__name__ for x in args]
-            key = chip.hip, kernel.__name__, str(signature), str(values), str(options)
+            key = chip.hip, kernel.__name__, str(signature), str(values), str(sorted(options.items()))
             if key not in known:
                 if kernel not in seen:
                     kernel.device_caches.clear()  # of another target
                     seen.add(kernel)
                 kernel.warmup(*args, grid=(1,), **constants, **options)
                 known[key] = codes[-1]
-            launch = digest(str([described(x) for x in args]) + str(values) + str(options))
+            launch = digest(str(grid) + str([described(x) for x in args]) + str(values) + str(sorted(options.items())))
             print(json.dumps(dict(target=target, problem=label, kernel=kernel.__name__, launch=launch, code=known[key])), flush=True)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kdakit.cases import FUSED, Case
 from kdakit.problem import DIFFERENTIABLE, Arrays
 
 VALUES = (np.nan, np.inf, -np.inf)
@@ -18,6 +19,8 @@ COTANGENTS = ("d_o", "d_final_state")
 
 class Injection(NamedTuple):
     label: str
+    name: str
+    value: float
     arrays: Arrays
     cotangents: tuple
     sequence: int | None  # None: all
@@ -63,14 +66,14 @@ def injections(case, dtype: str = "float32", seed: int = 0, values=VALUES):
                 sequence, head = where.of_token[place[:2]], place[2] * (group if name in "qk" else 1)
             given = arrays if name in COTANGENTS else arrays._replace(**{name: changed})
             seeds = tuple(changed if name == own else x for own, x in zip(COTANGENTS, cotangents, strict=True))
-            yield Injection(f"{value} at {name}{list(place)}", given, seeds, sequence, head, name not in COTANGENTS)
+            yield Injection(f"{value} at {name}{list(place)}", name, value, given, seeds, sequence, head, name not in COTANGENTS)
 
 
 def leaks(case, clean: dict, found: dict, injected: Injection) -> list[str]:
     """The results in which a bit changed that belongs to another sequence or head."""
     where, group = Sequences(case), case.HV // case.H
     grouped = injected.head // group  # the head of q and k
-    together = "'q[" in repr(injected.label) or " q[" in injected.label or " k[" in injected.label
+    together = injected.name in ("q", "k")
     bad = []
     for name, value in clean.items():
         if name in ("q", "k"):
@@ -100,3 +103,35 @@ def leaks(case, clean: dict, found: dict, injected: Injection) -> list[str]:
             bad.append(f"{name}: {wrong.sum()} of {(~np.broadcast_to(may, value.shape)).sum()}, first {list(first)} "
                        f"{value[first]} -> {found[name][first]}")  # fmt: skip
     return bad
+
+
+def draw(seed: int) -> tuple[Case, str]:
+    """A random problem, packed or not, with given or computed gates, and a dtype."""
+    rng = np.random.default_rng(seed)
+    H = int(rng.integers(1, 3))
+    sizes = dict(H=H, HV=H * int(rng.integers(1, 3)), K=int(rng.choice([16, 40, 64, 128])), V=int(rng.choice([16, 24, 64, 128])))
+    packed = tuple(int(n) for n in rng.integers(0, 90, 5)) if seed % 2 else ()
+    rows = dict(lengths=packed, T=sum(packed)) if packed else dict(B=2, T=int(rng.integers(1, 200)))
+    gate = rng.choice(["mild", "huge", "spikes", "softplus", "bounded"])
+    options = {"chunk_size": int(rng.choice([32, 64])), "state_v_first": bool(rng.integers(2)), "return_intermediate_states": not packed}
+    computed = dict(gate="raw", beta="logits", A_log=True, dt_bias=True) if gate in ("softplus", "bounded") else dict(gate=str(gate))
+    options |= FUSED if gate in ("softplus", "bounded") else {}
+    options |= {"lower_bound": -5.0, "safe_gate": True} if gate == "bounded" else {}
+    return Case(f"drawn_{seed}", "drawn", **sizes, **rows, **computed, options=options), str(rng.choice(["float32", "bfloat16"]))
+
+
+def check(case, dtype: str, run, seed: int = 0, values=VALUES, gradients: bool = True) -> int:
+    """run(arrays, cotangents) -> {name: array}, with every value in every input: nothing leaks. Returns how many were injected."""
+    clean = run(case.arrays(dtype), case.cotangents(dtype) if gradients else None)
+    assert all(np.isfinite(x).all() for x in clean.values())
+    number, wrong = 0, []
+    for injected in injections(case, dtype, seed, values):
+        if not (gradients or injected.forward):
+            continue
+        found = run(injected.arrays, injected.cotangents if gradients else None)
+        number += 1
+        wrong += [f"{injected.label}: {leak}" for leak in leaks(case, clean, found, injected)]
+        if np.isnan(injected.value) and all(np.isfinite(x).all() for x in found.values()):
+            wrong.append(f"{injected.label}: nothing shows it")
+    assert not wrong, "\n".join(wrong)
+    return number

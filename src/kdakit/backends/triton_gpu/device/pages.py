@@ -1,0 +1,43 @@
+"""A state's place in memory: in a tensor of states, or in a page that a slot names."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kdakit.backends.triton_gpu.device.matrix import round_to
+from kdakit.backends.triton_gpu.device.program import state_offsets
+
+
+@triton.jit
+def slot_at(p_slot, FIRST, CAPACITY):
+    """The slot that stands there, and whether it is one of FIRST .. CAPACITY."""
+    slot = tl.load(p_slot).to(tl.int64)
+    return slot, (slot >= FIRST) & (slot < CAPACITY)
+
+
+@triton.jit
+def page_offsets(slot, s_page, i_h, o_v, o_k, PAGE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """[BV, KP] offsets of S^T of head h in page `slot`; pages are s_page * PAGE elements apart."""
+    return slot * s_page * PAGE + state_offsets(i_h, o_v, o_k, K, V, V_FIRST)
+
+
+@triton.jit
+def load_page(p_states, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE: tl.constexpr, K: tl.constexpr,
+              V: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+    """S^T [BV, KP] of sequence n in float32: zeros where its slot is nobody's, or where `known` says that it begins."""
+    slot, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
+    if p_known is not None:
+        real = real & (tl.load(p_known + i_n) != 0)
+    o_state = page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
+    return tl.load(p_states + o_state, mask=m_state & real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE: tl.constexpr, K: tl.constexpr,
+               V: tl.constexpr, V_FIRST: tl.constexpr):  # fmt: skip
+    """S^T to the page that stands at p_slot, if it is somebody's."""
+    slot, real = slot_at(p_slot, FIRST, CAPACITY)
+    if real:
+        o_state = page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
+        tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state)

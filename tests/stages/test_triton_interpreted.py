@@ -1,0 +1,434 @@
+"""The Triton kernels in Triton's interpreter, on the CPU: whole cases against float64, and the stages' own promises.
+
+The interpreter must be chosen before Triton is imported, so without TRITON_INTERPRET=1 one test runs this file in a process that has it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+torch = pytest.importorskip("torch")
+
+from kdakit import accuracy  # noqa: E402
+from kdakit.backends import triton_gpu  # noqa: E402
+from kdakit.backends.triton_gpu import call  # noqa: E402
+from kdakit.backends.triton_gpu import config as configs  # noqa: E402
+from kdakit.backends.triton_gpu.host import forward  # noqa: E402
+from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
+from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
+from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
+from kdakit.problem import Arrays  # noqa: E402
+from kdakit.rounding import round_to  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
+interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+# Each in one way hard for these kernels; the contract test runs every case.
+HARD = ("whole_chunks", "odd_sizes", "grouped", "v_first", "chunk16", "gate_huge", "gate_resets", "keys_identical", "identical_two",
+        "softplus_huge", "lower_bound", "varlen", "varlen_no_state", "no_tokens")  # fmt: skip
+# The interpreter takes one head after another: one key head is enough where heads are not what is tested.
+SEVERAL = CASES if FULL else ("grouped", "odd_sizes", "varlen")
+FEW = {name: case if name in SEVERAL else dataclasses.replace(case, H=1, HV=case.HV // case.H) for name, case in CASES.items()}
+
+
+# The backward, in ways that meet its corners: (case, dtype)
+TRAINED = (("lower_bound", "bfloat16"), ("softplus_huge", "bfloat16"), ("odd_sizes", "float32"), ("identical_two", "float32"),
+           ("gate_strong", "float16"), ("chunk16", "bfloat16"), ("varlen_no_state", "float32"), ("grouped", "float32"))  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_stray_access(monkeypatch):
+    """Every address that a kernel reads or writes in the interpreter, which does not look, lies in one of its tensors."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    owned: list[tuple[int, int]] = []
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, to_host = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
+
+    def remember(self, args, kwargs):
+        host = to_host(self, args, kwargs)
+        storages = [x.untyped_storage() for x in host[0] if isinstance(x, torch.Tensor)]
+        owned[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
+        return host
+
+    def look(pointers, mask, size):
+        used = pointers[mask.astype(bool)].astype(np.int64)
+        inside = np.zeros(used.shape, bool)
+        for first, end in owned:
+            inside |= (used >= first) & (used + size <= end)
+        assert inside.all(), f"{(~inside).sum()} of {used.size} accesses lie outside of every tensor"
+
+    def checked_load(self, pointers, mask, *rest):
+        look(pointers.data, mask.data, pointers.get_element_ty().primitive_bitwidth // 8)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self, pointers, value, mask, *rest):
+        look(pointers.data, mask.data, value.data.dtype.itemsize)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
+    monkeypatch.setattr(executor, "_init_args_hst", remember)
+
+
+def tensors(case, dtype):
+    values = zip(case.arrays(dtype), case.dtypes(dtype), strict=True)
+    return Arrays(*(None if x is None else torch.as_tensor(np.array(x)).to(getattr(torch, d)) for x, d in values))
+
+
+def run(problem, arrays):
+    config = triton_gpu.default_config(problem, "cpu")
+    return triton_gpu.step(problem, arrays, config) if problem.op == "recurrent" else triton_gpu.forward(problem, arrays, config)[0]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("part", ["gradients or parts or state", "not gradients and not parts and not state"])
+def test_in_the_interpreter(part):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+
+
+# Both dtypes of the chunked call, whose products differ. The token recurrence computes in float32 whatever it loads: each case in one
+# of them, unless KDAKIT_FULL=1 (make test-full).
+DTYPES = ("float32", "bfloat16")
+# What is trained below runs forward there, held to the same.
+ELSEWHERE = () if FULL else TRAINED
+RUNS = [(name, dtype, "chunk") for name in HARD for dtype in DTYPES if (name, dtype) not in ELSEWHERE]
+RUNS += [(name, dtype, "recurrent") for i, name in enumerate(HARD) for dtype in (DTYPES if FULL else DTYPES[i % 2 :][:1])]
+
+
+@interpreter
+@pytest.mark.parametrize("name, dtype, op", RUNS)
+def test_against_float64(name, dtype, op):
+    case = FEW[name]
+    if op == "recurrent" and not (case.lengths or FULL):
+        case = dataclasses.replace(case, T=min(case.T, 24))  # one token is like another
+    problem, arrays = case.problem(dtype, op=op), case.arrays(dtype)
+    truth = accuracy.truths(problem, arrays)
+    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype=triton_gpu.operand_dtype(problem))
+    result = run(problem, tensors(case, dtype))
+    for key, want in truth.items():
+        got = accuracy.error(getattr(result, key).double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+# Model-sized heads, for which the lanes of a warp lie otherwise; a gate that must not overflow, keys that must not cancel.
+NORMED = {"use_qk_l2norm_in_kernel": True, "chunk_size": 64}
+BOUND = {"safe_gate": True, "lower_bound": -5.0}
+SIZES = dict(T=70, H=1, HV=1, K=128, V=16)
+MODEL = (
+    Case("model_bounded", "", gate="bounded", options=NORMED | BOUND, **SIZES),
+    Case("model_identical", "", gate="slow", keys="identical", beta="up_to_two", options=NORMED | BOUND, **SIZES),
+    Case("model_huge", "", gate="huge", options=NORMED, **SIZES),
+    Case("model_raw", "", gate="raw_huge", beta="logits", A_log=True, dt_bias=True, options=FUSED, **SIZES),
+)
+
+
+@interpreter
+@pytest.mark.parametrize("case", MODEL, ids=lambda case: case.name)
+def test_normed_keys_against_float64(case):
+    config = triton_gpu.default_config(case.problem("bfloat16"), "cpu")
+    assert config.normed
+    problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
+    truth = accuracy.truths(problem, arrays)
+    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype="bfloat16")
+    result = triton_gpu.forward(problem, tensors(case, "bfloat16"), config)[0]
+    for key, want in truth.items():
+        got = accuracy.error(getattr(result, key).double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+@interpreter
+@pytest.mark.parametrize("name, number", [("varlen", 3), ("chunk64", 2), ("chunk64", 5)])
+def test_in_parts(name, number, monkeypatch):
+    """A split sequence gives what it gives in one piece; some parts, and some sequences, are empty."""
+    case = FEW[name]
+    problem, arrays = case.problem("bfloat16").replace(T=case.T), tensors(case, "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=True, staged=True, block_v=16, part_block=16)
+    monkeypatch.setattr(forward, "parts", lambda problem, config: 1)
+    want = triton_gpu.forward(problem, arrays, config)[0]
+    monkeypatch.setattr(forward, "parts", lambda problem, config: number)
+    got = triton_gpu.forward(problem, arrays, config)[0]
+    truth = accuracy.truths(problem, case.arrays("bfloat16"))
+    plain = accuracy.plain_errors(problem, case.arrays("bfloat16"), truth, operand_dtype="bfloat16")
+    for key, value in truth.items():
+        error = accuracy.error(getattr(got, key).double().numpy(), value)
+        assert error <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+        assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
+
+
+@interpreter
+def test_blocks_of_128_channels():
+    """Rows traded on their way between memory and the matrix units come back; last chunks are not full."""
+    problem, arrays = CASES["varlen"].problem("bfloat16"), tensors(CASES["varlen"], "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, staged=False, block_v=16)
+    want = triton_gpu.forward(problem, arrays, config)[0]
+    got = triton_gpu.forward(problem, arrays, dataclasses.replace(config, block_v=128))[0]
+    assert accuracy.error(got.o.double().numpy(), want.o.double().numpy()) < 2**-8
+    assert accuracy.error(got.final_state.double().numpy(), want.final_state.double().numpy()) < 2**-8
+
+
+@interpreter
+@pytest.mark.parametrize("sizes", [dict(B=2, T=70), dict(T=130, lengths=(65, 0, 65))], ids=("batch", "packed"))
+def test_more_slots_than_a_grid_is_high(sizes, monkeypatch):
+    """Slots go on along the grid's third axis, past the last of them too."""
+    case = Case("high", "", H=1, HV=1, K=16, V=16, gate="bounded", options=NORMED | BOUND, **sizes)
+    problem, arrays = case.problem("bfloat16"), tensors(case, "bfloat16")
+    want = run(problem, arrays)
+    monkeypatch.setattr(prepare_normed, "SECOND", 3)
+    prepare_normed.launch.cache_clear()
+    got = run(problem, arrays)
+    grid = prepare_normed.launch(problem, triton_gpu.default_config(problem, "cpu"), layout.views(arrays).layout).grid
+    prepare_normed.launch.cache_clear()
+    assert grid == (1, 3, 2) and triton_gpu.default_config(problem, "cpu").normed
+    assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
+
+
+@interpreter
+def test_gate_beyond_overflow():
+    """The bounded gate in float32 where e^x of its input is beyond float32: no decay, not the strongest."""
+    options = FUSED | {"lower_bound": -5.0, "safe_gate": True}
+    case = Case("gate_beyond", "huge inputs", T=40, gate="raw_huge", beta="logits", A_log=True, dt_bias=True, options=options)
+    problem, x = case.problem("float32"), case.arrays("float32")
+    tensors = Arrays(*(None if a is None else torch.as_tensor(np.array(a)).float() for a in x))
+    got = triton_gpu.forward(problem, tensors, triton_gpu.default_config(problem, "cpu"))[0]
+    assert accuracy.error(got.o.double().numpy(), accuracy.truths(problem, x)["o"]) < 1e-6
+
+
+def test_gradients_that_no_gpu_has_shown_wait(monkeypatch):
+    """Without KDAKIT_UNCHECKED, gradients on a chip that has not been compared with float64 are refused; forwards are not."""
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    for unchecked, dtype in product((False, True), ("bfloat16", "float16", "float32")):
+        monkeypatch.setattr(configs, "UNCHECKED", unchecked)
+        problem = CASES["lower_bound"].problem(dtype, needs_grad=True)
+        assert triton_gpu.supports(problem, gpu) is None and configs.untested(problem, configs.CHIPS["sm_90"]) is None
+        for name in set(configs.CHIPS) - {"sm_90"}:
+            reason = configs.untested(problem, configs.CHIPS[name])
+            assert (reason is None) == unchecked and (unchecked or f"gradients on {name}" in reason)
+            assert configs.untested(problem.replace(needs_grad=False), configs.CHIPS[name]) is None
+
+
+def test_number_of_parts():
+    """Few heads and long sequences are split, others not."""
+    chip = configs.CHIPS["sm_90"]
+
+    def number(H, T):
+        problem = CASES["lower_bound"].problem("bfloat16").replace(H=H, HV=H, K=128, V=128, T=T)
+        config = configs.choose(problem, chip)
+        return configs.parts(problem, config) if config.split else 1
+
+    assert [number(H, 8192) for H in (96, 64, 40, 32)] == [1, 1, 1, 3]
+    assert 1 < number(16, 8192) <= number(8, 8192) and number(2, 32768) >= 8
+    assert all(number(H, 512) == 1 for H in (1, 2, 16))
+
+
+@interpreter
+@pytest.mark.parametrize("name", ["gate_huge", "lower_bound"])
+def test_later_tokens_change_no_earlier_bit(name):
+    case = FEW[name]
+    problem, arrays = case.problem("bfloat16"), tensors(case, "bfloat16")
+    before = run(problem, arrays).o
+    t = 43
+    for fields in (("g",), ("q", "k", "v", "beta")):
+        later = {field: torch.cat([x[:, :t], x[:, t:].flip(1)], 1) for field in fields for x in [getattr(arrays, field)]}
+        after = run(problem, arrays._replace(**later)).o
+        assert torch.equal(before[:, :t], after[:, :t]), fields
+        assert not torch.equal(before[:, t:], after[:, t:]), fields
+
+
+@interpreter
+def test_strides_are_honoured():
+    case = CASES["grouped"] if FULL else dataclasses.replace(CASES["grouped"], B=1)
+    problem, arrays = case.problem("float32"), tensors(case, "float32")
+    want = run(problem, arrays)
+    moved = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays[:5]]
+    moved[0] = torch.nn.functional.pad(arrays.q, (3, 5))[..., 3:-5]
+    got = run(problem, Arrays(*moved, *arrays[5:]))
+    assert torch.equal(want.o, got.o) and torch.equal(want.final_state, got.final_state)
+
+
+@interpreter
+@pytest.mark.parametrize("name, dtype", [("v_first", "bfloat16"), ("varlen_no_state", "float32")])
+def test_state_in_place(name, dtype):
+    """Some sequences are empty; a state may be half precision, or lie otherwise in memory than the kernel wants it."""
+    shorter = {} if FULL else dict(T=15, lengths=(0, 9, 6) if FEW[name].lengths else ())
+    case = dataclasses.replace(FEW[name], **shorter, initial_state=True)
+    problem, arrays = case.problem("float32", op="recurrent").replace(state_dtype=dtype), tensors(case, "float32")
+    arrays = arrays._replace(initial_state=arrays.initial_state.to(getattr(torch, dtype)))
+    want = run(problem, arrays)
+    for state in (arrays.initial_state.clone(), arrays.initial_state.mT.contiguous().mT):
+        got = triton_gpu.step(problem, arrays._replace(initial_state=state), triton_gpu.default_config(problem, "cpu"), state)
+        assert got.final_state is state and torch.equal(state, want.final_state) and torch.equal(got.o, want.o)
+
+
+@interpreter
+@pytest.mark.parametrize("name", ["varlen", "chunk128", "chunk16"])
+def test_intermediate_states(name):
+    case = FEW[name]
+    problem = case.problem("float32").replace(return_intermediate_states=True)
+    truth = accuracy.reference.forward(problem, case.arrays("float32")).states
+    got = run(problem, tensors(case, "float32")).states
+    assert accuracy.error(got.double().numpy(), truth) < 1e-6
+
+
+def gradients(case, dtype, arrays, changes=()):
+    """{name: gradient} of a case's cotangents, the forward's results with them."""
+    problem = case.problem(dtype, needs_grad=True).replace(**dict(changes))
+    config = triton_gpu.default_config(problem, "cpu")
+    result, kept = triton_gpu.forward(problem, arrays, config)
+    specs = triton_gpu.saved_specs(problem, "cpu")
+    assert [(tuple(x.shape), str(x.dtype)) for x in kept] == [(shape, f"torch.{d}") for shape, d in specs]
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents(dtype))
+    d_final = d_final.float() if problem.options.output_final_state else None
+    grads = triton_gpu.backward(problem, arrays, kept, d_o.to(arrays.v.dtype), d_final, config)
+    found = {n: x for n, x in zip(Arrays._fields, grads, strict=True) if x is not None}
+    return found | {n: x for n, x in result._asdict().items() if x is not None}
+
+
+def assert_right(case, dtype, values, results):
+    problem, cotangents = case.problem(dtype), case.cotangents(dtype)
+    truth = accuracy.truths(problem, values, *cotangents)
+    plain = accuracy.plain_errors(problem, values, truth, *cotangents, operand_dtype=triton_gpu.operand_dtype(problem))
+    for key, want in truth.items():
+        got = accuracy.error(results[key].double().numpy(), want)
+        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+
+
+@interpreter
+@pytest.mark.parametrize("name, dtype", TRAINED)
+def test_gradients_against_float64(name, dtype):
+    case = FEW[name]
+    assert_right(case, dtype, case.arrays(dtype), gradients(case, dtype, tensors(case, dtype)))
+
+
+@interpreter
+@pytest.mark.parametrize("case", (MODEL[1], MODEL[3]), ids=lambda case: case.name)
+def test_gradients_of_normed_keys_against_float64(case):
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), gradients(case, "bfloat16", tensors(case, "bfloat16")))
+
+
+@interpreter
+def test_gradients_with_every_gate_at_its_bound():
+    """A bounded gate's gradient is a sum in which most terms cancel; here, e^-5 of them is left, at every token."""
+    case = MODEL[0]
+    values = case.arrays("bfloat16")
+    values.g[...] = -5
+    arrays = tensors(case, "bfloat16")
+    assert_right(case, "bfloat16", values, gradients(case, "bfloat16", arrays._replace(g=torch.full_like(arrays.g, -5))))
+
+
+@interpreter
+def test_gradients_lose_little_beyond_their_own_rounding():
+    """bfloat16: k, v and g beside what rounding the result alone costs; a factor that is rounded where it was not would show."""
+    case = Case("model_sigmoid", "", gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | BOUND, **SIZES | {"V": 32})
+    values = case.arrays("bfloat16")
+    found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
+    truth = accuracy.truths(case.problem("bfloat16"), values, *case.cotangents("bfloat16"))
+    for name, times in (("k", 1.9), ("v", 1.3), ("g", 3.2)):
+        rounded = accuracy.error(round_to(truth[name], "bfloat16"), truth[name])
+        assert accuracy.error(found[name].double().numpy(), truth[name]) < times * rounded, name
+
+
+@interpreter
+def test_gradients_have_no_scale_of_their_own():
+    """2^k times the cotangents give 2^k times the gradients, bit for bit."""
+    case = MODEL[0]
+    problem, arrays = case.problem("bfloat16", needs_grad=True), tensors(case, "bfloat16")
+    config = triton_gpu.default_config(problem, "cpu")
+    kept = triton_gpu.forward(problem, arrays, config)[1]
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents("bfloat16"))
+    scaled = []
+    for scale in (1.0, 2.0**-40):
+        copies = [x.clone() for x in kept]
+        grads = triton_gpu.backward(problem, arrays, copies, (d_o * scale).to(arrays.v.dtype), (d_final * scale).float(), config)
+        scaled.append([x.double() / scale for x in grads if x is not None])
+    assert all(torch.equal(first, second) for first, second in zip(*scaled, strict=True))
+
+
+@interpreter
+def test_gradients_across_checkpoints(monkeypatch):
+    """States are replayed from checkpoints, here one for every second slot, wherever in a sequence that lies."""
+    for choose in ("choose", "chosen"):
+        usual = getattr(triton_gpu, choose)
+        monkeypatch.setattr(triton_gpu, choose, lambda problem, chip, usual=usual: dataclasses.replace(usual(problem, chip), checkpoint=2))
+    case = FEW["chunk128"]
+    assert_right(case, "float32", case.arrays("float32"), gradients(case, "float32", tensors(case, "float32")))
+
+
+@interpreter
+def test_gradients_where_nothing_is_written():
+    """beta = 0: the gradient of beta is not 0, though beta divides it out of everything else."""
+    case = FEW["whole_chunks"]
+    values = case.arrays("float32")
+    values.beta[:, ::3] = 0
+    arrays = tensors(case, "float32")._replace(beta=torch.as_tensor(values.beta).float())
+    assert_right(case, "float32", values, gradients(case, "float32", arrays))
+
+
+@interpreter
+def test_kept_intermediates_give_the_same_bits():
+    case = FEW["varlen_fused"]
+    arrays = tensors(case, "bfloat16")
+    first, second = (gradients(case, "bfloat16", arrays, dict(disable_recompute=keep).items()) for keep in (False, True))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("name, dtype", [("varlen_fused", "bfloat16"), ("no_final", "float32")])
+def test_launches_known_ahead(name, dtype, monkeypatch):
+    """What a first call compiles at once is what it, and its backward, then launch."""
+    case, launched = CASES[name], []
+
+    def look(kernel, grid, args, constants, **options):
+        launched.append((kernel, list(map(launch.specialised, args)), {n: constants[n] for n in kernel.arg_names[len(args) :]}, options))
+
+    arrays, problem = tensors(case, dtype), case.problem(dtype, needs_grad=True)
+    known = call.launches(problem, arrays, triton_gpu.default_config(problem, "cpu"))
+    monkeypatch.setattr(launch, "launch", look)
+    gradients(case, dtype, arrays)
+    known = [(kernel, list(map(launch.specialised, args)), constants, options) for kernel, args, constants, options in known]
+    only_longer = [x for x in known if x[0].__name__ in ("parts_kernel", "combine_kernel") or x[2].get("PART") == "first"]
+    assert [x for x in known if x not in only_longer] == launched and len(launched) >= 7
+
+
+def test_no_length_in_any_choice():
+    """Two lengths of one model take the same configuration: nothing new is compiled."""
+    problem = Shape(1, 1, 32).case().problem("bfloat16") if INTERPRETED else CASES["lower_bound"].problem("bfloat16")
+    for chip in configs.CHIPS.values():
+        assert len({configs.choose(problem.replace(T=T), chip) for T in (1, 63, 64, 1000, 65536)}) == 1
+
+
+def test_configurations_hold_together():
+    for name, case in CASES.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            problem = case.problem(dtype)
+            for chip in configs.CHIPS.values():
+                c = configs.choose(problem, chip)
+                assert c.chunk in (c.half, 2 * c.half) and c.half % c.group == 0 and c.diagonal % c.group == 0, (name, dtype, chip.name)
+                assert c.diagonal <= c.half, (name, dtype, chip.name)
+
+
+@interpreter
+def test_tuning_refuses_what_is_wrong(monkeypatch):
+    """`kdakit bench --tune` holds every candidate against float64: here a decoding step, right and then with a dropped update."""
+    from kdakit.measure import tuned_calls
+    from kdakit.measure.contestants import Job
+
+    calls = tuned_calls.Calls(torch.device("cpu"))
+    job = Job(Shape(1, 1, 32), "decode", "bfloat16")
+    assert calls.verify(job, dict(step_block_v=16)) is None
+    monkeypatch.setattr(triton_gpu, "step", lambda problem, x, config: call.step(problem, x._replace(beta=x.beta - 9), config))
+    assert calls.verify(job, dict(step_block_v=16)).startswith("wrong: ")
+    monkeypatch.setattr(triton_gpu, "step", None)
+    assert calls.verify(job, dict(step_block_v=16)).startswith("raised TypeError")

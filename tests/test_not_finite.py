@@ -1,0 +1,64 @@
+"""What is not finite stays in its own sequence and head: NaN and infinity into every input of every backend that runs here.
+
+Triton's kernels do it in stages/test_triton_interpreted.py and in stages/test_triton_gpu.py; those of CUDA in
+stages/test_cuda_emulated.py.
+"""
+
+import os
+from dataclasses import replace
+
+import not_finite
+import numpy as np
+import pytest
+
+from kdakit.cases import CASES, FUSED, SEGMENT_CASES, Case
+from kdakit.cli import checking
+
+FULL = os.environ.get("KDAKIT_FULL") == "1"
+ROWS = Case("nf_rows", "two rows, grouped heads", B=2, T=40, H=2, HV=4, K=16, V=8, options={"chunk_size": 64, "return_intermediate_states": True})
+PACKED = Case("nf_packed", "packed, an empty sequence", T=40, H=1, HV=2, K=16, V=8, lengths=(9, 0, 17, 14))
+SEGMENTS = Case("nf_segments", "three segments in a chunk", T=40, H=1, HV=2, K=16, V=8, segments=((9, 17, 14),))
+FUSED_PACKED = Case("nf_fused", "packed, everything in the kernel", T=40, H=2, HV=2, K=16, V=8, lengths=(19, 0, 21), gate="raw",
+                    beta="logits", A_log=True, dt_bias=True, options=FUSED)  # fmt: skip
+
+
+def runs(backend, case, dtype="float32", op="chunk"):
+    return lambda arrays, cotangents: checking.run_arrays(backend, case, dtype, arrays, cotangents, op)
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped", "varlen", "varlen_fused", "gate_strong", "gate_spikes", "softplus_huge", "keep"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_native(name, dtype):
+    pytest.importorskip("torch")
+    assert not_finite.check(CASES[name], dtype, runs("torch_native", CASES[name], dtype)) >= 21
+
+
+@pytest.mark.parametrize("seed", range(12 if FULL else 6))
+def test_torch_native_drawn(seed):
+    pytest.importorskip("torch")
+    case, dtype = not_finite.draw(seed)
+    not_finite.check(case, dtype, runs("torch_native", case, dtype), seed)
+
+
+@pytest.mark.parametrize("case", [ROWS, PACKED, FUSED_PACKED, SEGMENTS, SEGMENT_CASES["segments"]], ids=lambda c: c.name)
+def test_xla(case):
+    pytest.importorskip("jax")
+    not_finite.check(case, "float32", runs("xla", case))
+
+
+# The interpreter of TPU kernels takes seconds a call: infinity is as NaN there, and gradients are `make test-full`'s but for one case.
+@pytest.mark.parametrize("case, gradients", [(ROWS, False), (PACKED, False), (SEGMENTS, True)] + [(ROWS, True), (PACKED, True)] * FULL,
+                         ids=lambda x: getattr(x, "name", str(x)))  # fmt: skip
+def test_pallas_tpu(case, gradients):
+    pytest.importorskip("jax")
+    not_finite.check(case, "float32", runs("pallas_tpu", case), values=(np.nan, -np.inf) if FULL else (np.nan,), gradients=gradients)
+
+
+@pytest.mark.parametrize("backend", ["torch_native", "xla", "pallas_tpu"])
+@pytest.mark.parametrize("case", [PACKED, SEGMENTS], ids=lambda c: c.name)
+def test_token_recurrence(backend, case):
+    pytest.importorskip("torch" if backend == "torch_native" else "jax")
+    if case.segments and backend == "torch_native":
+        pytest.skip("kdakit.torch takes no segment_ids")
+    case = replace(case, T=20, lengths=(4, 0, 9, 7) if case.lengths else (), segments=((4, 9, 7),) if case.segments else ())
+    not_finite.check(case, "float32", runs(backend, case, op="recurrent"), gradients=False)

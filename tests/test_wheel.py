@@ -1,0 +1,66 @@
+"""The wheel works outside the repository: built, installed into an empty environment, README's examples run."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command, **named) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **named)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the sdist and the wheel made from it."""
+    if importlib.util.find_spec("build") is None or int(importlib.import_module("setuptools").__version__.split(".")[0]) < 77:
+        pytest.skip("needs build and setuptools 77 (pip install build 'setuptools>=77')")
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    return out
+
+
+@pytest.mark.xdist_group("wheel")
+def test_the_wheel_is_pure_and_has_everything(built):
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    wanted = ["kdakit/py.typed", "kdakit/backends/triton_gpu/tiles/sm_90.json", "kdakit/backends/cuda/csrc/c_api.cu"]
+    wanted += ["kdakit/backends/cuda/csrc/include/kdakit.h", "kdakit/fla.py", "kdakit/stacks/vllm.py"]
+    assert not [name for name in wanted if name not in names]
+    assert not [name for name in names if name.endswith(".so") or name.startswith("tests/")]
+    metadata = zipfile.ZipFile(wheel).read(next(n for n in names if n.endswith("METADATA"))).decode()
+    for extra in ("torch", "jax", "gpu", "vllm"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = archive.getnames()
+    assert any(name.endswith("/csrc/prefill/prefill_f32.cu") for name in inside)
+
+
+@pytest.mark.xdist_group("wheel")
+def test_installed_in_an_empty_environment(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "empty")
+    python = tmp_path / "empty" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel)
+    # The frameworks are those of this interpreter: a path file is not read for others, so an editable kdakit stays out of sight.
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    (Path(site) / "frameworks.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    examples = run(python, ROOT / "tests" / "helpers" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=environment)
+    assert f"examples run with {site}" in examples
+    kdakit = tmp_path / "empty" / "bin" / "kdakit"
+    assert "kdakit" in run(kdakit, "--version", cwd=tmp_path, env=environment)
+    where = "from kdakit.backends.cuda.build import source_folder; print(source_folder())"
+    assert run(python, "-c", where, cwd=tmp_path, env=environment).strip().startswith(site)
