@@ -133,13 +133,14 @@ class Form:
     def tokens(self) -> int:
         return 1 << (self.T - 1).bit_length()
 
-    def cut(self) -> tuple[int, int]:
-        """Value channels of a block, and warps: a whole head at once where there are few, else small blocks, many programs at a time."""
+    def cut(self) -> tuple[int, int, int]:
+        """Value channels of a block, warps, and a thread's registers at most, 0: the compiler's choice. A whole head at once where there
+        are few, else small blocks, many programs at a time."""
         KP, VP = _padded(self.K), _padded(self.V)
         if self.N * self.H <= FEW and self.T == 1:
-            return VP, max(1, min(8, KP * VP // 2048))
+            return VP, max(1, min(8, KP * VP // 2048)), 0
         block = max(16, min(VP, 32 * 128 // KP))
-        return block, max(1, min(2, KP * block // 2048))
+        return block, max(1, min(2, KP * block // 2048)), 0
 
 
 @lru_cache(maxsize=1024)
@@ -147,7 +148,7 @@ def _launch(form: Form) -> tuple[Any, Any]:
     from kdakit.backends.triton_gpu.runtime.launch import Launch, on_device
     from kdakit.layers.torch.fused.step_kernel import layer_step_kernel
 
-    f, KP, (block, warps) = form, _padded(form.K), form.cut()
+    f, KP, (block, warps, registers) = form, _padded(form.K), form.cut()
     own = [s if n > 1 else 0 for s, n in zip(f.row_strides, (f.N, f.T), strict=True)]
     align = math.gcd(16, f.H * f.K, f.HV * f.V, *own)  # also of where q, k and v begin in the row
     numbers = (
@@ -158,7 +159,8 @@ def _launch(form: Form) -> tuple[Any, Any]:
         GATE="softplus" if f.lower_bound is None else "bounded", BETA="double_sigmoid" if f.allow_neg_eigval else "sigmoid",
         HAS_CONV_BIAS=f.conv_bias, HAS_GATE_BIAS=f.gate_bias, HAS_SLOTS=f.pooled, DRAFT=f.draft, SINGLE=f.T == 1, PTX=f.ptx,
     )  # fmt: skip
-    return Launch(layer_step_kernel, f.N * f.H, numbers, constants, num_warps=warps), on_device
+    limit = {"maxnreg": registers} if registers and torch.version.hip is None else {}
+    return Launch(layer_step_kernel, f.N * f.H, numbers, constants, num_warps=warps, **limit), on_device
 
 
 def _padded(size: int) -> int:
