@@ -42,9 +42,9 @@ def swiglu_backward_kernel(p_a, p_b, p_dy, p_da, p_db, N, BLOCK: tl.constexpr):
 
 @lru_cache(maxsize=1024)
 def forward(count: int) -> Launch:
-    return Launch(swiglu_kernel, -(-count // BLOCK), (count,), dict(BLOCK=BLOCK), num_warps=WARPS)
+    return Launch(swiglu_kernel, -(-count // BLOCK), dict(N=count, BLOCK=BLOCK), num_warps=WARPS)
 
 
 @lru_cache(maxsize=1024)
 def backward(count: int) -> Launch:
-    return Launch(swiglu_backward_kernel, -(-count // BLOCK), (count,), dict(BLOCK=BLOCK), num_warps=WARPS)
+    return Launch(swiglu_backward_kernel, -(-count // BLOCK), dict(N=count, BLOCK=BLOCK), num_warps=WARPS)
