@@ -108,19 +108,19 @@ class Reversed(NamedTuple):
     """What the reverse pass over a sequence makes."""
 
     d_states: torch.Tensor  # [slots, HV, VP, KP]  dS' after each chunk
-    d_v: torch.Tensor  # [B, T, HV, V]  without beta where that is given
-    lost: torch.Tensor | None  # [slots, HV, C, VP]  what rounding took from d_v, where beta is given
+    d_v: torch.Tensor  # [B, T, HV, V]
+    alone: torch.Tensor | None  # what the gradient of a given beta needs
     d_initial: torch.Tensor | None
 
 
 def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config) -> Reversed:
-    """Third launch: dS' of every chunk, the gradients of v (without beta where that is given) and of the initial state."""
+    """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
-    d_initial, lost = None, None
-    if problem.options.beta == "given" and config.gradient_dtype != "float32":
-        lost = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=getattr(torch, config.gradient_dtype), device=device)
+    d_initial, alone = None, None
+    if problem.options.beta == "given":
+        alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
     if problem.N * problem.HV * problem.V:
@@ -135,10 +135,10 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
             d_final=d_final,
             d_states=d_states,
             d_v=d_v,
-            lost=lost,
+            alone=alone,
             d_initial=d_initial,
         )
-    return Reversed(d_states, d_v, lost, d_initial)
+    return Reversed(d_states, d_v, alone, d_initial)
 
 
 def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: Reversed, config: Config) -> None:
@@ -159,7 +159,7 @@ class Products(NamedTuple):
 
 
 def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed, lower, d_o, d_final, config: Config) -> Products:
-    """Fourth launch: all products over V; d_v gets the beta that it lacks. Tiles that the replay made are used up."""
+    """Fourth launch: all products over V. Tiles that the replay made are used up."""
     C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.gradient_dtype)
     slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
     part = torch.float32 if small == torch.float32 else torch.float16
@@ -188,7 +188,7 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
             pairs=out.pairs,
             d_tiles=out.d_tiles,
             scales=out.scales,
-            lost=back.lost,
+            alone=back.alone,
             d_decay=out.d_decay,
         )
     return out
