@@ -22,7 +22,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
+from kdakit.backends.triton_gpu.config import Chip, Config, chip_of, choose, chosen, untested
 from kdakit.backends.triton_gpu.runtime.interpreter import interpreter_asked_for
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -32,6 +32,11 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if _kind(device) != "cuda" and interpreted(device) is None:
         return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
+    return unsupported(problem, chip_of(device))
+
+
+def unsupported(problem: Problem, chip: Chip) -> str | None:
+    """Why it cannot run on such a chip, whatever framework calls it."""
     reason = _unusable()
     if reason is not None:
         return reason
@@ -39,7 +44,7 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    return untested(problem, chip_of(device))
+    return untested(problem, chip)
 
 
 def interpreted(device: Any) -> str | None:
