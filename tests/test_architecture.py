@@ -55,6 +55,7 @@ TRITON_ROOMS = {
     "kernels": {"device", "arguments", "config", "runtime"},
     "host": {"kernels", "config", "tiles", "runtime"},
     "call": {"host", "config", "runtime"},
+    "ffi": {"call", "config", "runtime", "times", "widened", "contract"},
 }
 
 

@@ -135,12 +135,13 @@ BACKENDS = (
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
     Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
     Backend("pallas_tpu", "jax", "kdakit.backends.pallas_tpu", "Mosaic kernels, TPUs"),
+    Backend("triton_ffi", "jax", "kdakit.backends.triton_gpu.ffi", "the Triton kernels as one XLA custom call; needs torch too"),
     Backend("cuda_ffi", "jax", "kdakit.backends.cuda.ffi", "the CUDA C++ kernels as an XLA custom call; float32; bfloat16 on Hopper"),
     Backend("xla", "jax", "kdakit.backends.xla", "pure JAX, any XLA device"),
 )
 
-# One library, two frameworks: each may call it by its plain name.
-ALIASES = {("jax", "cuda"): "cuda_ffi"}
+# The same kernels in two frameworks: each may call them by their plain name.
+ALIASES = {("jax", "cuda"): "cuda_ffi", ("jax", "triton_gpu"): "triton_ffi"}
 
 
 def names(framework: str | None = None) -> list[str]:
