@@ -156,8 +156,8 @@ class Engine:
     def _dismiss(self) -> None:
         """Those that have all their tokens."""
         for request in [r for r in self.running if r.done]:
-            self.counts.finished += 1
             self._leave(request)
+            self.counts.finished += 1
 
     def _leave(self, request: Request) -> None:
         if request.slot is None:
