@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.device.gate import inverse_norm, log2_decay, write_strength
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pool_state import owner_of, slot_of
 from kdakit.backends.triton_gpu.device.program import state_offsets
 from kdakit.layers.torch.fused.rows import sigmoid
@@ -34,7 +34,7 @@ def convolved(
             p_row = p_window + (W - 1 - i + o_t)[:, None] * D + o_c[None, :]
             b_x = tl.where((o_t >= i)[:, None], b_x, tl.load(p_row, mask=m & (o_t < i)[:, None], other=0.0).to(tl.float32))
         b_z += tl.load(p_weight + o_c[None, :] * W + (W - 1 - i), mask=m, other=0.0).to(tl.float32) * b_x
-    return narrow(b_z * sigmoid(b_z, PTX), p_x.dtype.element_ty)
+    return round_to(b_z * sigmoid(b_z, PTX), p_x.dtype.element_ty)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def move_window(p_x, p_window, p_after, T, s_t, o_c, m, D, taken, W: tl.constexp
         rows += (tl.where(old, b_w, b_x),)
     tl.debug_barrier()  # all have read before the first writes
     for r in tl.static_range(W - 1):
-        tl.store(p_after + r * D + o_c, narrow(rows[r], p_after.dtype.element_ty), mask=m & taken)
+        tl.store(p_after + r * D + o_c, round_to(rows[r], p_after.dtype.element_ty), mask=m & taken)
 
 
 @triton.jit(do_not_specialize=["T", "H", "HV", "CAPACITY", "scale", "lower_bound", "eps", "s_n", "s_t", "s_bn", "s_bt"])
@@ -147,12 +147,12 @@ def layer_step_kernel(
                 b_o = (tl.sum(b_S * b_qt[None, :], 1) + b_u * tl.load(p_number + 3)) * tl.load(p_number)  # [BV]
                 b_S = tl.fma(b_u[:, None], b_kt[None, :], b_S)
                 o_t_out = ((i_n * T + t) * HV + i_h) * V + o_v
-                tl.store(p_y + o_t_out, narrow(tl.where(taken, b_o, 0.0), p_y.dtype.element_ty), mask=m_v)
+                tl.store(p_y + o_t_out, round_to(tl.where(taken, b_o, 0.0), p_y.dtype.element_ty), mask=m_v)
                 if DRAFT:
                     tl.store(p_log_u + o_t_out, b_u, mask=m_v)
             if not DRAFT:
                 m_state = m_v[:, None] & m_k[None, :] & taken
-                tl.store(p_state_after + o_state, narrow(b_S, p_state_after.dtype.element_ty), mask=m_state)
+                tl.store(p_state_after + o_state, round_to(b_S, p_state_after.dtype.element_ty), mask=m_state)
         tl.debug_barrier()  # o comes back, whoever wrote it
         o_y = i_t[:, None] * V + o_w[None, :]  # [TP, VP]
         b_gate = tl.load(p_gate + o_y, mask=m_tv, other=0.0).to(tl.float32)
@@ -161,7 +161,7 @@ def layer_step_kernel(
         b_y = tl.load(p_y + o_y, mask=m_tv, other=0.0).to(tl.float32)
         b_y *= tl.rsqrt(tl.sum(b_y * b_y, 1) / V + eps)[:, None] * tl.load(p_norm + o_w, mask=m_w, other=0.0).to(tl.float32)[None, :]
         tl.debug_barrier()
-        tl.store(p_y + o_y, narrow(b_y * sigmoid(b_gate, PTX), p_y.dtype.element_ty), mask=m_tv)
+        tl.store(p_y + o_y, round_to(b_y * sigmoid(b_gate, PTX), p_y.dtype.element_ty), mask=m_tv)
         if not DRAFT:
             move_window(p_v, p_v_window + w_row * DV, p_v_after + w_row * DV, T, s_t, o_cv, m_w, DV, taken, W)
     if not DRAFT:
