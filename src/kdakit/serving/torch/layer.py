@@ -44,7 +44,7 @@ def decode_layer(layer: Any, pool: StatePool, slots: Tensor, x: Tensor) -> Tenso
 
 
 def verify_layer(layer: Any, pool: StatePool, slots: Tensor, x: Tensor) -> tuple[Tensor, Draft] | None:
-    """o of guessed tokens, and a draft for kdakit.serving.torch.commit: nothing moves before."""
+    """o of draft tokens, and a draft for kdakit.serving.torch.commit: nothing moves before."""
     carried = _carried(pool)
     if carried is None or not takes_step(layer, x, *carried):
         return None
