@@ -51,7 +51,7 @@ class Log(NamedTuple):
     generation: Tensor  # [N] int32
 
 
-def takes_step(layer: Any, x: Tensor, *carried: Tensor | None) -> bool:
+def takes_step(layer: Any, x: Tensor, *carried: Any) -> bool:
     """Whether `layer_step` can run x [N, T, hidden_size] of this layer, with these tensors carried along."""
     if not x.is_cuda or not 1 <= x.shape[1] <= TOKENS or x.shape[0] == 0 or not layer.sizes.delta_rule or torch.is_grad_enabled():
         return False
