@@ -179,6 +179,7 @@ extern "C" kda_status kda_prefill_f32(const kda_prefill_args *given) {
   KDA_TRY(read_args(given, F32, 1, F32, 1, true, args));
   KDA_TRY(workspace_f32(args, bytes));
   KDA_TRY(check_workspace(args, bytes));
+  KDA_TRY(clear_padding(args, 4));
   return prefill_f32(args);
 }
 
@@ -196,6 +197,7 @@ extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *given) {
   KDA_TRY(read_args(given, BF16, 1, EITHER, 2, true, args));
   KDA_TRY(workspace_bf16(args, bytes));
   KDA_TRY(check_workspace(args, bytes));
+  KDA_TRY(clear_padding(args, 2));
   return prefill_bf16(args);
 }
 #else

@@ -105,7 +105,7 @@ typedef struct kda_prefill_args {
   const void *cu_seqlens; /* [N + 1] offsets of sequences packed along T, on the device; NULL: N = B */
   int64_t sequences;      /* N with cu_seqlens, else ignored */
 
-  int32_t parts;    /* bfloat16: a sequence is scanned in so many parts beside each other, 1: in one piece; 0: the library's choice */
+  int32_t parts;    /* bfloat16: a sequence is scanned in at most so many parts beside each other; 0: the library's choice */
   int32_t reserved; /* 0 */
 } kda_prefill_args;
 

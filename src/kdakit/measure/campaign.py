@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kdakit.measure.random_problems import FORMS, draw, form_of, parse
+from kdakit.measure.random_problems import draw, form_of, parse
 from kdakit.measure.trial import Verdict
 from kdakit.measure.trial import judge as judge_drawn
 
@@ -136,7 +136,7 @@ class Queue:
 def _cost(label: str) -> float:
     """What takes the compiler longest begins first: it would be what all wait for at the end."""
     drawn = draw(int(label))
-    return drawn.K * (1.0 if drawn.dtype == "bfloat16" else 3.0)
+    return drawn.K * (2.0 if drawn.dtype == "bfloat16" else 3.0)
 
 
 def search(
@@ -181,10 +181,3 @@ def search(
                 worker.stop()
             else:
                 worker.process.kill()
-
-
-def rounds(count: int) -> float:
-    """How many times over `count` numbers that share programs go through all forms."""
-    from kdakit.measure.random_problems import PER_FORM
-
-    return count / (PER_FORM * len(FORMS))
