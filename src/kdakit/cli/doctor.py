@@ -200,8 +200,10 @@ def _answer(backend, problem, where) -> str:
 
 
 # What each backend is for. Where no GPU can be asked, `triton_gpu` answers as on an H200 (sm_90).
-OWN_DEVICE = {"triton_gpu": "a GPU", "cuda": "an NVIDIA GPU", "torch_native": "any device", "pallas_tpu": "a TPU", "cuda_ffi": "an NVIDIA GPU",
-              "xla": "any device"}  # fmt: skip
+OWN_DEVICE = {
+    "triton_gpu": "a GPU", "cuda": "an NVIDIA GPU", "torch_native": "any device", "pallas_tpu": "a TPU", "cuda_ffi": "an NVIDIA GPU",
+    "xla": "any device",
+}  # fmt: skip
 
 
 def support_markdown() -> str:
