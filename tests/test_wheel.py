@@ -2,9 +2,9 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the checkout must not be found
 
 
 def run(*command, **named) -> str:
@@ -25,8 +26,12 @@ def built(tmp_path_factory) -> Path:
     """A folder with the sdist and the wheel made from it."""
     if importlib.util.find_spec("build") is None or int(importlib.import_module("setuptools").__version__.split(".")[0]) < 77:
         pytest.skip("needs build and setuptools 77 (pip install build 'setuptools>=77')")
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    out, tree = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("tree")  # a build leaves files in its tree
+    for name in ("src", "csrc"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "CMakeLists.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree, env=CLEAN)
     return out
 
 
@@ -53,14 +58,13 @@ def test_installed_in_an_empty_environment(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "empty")
     python = tmp_path / "empty" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel)
-    # The frameworks are those of this interpreter: a path file is not read for others, so an editable kdakit stays out of sight.
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    (Path(site) / "frameworks.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    examples = run(python, ROOT / "tests" / "helpers" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=environment)
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel, env=CLEAN)
+    # The frameworks are those of this interpreter: path files in folders that one names are not read, so no editable kdakit is found.
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", env=CLEAN).strip()
+    (Path(site) / "frameworks.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    examples = run(python, ROOT / "tests" / "helpers" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=CLEAN)
     assert f"examples run with {site}" in examples
     kdakit = tmp_path / "empty" / "bin" / "kdakit"
-    assert "kdakit" in run(kdakit, "--version", cwd=tmp_path, env=environment)
+    assert "kdakit" in run(kdakit, "--version", cwd=tmp_path, env=CLEAN)
     where = "from kdakit.backends.cuda.build import source_folder; print(source_folder())"
-    assert run(python, "-c", where, cwd=tmp_path, env=environment).strip().startswith(site)
+    assert run(python, "-c", where, cwd=tmp_path, env=CLEAN).strip().startswith(site)

@@ -45,6 +45,7 @@ inline Gathered<T> gather(const T &mine) {
 
 inline uint32_t shared_address(const void *p) { return uint32_t(static_cast<const unsigned char *>(p) - memory); }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f : x; }
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
 inline float exp2_fast(float x) { return flushed(std::exp2(x)); }
 inline float log2_fast(float x) { return std::log2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }

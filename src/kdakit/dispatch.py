@@ -135,12 +135,13 @@ BACKENDS = (
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
     Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
     Backend("pallas_tpu", "jax", "kdakit.backends.pallas_tpu", "Mosaic kernels, TPUs"),
+    Backend("triton_ffi", "jax", "kdakit.backends.triton_gpu.ffi", "the Triton kernels as one XLA custom call; needs torch too"),
     Backend("cuda_ffi", "jax", "kdakit.backends.cuda.ffi", "the CUDA C++ kernels as an XLA custom call; float32; bfloat16 on Hopper"),
     Backend("xla", "jax", "kdakit.backends.xla", "pure JAX, any XLA device"),
 )
 
-# One library, two frameworks: each may call it by its plain name.
-ALIASES = {("jax", "cuda"): "cuda_ffi"}
+# The same kernels in two frameworks: each may call them by their plain name.
+ALIASES = {("jax", "cuda"): "cuda_ffi", ("jax", "triton_gpu"): "triton_ffi"}
 
 
 def names(framework: str | None = None) -> list[str]:
@@ -234,8 +235,11 @@ def _warn_if_slow(name: str, device: Any, refusals: list[str]) -> None:
     if name not in SLOW or kind not in ("cuda", "gpu", "rocm") or reasons in _warned:
         return
     _warned.add(reasons)
-    warnings.warn(f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. `kdakit doctor` "
-                  f"shows what this machine can run; name backend={name!r} to say that you mean it", RuntimeWarning, stacklevel=3)  # fmt: skip
+    message = (
+        f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. "
+        f"`kdakit doctor` shows what this machine can run; name backend={name!r} to say that you mean it"
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:

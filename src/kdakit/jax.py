@@ -9,6 +9,7 @@ Every call works under jit, grad, vmap, jax.checkpoint and shard_map, and takes 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from functools import partial
 from typing import Any
@@ -24,13 +25,12 @@ from kdakit.problem import (
     Arrays,
     Problem,
     check_cu_seqlens,
-    check_same_cu_seqlens,
-    check_values,
     checks_enabled,
     fold_compatibility,
     make_options,
     make_problem,
 )
+from kdakit.values import check_same_cu_seqlens, check_values
 
 __all__ = [
     "chunk_kda",
@@ -217,6 +217,12 @@ def kda_gate_chunk_cumsum(g, A_log, chunk_size, scale=None, dt_bias=None, cu_seq
         x = x + jnp.where(place >= step, jnp.pad(x[:, :-step], ((0, 0), (step, 0), (0, 0), (0, 0))), 0)
         step *= 2
     return (x if scale is None else x * scale).astype(g.dtype if output_dtype is None else output_dtype)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "tokamax":  # loaded when somebody asks for it
+        return importlib.import_module("kdakit.stacks.tokamax")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)

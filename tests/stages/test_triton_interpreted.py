@@ -11,6 +11,7 @@ import subprocess
 import sys
 from itertools import product
 
+import not_finite
 import numpy as np
 import pytest
 
@@ -469,6 +470,17 @@ def test_configurations_hold_together():
                 c = configs.choose(problem, chip)
                 assert c.chunk in (c.half, 2 * c.half) and c.half % c.group == 0 and c.diagonal % c.group == 0, (name, dtype, chip.name)
                 assert c.diagonal <= c.half, (name, dtype, chip.name)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype, gate", [("float32", "given"), ("bfloat16", "softplus")])
+def test_what_is_not_finite_stays_where_it_is(dtype, gate):
+    """NaN in any input: no bit of another sequence or head changes, and something shows it."""
+    sizes = dict(T=14, H=1, HV=2, K=16, V=16, lengths=(5, 0, 9))
+    computed = dict(gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED) if gate == "softplus" else {}
+    case = Case("not_finite", "packed", **sizes, **computed)
+    results = lambda arrays, cotangents: checking.run_arrays("triton_gpu", case, dtype, arrays, cotangents)
+    not_finite.check(case, dtype, results, values=(np.nan,))
 
 
 @interpreter

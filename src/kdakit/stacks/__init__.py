@@ -19,7 +19,13 @@ from typing import Any
 
 from kdakit.stacks import counts
 
-STACKS = {"fla": "flash-linear-attention", "transformers": "Hugging Face Transformers", "vllm": "vLLM", "sglang": "SGLang"}
+STACKS = {
+    "fla": "flash-linear-attention",
+    "transformers": "Hugging Face Transformers",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "sglang_jax": "sglang-jax",
+}
 
 
 def enable(stack: str) -> None:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen
+from kdakit.backends.triton_gpu.config import Chip, Config, chip_of, choose, chosen
 from kdakit.backends.triton_gpu.runtime.interpreter import interpreter_asked_for
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -32,6 +32,11 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if _kind(device) != "cuda" and interpreted(device) is None:
         return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
+    return unsupported(problem, chip_of(device))
+
+
+def unsupported(problem: Problem, chip: Chip) -> str | None:
+    """Why it cannot run on such a chip, whatever framework calls it."""
     reason = _unusable()
     if reason is not None:
         return reason
@@ -39,15 +44,19 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    return unshown(problem, device) if problem.needs_grad else None
+    return waiting(problem, chip) if problem.needs_grad else None
 
 
 def unshown(problem: Problem, device: Any) -> str | None:
     """Why 'auto' leaves the problem to others: no GPU of this kind has shown that it is right. Gradients are refused for that reason even
     where the backend is named."""
+    return waiting(problem, chip_of(device))
+
+
+def waiting(problem: Problem, chip: Chip) -> str | None:
     from kdakit.backends.triton_gpu import shown
 
-    return shown.waits(problem, chip_of(device))
+    return shown.waits(problem, chip)
 
 
 def interpreted(device: Any) -> str | None:

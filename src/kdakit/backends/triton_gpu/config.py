@@ -136,8 +136,12 @@ def _chip_of(kind: str, index: int | None) -> Chip:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return CHIPS.get(properties.gcnArchName.partition(":")[0], CHIPS["gfx942"])
-    number = properties.major * 10 + properties.minor
-    known = [n for n in (80, 86, 89, 90, 100, 120) if n <= number] or [80]
+    return chip_for(properties.major, properties.minor)
+
+
+def chip_for(major: int, minor: int) -> Chip:
+    """NVIDIA's, by the nearest smaller compute capability."""
+    known = [n for n in (80, 86, 89, 90, 100, 120) if n <= major * 10 + minor] or [80]
     return CHIPS[f"sm_{known[-1]}"]
 
 

@@ -112,7 +112,7 @@ class Marks:
         return torch.where((p % C == 0) & (p < length), p, p - 1) // C
 
     def left_over(self, C: int, cu_seqlens: Tensor | None, T: int) -> tuple[Tensor, Tensor]:
-        """[M, 2] first and last token + 1 between the state that a scan leaves and the mark; and the marks' slots, -1 where there are none."""
+        """[M, 2] first and last token + 1 between the state that a scan leaves and the mark; and the marks' slots, -1: none."""
         begins, length = self._begins(cu_seqlens, T)
         start = begins + self._direct_chunk(C, length) * C
         end = begins + self.position.long()

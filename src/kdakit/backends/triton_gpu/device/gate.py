@@ -66,8 +66,9 @@ def log2_decay(b_g, b_bias, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
 def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
     """e^x, x < 80. EXACT: to one rounding, 0 below 2^-126; the hardware's 2^y is off by several, and y = x log2(e) by x times as much."""
     if EXACT:
-        n = tl.floor(tl.maximum(x, -100.0) * LOG2E + 0.5)
-        r = (tl.maximum(x, -100.0) - n * LN2_HIGH) - n * LN2_LOW
+        x = tl.maximum(x, -100.0, tl.PropagateNan.ALL)
+        n = tl.floor(x * LOG2E + 0.5)
+        r = (x - n * LN2_HIGH) - n * LN2_LOW
         y = 0.041666668 + r * (0.008333334 + r * (0.0013888889 + r * 0.0001984127))
         y = 1.0 + (r + r * r * (0.5 + r * (0.16666667 + r * y)))
         power = ((tl.maximum(n, -126.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
@@ -84,7 +85,7 @@ def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX
         if GATE == "softplus":
             b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
         elif GATE == "bounded":
-            b_x = tl.div_rn(lower_bound, 1.0 + exponential(tl.minimum(-a * b_x, 79.0), True, False))
+            b_x = tl.div_rn(lower_bound, 1.0 + exponential(tl.minimum(-a * b_x, 79.0, tl.PropagateNan.ALL), True, False))
         b_e = exponential(b_x, True, False)
     else:
         b_e = power_of_2(log2_decay(b_x, 0.0, a, lower_bound, GATE, False, PTX), PTX)
@@ -171,7 +172,7 @@ def gate_share(b_g, b_bias, a, unit, GATE: tl.constexpr, BOUNDED: tl.constexpr, 
         b_y = tl.maximum(b_x, 0.0) + log2_one_plus(inverse_power_of_2(tl.abs(b_x), PTX), False, PTX)
     else:
         b_y = -b_g
-    return b_y if BOUNDED else tl.minimum(b_y, FLOOR / unit)
+    return b_y if BOUNDED else tl.minimum(b_y, FLOOR / unit, tl.PropagateNan.ALL)  # NaN is no gate that forgets
 
 
 @triton.jit
