@@ -129,7 +129,7 @@ def summary(chip: Chip) -> dict[str, str]:
         absent = [kind for kind in kinds if missing(kind, chip)]
         wait = sum(wider(kind, chip) == (0, 0) for kind in absent)
         told[f"{dtype} {call}"] = (
-            f"of {len(kinds)} kinds of problem {len(kinds) - len(absent)} run as they are, {len(absent) - wait} with wider heads, {wait} wait"
+            f"of {len(kinds)} kinds of problem {len(kinds) - len(absent)} as they are, {len(absent) - wait} with wider heads, {wait} wait"
         )
     return told
 
