@@ -222,7 +222,7 @@ def test_what_no_gpu_has_shown_waits(monkeypatch):
         reason = triton_gpu.unshown(problem, gpu)
         assert "has not been compared with float64 on sm_90" in reason and "KDAKIT_UNCHECKED=1" in reason
         assert triton_gpu.supports(problem, gpu) == (reason if grad else None)
-        if dtype == "float16":  # which the CUDA library does not take
+        if dtype == "float16" and not INTERPRETED:  # which the CUDA library does not take
             with pytest.warns(RuntimeWarning, match="has not been compared"):
                 dispatch._warned.clear()
                 assert dispatch.select("torch", problem, gpu).__name__.endswith("torch_native")
@@ -267,7 +267,7 @@ def test_random_problems(seed):
 
     def small(drawn):
         work = drawn.B * max(len(drawn.lengths), 1) * drawn.HV
-        return 0 < drawn.T <= 70 and work <= 4 and 33 <= drawn.K <= 127 and drawn.V <= 128 and drawn.dtype != "float64"
+        return 0 < drawn.T <= 40 and work <= 2 and 33 <= drawn.K <= 127 and drawn.V <= 64 and drawn.dtype != "float64"
 
     bad = [v for v in (judge(number, "triton_gpu") for number in numbers(seed, 2, wanted=small)) if not v.ok]
     assert not bad, [(v.what, v.complaint) for v in bad]
