@@ -31,9 +31,10 @@ def runs(backend, case, dtype="float32", op="chunk"):
 NAMES = ("plain", "grouped", "varlen", "varlen_fused", "gate_strong", "gate_spikes", "softplus_huge", "keep")
 
 
-@pytest.mark.parametrize(
-    "name, dtype", [(n, "float32") for n in NAMES] + [(n, "bfloat16") for n in (NAMES if FULL else ("grouped", "varlen"))]
-)
+HALF = NAMES if FULL else ("grouped", "varlen")
+
+
+@pytest.mark.parametrize("name, dtype", [(name, "float32") for name in NAMES] + [(name, "bfloat16") for name in HALF])
 def test_torch_native(name, dtype):
     pytest.importorskip("torch")
     assert not_finite.check(CASES[name], dtype, runs("torch_native", CASES[name], dtype)) >= 21
