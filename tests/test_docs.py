@@ -83,6 +83,12 @@ def test_words_that_readers_know(path):
     assert not [(n, line) for n, line in prose(path) if unclear.search(line)]
 
 
+def test_no_merge_is_left_half_done():
+    files = [*PAGES, *ROOT.glob("*.yml"), *ROOT.glob("*.toml"), *(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    mark = re.compile("^(" + "<" * 7 + " |" + ">" * 7 + " )", re.MULTILINE)
+    assert not [str(path) for path in files if mark.search(path.read_text(encoding="utf-8"))]
+
+
 def test_performance_is_a_page_not_a_book():
     assert len((ROOT / "docs/performance.md").read_text(encoding="utf-8").splitlines()) <= 250
 
