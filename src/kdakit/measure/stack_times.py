@@ -1,8 +1,8 @@
 """`kdakit bench --suite stacks`: flash-linear-attention's and Transformers' models with their own KDA kernels and with ours, in one run.
 
 FLA: a model of four layers learns for 20 steps. Its own kernels run three times, once more as they are and once with the rows of every
-batch in another order: how far those losses part is what rounding alone does. Transformers: the tensors that the first KDA layer of a Kimi-Linear
-of four layers hands over at 8192 tokens, both implementations on the same ones.
+batch in another order: how far those losses part is what rounding alone does. Transformers: the tensors that the first KDA layer of a
+Kimi-Linear of four layers hands over at 8192 tokens, both implementations on the same ones.
 """
 
 from __future__ import annotations
