@@ -19,7 +19,8 @@ def results(n):
     B, T, H = 1 + n % 2, int(rng.integers(1, 80)), int(rng.integers(1, 4))
     HV, K, V = H * int(rng.integers(1, 3)), int(rng.integers(1, 40)), int(rng.integers(1, 40))
     draw = lambda *shape: torch.from_numpy(rng.normal(size=shape).astype(np.float32))
-    x = [draw(B, T, H, K), draw(B, T, H, K), draw(B, T, HV, V), -draw(B, T, HV, K).abs() * (20 if n % 3 == 0 else 1), draw(B, T, HV).sigmoid()]
+    g = -draw(B, T, HV, K).abs() * (20 if n % 3 == 0 else 1)
+    x = [draw(B, T, H, K), draw(B, T, H, K), draw(B, T, HV, V), g, draw(B, T, HV).sigmoid()]
     for a in x:
         a.requires_grad_(n % 4 != 0)
     call = kt.fused_recurrent_kda if n % 5 == 0 else kt.chunk_kda

@@ -18,7 +18,6 @@ from kdakit.cases import CASES, Case
 from kdakit.measure import checking
 from kdakit.reference import activate
 
-
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
 GUARD = 64  # floats of NaN around every output
 HARD = [

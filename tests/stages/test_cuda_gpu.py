@@ -10,7 +10,6 @@ from kdakit.backends.cuda import library
 from kdakit.cases import CASES, FUSED, Case
 from kdakit.measure import checking
 
-
 torch = pytest.importorskip("torch")
 
 REASON = "needs an NVIDIA GPU" if not torch.cuda.is_available() else library.missing()
