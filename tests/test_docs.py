@@ -80,7 +80,7 @@ def test_lines_are_wrapped(path):
 def test_words_that_readers_know(path):
     """Draft tokens, implementation, peak memory, per call."""
     unclear = re.compile(r"guessed token|contestant|extra MiB|extra memory|a call's share|Beyond one device", re.IGNORECASE)
-    assert not [(n, line) for n, line in prose(path) if unclear.search(line)]
+    assert not [(n, line) for n, line in prose(path) if unclear.search(re.sub("`[^`]*`", "", line))]
 
 
 def test_no_merge_is_left_half_done():
