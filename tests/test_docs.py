@@ -83,6 +83,13 @@ def test_words_that_readers_know(path):
     assert not [(n, line) for n, line in prose(path) if unclear.search(re.sub("`[^`]*`", "", line))]
 
 
+def test_rows_of_a_table_can_be_written_alone():
+    table = lambda *rows: "### float32\n\n| case | o |\n| --- | --: |\n" + "\n".join(f"| `{n}` | {x} |" for n, x in rows)
+    assert generated.merged(table(("a", 1), ("b", 2)), table(("b", 3), ("c", 4))) == table(("a", 1), ("b", 3), ("c", 4))
+    other = table(("a", 5)).replace("| o |", "| final_state |")
+    assert generated.merged(table(("a", 1), ("b", 2)), other) == other, "other columns"
+
+
 def test_no_merge_is_left_half_done():
     files = [*PAGES, *ROOT.glob("*.yml"), *ROOT.glob("*.toml"), *(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     mark = re.compile("^(" + "<" * 7 + " |" + ">" * 7 + " )", re.MULTILINE)
