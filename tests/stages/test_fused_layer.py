@@ -18,7 +18,7 @@ import fused_problems  # noqa: E402
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-SEEDS = {"convolution": 40, "norm": 40, "step": 16}
+SEEDS = {"convolution": 10, "norm": 10, "step": 6}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
@@ -31,9 +31,9 @@ def test_in_the_interpreter():
 @interpreter
 @pytest.mark.parametrize("kind", SEEDS)
 def test_random_problems(kind):
-    """Of each form two: seeds ALIKE apart are compiled differently, which to the interpreter is the same."""
+    """Each of another form: seeds closer than ALIKE would be compiled alike."""
     make, count = fused_problems.KINDS[kind], SEEDS[kind] * (10 if FULL else 1)
-    found = [line for i in range(count) for line in fused_problems.wrong(make(i * fused_problems.ALIKE // 2))]
+    found = [line for i in range(count) for line in fused_problems.wrong(make(i * fused_problems.ALIKE))]
     assert not found, "\n".join(found)
 
 
