@@ -450,11 +450,11 @@ def test_numpy_arrays_are_taken_and_nothing_else():
 
 def test_cu_seqlens_values_are_checked_where_they_can_be_seen():
     arrays = inputs(CASES["varlen"])
-    for wrong in ([1, 137], [0, 140, 137], [0, 136]):
+    for wrong in ([1, 137], [0, 140, 137], [0, 138]):
         packed = arrays | {"cu_seqlens": jnp.array(wrong, jnp.int32), "initial_state": None}
-        with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at T = 137"):
+        with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at most T = 137"):
             chunk_kda(**packed)
-    with pytest.raises(ValueError, match="cu_seqlens_cpu must start at 0"):
+    with pytest.raises(ValueError, match="cu_seqlens_cpu must equal cu_seqlens"):
         chunk_kda(**arrays, cu_seqlens_cpu=np.zeros(len(arrays["cu_seqlens"]), np.int64))
 
 
@@ -477,7 +477,7 @@ def test_gate():
         close(got, reference.log_decay(problem, arrays, arrays.g, np.float64), 1e-6)
     with pytest.raises(ValueError, match="A_log is required"):
         kda_gate(arrays.g)
-    with pytest.raises(ValueError, match=r"lower_bound must lie in \[-5, 0\)"):
+    with pytest.raises(ValueError, match=r"lower_bound must be negative"):
         kda_gate(arrays.g, lower_bound=1.0)
 
 

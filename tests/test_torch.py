@@ -190,8 +190,8 @@ def test_autocast_leaves_the_arithmetic_alone():
         q = torch.nn.Linear(16, 16)(tensors[0])
         mixed, _ = kt.chunk_kda(q, *tensors[1:])
     assert q.dtype == mixed.dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="k must have q's dtype bfloat16, got float32"):
-        kt.chunk_kda(q, *tensors[1:])
+    wide, _ = kt.chunk_kda(q, *tensors[1:])  # without autocast in the dtype that holds all three, and back in q's
+    assert torch.equal(wide, kt.chunk_kda(q.float(), *tensors[1:])[0].bfloat16())
 
 
 def test_activation_checkpointing():
@@ -249,8 +249,8 @@ def test_gate_refuses():
     g = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="A_log is required"):
         kt.kda_gate(g)
-    with pytest.raises(ValueError, match=r"lower_bound must lie in \[-5, 0\), got -6"):
-        kt.kda_gate(g, lower_bound=-6)
+    with pytest.raises(ValueError, match=r"lower_bound must be negative, got 1"):
+        kt.kda_gate(g, lower_bound=1)
     with pytest.raises(ValueError, match="dt_bias must hold 12 elements"):
         kt.kda_gate(g, torch.zeros(3), torch.zeros(3))
 
@@ -290,9 +290,9 @@ def test_refusals_reach_the_user():
         kt.chunk_kda(*tensors, backend="xla")
     with pytest.raises(TypeError, match="backend must be a string"):
         kt.chunk_kda(*tensors, backend=None)
-    with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at T = 6, got \[0, 7, 6\]"):
+    with pytest.raises(ValueError, match=r"cu_seqlens must start at 0, never decrease and end at most T = 6, got \[0, 7, 6\]"):
         kt.chunk_kda(*tensors, cu_seqlens=torch.tensor([0, 7, 6]))
-    with pytest.raises(ValueError, match="cu_seqlens_cpu must start at 0"):
+    with pytest.raises(ValueError, match="cu_seqlens_cpu must equal cu_seqlens"):
         kt.fused_recurrent_kda(*tensors, cu_seqlens=torch.tensor([0, 6]), cu_seqlens_cpu=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="v must be on q's device cpu, got meta"):
         kt.chunk_kda(*tensors[:2], tensors[2].to("meta"), *tensors[3:])

@@ -58,20 +58,11 @@ def test_installed_in_an_empty_environment(built, tmp_path):
     (wheel,) = built.glob("*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "empty")
     python = tmp_path / "empty" / "bin" / "python"
-<<<<<<< HEAD
     run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel, env=CLEAN)
     # The frameworks are those of this interpreter: path files in folders that one names are not read, so no editable kdakit is found.
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", env=CLEAN).strip()
     (Path(site) / "frameworks.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
-    examples = run(python, ROOT / "tests" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=CLEAN)
-=======
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel)
-    # The frameworks are those of this interpreter: a path file is not read for others, so an editable kdakit stays out of sight.
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    (Path(site) / "frameworks.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    examples = run(python, ROOT / "tests" / "helpers" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=environment)
->>>>>>> main
+    examples = run(python, ROOT / "tests" / "helpers" / "readme_examples.py", ROOT / "README.md", cwd=tmp_path, env=CLEAN)
     assert f"examples run with {site}" in examples
     kdakit = tmp_path / "empty" / "bin" / "kdakit"
     assert "kdakit" in run(kdakit, "--version", cwd=tmp_path, env=CLEAN)

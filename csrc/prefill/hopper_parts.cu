@@ -2,7 +2,6 @@
 // the identity with values of zero. One block of two warp groups per part and half of [b | M].
 // Where the last chunks of a part forget all that was before them (hopper_forgetting.cuh), b is that of these chunks alone, and M is zero.
 #include "hopper_forgetting.cuh"
-#include "hopper_launch.h"
 #include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
 
@@ -13,7 +12,7 @@ constexpr int kGroups = 2, kFetchers = 128, kThreads = kGroups * 128 + kFetchers
 // A stage: k_in, k_solved, decay, values.
 constexpr int kSolvedAt = kTileBytes, kDecayAt = 2 * kTileBytes, kValuesAt = (kDecayAt + kHead * 4 + 1023) / 1024 * 1024;
 constexpr int kValuesPitch = kHead * 2 + 16, kStage = kValuesAt + kChunk * kValuesPitch;
-constexpr int kBarriers = kStages * kStage, kScratch = kBarriers + 2 * kStages * 8, kBytes = kScratch + 16 * 4;
+constexpr int kBarriers = kStages * kStage, kScratch = kBarriers + 2 * kStages * 8, kBytes = kScratch + kJudgeBytes;
 static_assert(kStage % 1024 == 0 && kBytes <= 232448 && kGroups * 2 * 16384 <= kStages * kStage, "");
 
 struct Task {
@@ -153,8 +152,6 @@ __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constan
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  let_next_kernel_start();
-  wait_for_previous_kernel();
   // Of a sequence and head: b of part 0, then b and M of each part up to the last but one.
   const int per_row = 2 * p.parts - 3, which = blockIdx.x % per_row, part = (which + 1) / 2;
   const int64_t row = blockIdx.x / per_row, n = row / p.HV, head = row - n * p.HV;
@@ -166,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constan
   const uint8_t* records = static_cast<const uint8_t*>(p.workspace) + (first_slot(p, n) * p.HV + head) * kRecordBytes;
   const int64_t step = p.HV * kRecordBytes;
   const int last = own.first + own.count - 1;
-  const int few = deciding<kGroups * 128>(records + last * step, step, own.count, reinterpret_cast<float*>(shared + kScratch));
+  const int few = deciding<kGroups * 128>(records + last * step, step, own.count, {shared, kScratch});
   if (!matrix && threadIdx.x == 0) links_of(p).forgets(row, part) = few > 0;
   if (matrix && few > 0) return;
   const int first = few > 0 ? last + 1 - few : own.first;
@@ -185,7 +182,8 @@ __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constan
 cudaError_t launch_parts(const HopperForward& p, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(parts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
-  return launch_early(parts_kernel, static_cast<unsigned>(p.N * p.HV * (2 * p.parts - 3)), kThreads, kBytes, stream, true, p);
+  parts_kernel<<<static_cast<unsigned>(p.N * p.HV * (2 * p.parts - 3)), kThreads, kBytes, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace kda::hopper

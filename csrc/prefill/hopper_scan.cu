@@ -8,7 +8,6 @@
 // parts need no such states: where the chunks before the second forget all that was before them, its block begins with those chunks; where
 // they do not, the first part's block goes on to the end.
 #include "hopper_forgetting.cuh"
-#include "hopper_launch.h"
 #include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
 
@@ -29,7 +28,7 @@ struct Layout {
   static constexpr int out = stages * stage;
   static constexpr int barriers = out + GROUPS * 2 * kOutBytes;
   static constexpr int scratch = barriers + 2 * stages * 8;
-  static constexpr int bytes = scratch + 8 * 4;
+  static constexpr int bytes = scratch + (GROUPS == 1 ? kJudgeBytes : 0);
 };
 
 template <int GROUPS>
@@ -45,14 +44,14 @@ struct Task {
 };
 
 // Of two parts: how many chunks before the second decide about the state there; 0: all, and there is one part.
-__device__ __forceinline__ int parted(const HopperForward& p, const uint8_t* records, int chunks, float* scratch) {
+__device__ __forceinline__ int parted(const HopperForward& p, const uint8_t* records, int chunks, const Judge& judge) {
   const int64_t step = p.HV * kRecordBytes;
   const int length = part_of(chunks, 2, 0).count;
-  return length < chunks ? deciding<128>(records + (length - 1) * step, step, length, scratch) : 0;
+  return length < chunks ? deciding<128>(records + (length - 1) * step, step, length, judge) : 0;
 }
 
 template <int GROUPS>
-__device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) {
+__device__ __forceinline__ Task task_of(const HopperForward& p, const Judge& judge) {
   constexpr int kBlocks = kHead / (GROUPS * kSlice);
   const int parts = GROUPS == 1 ? p.parts : 1, part = blockIdx.x / kBlocks % parts;
   const int64_t i = blockIdx.x / kBlocks / parts, n = i / p.HV, head = i - n * p.HV;
@@ -62,7 +61,7 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) 
   Part own = part_of(chunks, parts, part);
   int links = 0, silent = 0;
   if (parts == 2) {
-    silent = parted(p, static_cast<const uint8_t*>(p.workspace) + record * kRecordBytes, chunks, scratch);
+    silent = parted(p, static_cast<const uint8_t*>(p.workspace) + record * kRecordBytes, chunks, judge);
     if (silent == 0) own = {0, part == 0 ? chunks : 0, part == 0};
     if (part == 0) silent = 0;
     own.first -= silent, own.count += silent;
@@ -302,8 +301,7 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
   for (int i = 0; i < L::stages; ++i) clear_squares<kThreads<GROUPS>>(smem + i * L::stage, threadIdx.x);
   fence_async();
   __syncthreads();
-  if (GROUPS == 1) wait_for_previous_kernel();
-  const Task task = task_of<GROUPS>(p, reinterpret_cast<float*>(shared + L::scratch));
+  const Task task = task_of<GROUPS>(p, {shared, L::scratch});
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -321,9 +319,13 @@ cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
   const cudaError_t status = cudaFuncSetAttribute(scan_kernel<GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(p.N * p.HV * (GROUPS == 1 ? p.parts : 1) * (kHead / (GROUPS * kSlice)));
-  // Measured: blocks that take their places while the last chunks are prepared pay where they are wide, or follow the kernel of parts.
-  const bool early = p.T > 0 && (GROUPS == 2 || p.parts > 2);
-  return launch_early(scan_kernel<GROUPS>, blocks, kThreads<GROUPS>, Layout<GROUPS>::bytes, stream, early, p);
+  // Blocks may take their places while the last chunks are prepared; they wait before they read a record. Measured: it pays for wide ones.
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads<GROUPS>), config.dynamicSmemBytes = Layout<GROUPS>::bytes;
+  config.stream = stream, config.attrs = &early, config.numAttrs = GROUPS == 2 && p.T > 0 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, scan_kernel<GROUPS>, p);
 }
 
 }  // namespace

@@ -124,10 +124,6 @@ def test_switches():
     assert json.loads(alone(code, KDAKIT_FLA="0")) == ["fla"] * 3
 
 
-def test_import_enables():
-    assert alone("import kdakit.fla; from kdakit import stacks; print(stacks.report()['fla']['enabled'])").strip() == "True"
-
-
 def test_nothing_happens_unasked():
     """Installing kdakit, importing it and calling its kernels leave FLA and Transformers as they are."""
     code = (

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 
 def report(*given: str) -> dict:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent.parent / "src"), *sys.path])}
-    run = subprocess.run([sys.executable, HERE / "kimi_linear.py", *given], env=env, capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
+    run = subprocess.run([sys.executable, ROOT / "tests" / "helpers" / "kimi_linear.py", *given], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -34,6 +34,6 @@ def test_equal_to_the_plain_path():
 @needs_transformers
 def test_switched_off_by_the_environment():
     code = "import kdakit; from kdakit import stacks; kdakit.enable('transformers'); print(stacks.report()['transformers']['enabled'])"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent.parent / "src"), *sys.path]), "KDAKIT_TRANSFORMERS": "0"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path]), "KDAKIT_TRANSFORMERS": "0"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "no: KDAKIT_TRANSFORMERS=0"

@@ -248,7 +248,7 @@ def test_custom_call_under_transformations(monkeypatch):
 
 def test_a_missing_library_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setenv(library.VARIABLE, str(tmp_path / "nothing.so"))
-    assert "make cuda" in library.missing()
+    assert "kdakit build-cuda" in library.missing()
     wrong = tmp_path / "wrong.so"
     wrong.write_text("no library")
     monkeypatch.setenv(library.VARIABLE, str(wrong))

@@ -24,7 +24,7 @@ from kdakit.cases import Case
 from kdakit.problem import Arrays, Problem, make_options, make_problem
 
 SIZES = (16, 32, 64, 128, 256)  # padded head sizes
-VALUES = ((16, 64, 256), (32, 128, 64))  # padded V of a form, by seed
+VALUES = ((64, 128, 256), (16, 32, 128))  # padded V of a form, by seed
 CALLS = tuple(zip(("gradient",) * 5 + ("forward",) * 3 + ("step",), ("few", "some", "many") * 3, strict=True))  # and heads, of each V
 PER_FORM = len(VALUES[0]) * len(CALLS)
 SEED = 10**6  # numbers of a seed, of either kind

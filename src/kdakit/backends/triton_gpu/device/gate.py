@@ -66,8 +66,9 @@ def log2_decay(b_g, b_bias, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
 def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
     """e^x, x < 80. EXACT: to one rounding, 0 below 2^-126; the hardware's 2^y is off by several, and y = x log2(e) by x times as much."""
     if EXACT:
-        n = tl.floor(tl.maximum(x, -100.0) * LOG2E + 0.5)
-        r = (tl.maximum(x, -100.0, tl.PropagateNan.ALL) - n * LN2_HIGH) - n * LN2_LOW
+        x = tl.maximum(x, -100.0, tl.PropagateNan.ALL)
+        n = tl.floor(x * LOG2E + 0.5)
+        r = (x - n * LN2_HIGH) - n * LN2_LOW
         y = 0.041666668 + r * (0.008333334 + r * (0.0013888889 + r * 0.0001984127))
         y = 1.0 + (r + r * r * (0.5 + r * (0.16666667 + r * y)))
         power = ((tl.maximum(n, -126.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)

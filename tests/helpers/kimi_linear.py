@@ -1,6 +1,6 @@
 """A small Kimi-Linear of Hugging Face Transformers, run on its plain PyTorch path and on kdakit's: logits, loss, gradients, tokens.
 
-    python tests/stacks/kimi_linear.py DEVICE DTYPE [hide-fla]
+    python tests/helpers/kimi_linear.py DEVICE DTYPE [hide-fla]
 
 prints, as JSON, the largest difference of each from the plain path, relative to its largest value, and the calls that kdakit took. With
 flash-linear-attention in sight Transformers has no plain path, so its differences are those from one call to the other.
