@@ -23,6 +23,7 @@ from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, Spec, check_devices
 from kdakit.serving.arguments import PoolSizes, describe
 
+TOKENS = ("q", "k", "v", "g", "beta")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -219,8 +220,8 @@ def _decode(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, accep
             continue
         S, row = state[n : n + 1], 0 if problem.varlen else n
         for t in range(start, end):
-            token = [x[row : row + 1, t : t + 1] for x in arrays[:5]]
-            step = native.step(one, Arrays(*token, arrays.A_log, arrays.dt_bias, S.contiguous()))
+            token = {name: getattr(arrays, name)[row : row + 1, t : t + 1] for name in TOKENS}
+            step = native.step(one, arrays._replace(**token, initial_state=S.contiguous(), cu_seqlens=None))
             S, out[row, t] = step.final_state, step.o[0, 0].to(out.dtype)
             if slots.dim() == 2:
                 pages.write(slots[n, t - start : t - start + 1], S)
