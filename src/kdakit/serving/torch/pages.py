@@ -162,9 +162,8 @@ def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, know
         o = torch.where(real[:, None, None, None], result.o, 0)
     for n, p, slot in () if marks is None else zip(*(x.tolist() for x in (marks.sequence, marks.position, marks.slot)), strict=True):
         row, start = (0, int(arrays.cu_seqlens[n])) if problem.varlen else (n, 0)
-        part = Arrays(
-            *(x[row : row + 1, start : start + p] for x in arrays[:5]), arrays.A_log, arrays.dt_bias, state[n : n + 1].contiguous()
-        )
+        cut = {name: getattr(arrays, name)[row : row + 1, start : start + p] for name in TOKENS}
+        part = arrays._replace(**cut, initial_state=state[n : n + 1].contiguous(), cu_seqlens=None, cu_seqlens_cpu=None)
         own = plain.replace(B=1, N=1, T=p, varlen="")
         found = module.forward(own, part, module.default_config(own, slots.device))[0].final_state
         pages.write(torch.where(real[n : n + 1], torch.tensor([slot], device=slots.device, dtype=slots.dtype), -1), found)
