@@ -11,7 +11,7 @@ SPREAD = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full test-gpu gpu-cases gpu-tests lint docs tables cuda test-cuda clean
+.PHONY: help venv dist demo test test-full test-gpu gpu-cases gpu-tests lint docs tables cuda test-cuda clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ gpu-cases:  ## every case, dtype and operation of the Triton kernels against flo
 
 gpu-tests:
 	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_gpu.py \
-		tests/serving/test_pool_gpu.py -k 'triton_gpu or pool_gpu' $(ARGS)
+		tests/stages/test_fused_gpu.py tests/serving/test_pool_gpu.py -k 'triton_gpu or fused_gpu or pool_gpu' $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
@@ -74,6 +74,10 @@ $(LIBRARY): $(wildcard csrc/*.c* csrc/include/* csrc/prefill/*) src/kdakit/backe
 test-cuda: $(LIBRARY)  ## on a machine with a GPU, with PYTHON's own torch: the CUDA library, built if it is not, the contract, compute-sanitizer, the C program
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(ONE_THREAD) PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q $(SPREAD) -k 'cuda or hopper' \
 		tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py tests/test_contract.py $(ARGS)
+
+dist: $(STAMP)  ## sdist and wheel into dist/, README with addresses: make dist REPOSITORY=https://github.com/OWNER/kdakit
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python .ci/release.py $(REPOSITORY)
 
 clean:  ## remove everything that make has made
 	rm -rf $(VENV) site out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

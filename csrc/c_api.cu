@@ -21,8 +21,44 @@ kda_status fail(kda_status status, const char *format, ...) {
 static constexpr int64_t MAX_SIZE = int64_t(1) << 40;
 static constexpr size_t MAX_STRUCT = 4096;  // no struct of any version is larger: a size beyond it was never set
 
-static kda_status check_tensor(const char *name, kda_tensor &x, int64_t heads, int64_t tokens, int64_t dim, const int32_t *dtypes,
-                               int count, bool pointers) {
+static constexpr int64_t MAX_ELEMENTS = int64_t(1) << 60;  // of a tensor: 8 bytes each, and sums of two such numbers, fit 64 bits
+
+// a * b, or MAX_ELEMENTS + 1 where that is more than MAX_ELEMENTS; neither is negative.
+static int64_t product(int64_t a, int64_t b) {
+  int64_t found = 0;
+  return __builtin_mul_overflow(a, b, &found) || found > MAX_ELEMENTS ? MAX_ELEMENTS + 1 : found;
+}
+
+static kda_status check_elements(const char *what, int64_t a, int64_t b, int64_t c, int64_t d) {
+  if (product(product(product(a, b), c), d) <= MAX_ELEMENTS) return KDA_OK;
+  return fail(KDA_INVALID_ARGUMENT, "%s may hold 2^60 elements, got %lld x %lld x %lld x %lld", what, (long long)a, (long long)b,
+              (long long)c, (long long)d);
+}
+
+static kda_status check_address(const char *name, const void *data, uintptr_t bytes) {
+  if (reinterpret_cast<uintptr_t>(data) % bytes == 0) return KDA_OK;
+  return fail(KDA_INVALID_ARGUMENT, "%s must be aligned to the %d bytes of its elements, got %p", name, int(bytes), data);
+}
+
+// Strides of a tensor of [batch, heads, tokens, dim]: they reach no element that 64 bits do not; `written`: each once.
+static kda_status check_strides(const char *name, const kda_tensor &x, int64_t batch, int64_t heads, int64_t tokens, int64_t dim,
+                                bool written) {
+  if (x.batch_stride < 0 || x.head_stride < 0 || x.token_stride < 0)
+    return fail(KDA_INVALID_ARGUMENT, "%s must have strides >= 0, got %lld, %lld, %lld", name, (long long)x.batch_stride,
+                (long long)x.head_stride, (long long)x.token_stride);
+  if (batch <= 0 || tokens <= 0) return KDA_OK;
+  const int64_t far = MAX_ELEMENTS / 4;
+  if (product(batch - 1, x.batch_stride) > far || product(heads - 1, x.head_stride) > far || product(tokens - 1, x.token_stride) > far)
+    return fail(KDA_INVALID_ARGUMENT, "%s must have strides that reach fewer than 2^58 elements, got %lld, %lld, %lld", name,
+                (long long)x.batch_stride, (long long)x.head_stride, (long long)x.token_stride);
+  if (written && ((batch > 1 && x.batch_stride < dim) || (heads > 1 && x.head_stride < dim) || (tokens > 1 && x.token_stride < dim)))
+    return fail(KDA_INVALID_ARGUMENT, "%s is written: its strides must be at least %lld, got %lld, %lld, %lld", name, (long long)dim,
+                (long long)x.batch_stride, (long long)x.head_stride, (long long)x.token_stride);
+  return KDA_OK;
+}
+
+static kda_status check_tensor(const char *name, kda_tensor &x, int64_t batch, int64_t heads, int64_t tokens, int64_t dim,
+                               const int32_t *dtypes, int count, bool pointers, bool written = false) {
   bool known = false;
   for (int i = 0; i < count; ++i) known = known || x.dtype == dtypes[i];
   if (!known)
@@ -33,11 +69,9 @@ static kda_status check_tensor(const char *name, kda_tensor &x, int64_t heads, i
     x.head_stride = dim * tokens;
     x.batch_stride = dim * tokens * heads;
   }
-  if (x.batch_stride < 0 || x.head_stride < 0 || x.token_stride < 0)
-    return fail(KDA_INVALID_ARGUMENT, "%s must have strides >= 0, got %lld, %lld, %lld", name, (long long)x.batch_stride,
-                (long long)x.head_stride, (long long)x.token_stride);
+  KDA_TRY(check_strides(name, x, batch, heads, tokens, dim, written));
   if (pointers && x.data == nullptr && tokens > 0) return fail(KDA_INVALID_ARGUMENT, "%s.data must not be NULL", name);
-  return KDA_OK;
+  return check_address(name, x.data, x.dtype == KDA_FLOAT32 ? 4 : 2);
 }
 
 static kda_status check_size(const char *name, int64_t value, int64_t least) {
@@ -93,18 +127,24 @@ static kda_status read_args(const kda_prefill_args *given, const int32_t *io, in
     return fail(KDA_INVALID_ARGUMENT, "value_heads must be a multiple of heads, got %lld and %lld", (long long)args.value_heads,
                 (long long)args.heads);
   const int64_t dim = args.key_dim > args.value_dim ? args.key_dim : args.value_dim;
-  if (args.batch > 0 && args.tokens > 0 && double(args.batch) * args.tokens * args.value_heads * dim > 9e18)
-    return fail(KDA_INVALID_ARGUMENT, "the tensors would hold more than 2^63 elements");
+  KDA_TRY(check_elements("a tensor of batch x tokens x value_heads x dim", args.batch, args.tokens, args.value_heads, dim));
   KDA_TRY(check_options(args));
   if (args.cu_seqlens != nullptr) KDA_TRY(check_size("sequences", args.sequences, 1));
   else args.sequences = args.batch;
+  KDA_TRY(check_elements("the states of sequences x value_heads x key_dim x value_dim", args.sequences, args.value_heads, args.key_dim,
+                         args.value_dim));
+  KDA_TRY(check_address("initial_state", args.initial_state, 4));
+  KDA_TRY(check_address("final_state", args.final_state, 4));
+  KDA_TRY(check_address("A_log", args.A_log, 4));
+  KDA_TRY(check_address("dt_bias", args.dt_bias, 4));
+  KDA_TRY(check_address("cu_seqlens", args.cu_seqlens, args.cu_seqlens_64 ? 8 : 4));
   const int64_t T = args.batch > 0 ? args.tokens : 0;
-  KDA_TRY(check_tensor("q", args.q, args.heads, T, args.key_dim, io, n_io, pointers));
-  KDA_TRY(check_tensor("k", args.k, args.heads, T, args.key_dim, io, n_io, pointers));
-  KDA_TRY(check_tensor("v", args.v, args.value_heads, T, args.value_dim, io, n_io, pointers));
-  KDA_TRY(check_tensor("g", args.g, args.value_heads, T, args.key_dim, wide, n_wide, pointers));
-  KDA_TRY(check_tensor("beta", args.beta, args.value_heads, T, 1, wide, n_wide, pointers));
-  KDA_TRY(check_tensor("o", args.o, args.value_heads, T, args.value_dim, io, n_io, pointers));
+  KDA_TRY(check_tensor("q", args.q, args.batch, args.heads, T, args.key_dim, io, n_io, pointers));
+  KDA_TRY(check_tensor("k", args.k, args.batch, args.heads, T, args.key_dim, io, n_io, pointers));
+  KDA_TRY(check_tensor("v", args.v, args.batch, args.value_heads, T, args.value_dim, io, n_io, pointers));
+  KDA_TRY(check_tensor("g", args.g, args.batch, args.value_heads, T, args.key_dim, wide, n_wide, pointers));
+  KDA_TRY(check_tensor("beta", args.beta, args.batch, args.value_heads, T, 1, wide, n_wide, pointers));
+  KDA_TRY(check_tensor("o", args.o, args.batch, args.value_heads, T, args.value_dim, io, n_io, pointers, true));
   if (args.scale == 0.0f) args.scale = float(1.0 / std::sqrt(double(args.key_dim)));
   return KDA_OK;
 }
@@ -139,6 +179,7 @@ extern "C" kda_status kda_prefill_f32(const kda_prefill_args *given) {
   KDA_TRY(read_args(given, F32, 1, F32, 1, true, args));
   KDA_TRY(workspace_f32(args, bytes));
   KDA_TRY(check_workspace(args, bytes));
+  KDA_TRY(clear_padding(args, 4));
   return prefill_f32(args);
 }
 
@@ -156,6 +197,7 @@ extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *given) {
   KDA_TRY(read_args(given, BF16, 1, EITHER, 2, true, args));
   KDA_TRY(workspace_bf16(args, bytes));
   KDA_TRY(check_workspace(args, bytes));
+  KDA_TRY(clear_padding(args, 2));
   return prefill_bf16(args);
 }
 #else

@@ -1,6 +1,8 @@
 // kda_prefill_f32 and kda_prefill_bf16 as one XLA custom call: [B, T, H, D] row-major buffers, an empty buffer where an optional one is
 // absent. q's dtype chooses. Built with the headers that ship with jaxlib and linked to libkdakit.so; no CUDA headers.
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "include/kdakit.h"
@@ -23,6 +25,24 @@ static kda_tensor tokens_first(const Any &x) {
   return tensor;
 }
 
+static std::string shape_text(ffi::Span<const int64_t> dims) {
+  std::string text = "[";
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+// Empty, or what is wrong with the shape of a buffer: XLA gives a handler whatever the program says.
+static std::string wrong_shape(const char *name, ffi::Span<const int64_t> dims, std::initializer_list<int64_t> want) {
+  if (dims.size() == want.size() && std::equal(want.begin(), want.end(), dims.begin())) return "";
+  return std::string("kdakit: ") + name + " must be " + shape_text(ffi::Span<const int64_t>(want.begin(), want.size())) +
+         ", got " + shape_text(dims);
+}
+
+static std::string wrong_count(const char *name, size_t found, int64_t want) {
+  if (found == 0 || found == size_t(want)) return "";
+  return std::string("kdakit: ") + name + " must hold 0 or " + std::to_string(want) + " elements, got " + std::to_string(found);
+}
+
 static const float *optional(const F32 &x) { return x.element_count() ? x.typed_data() : nullptr; }
 
 static ffi::Error failure(kda_status status) {
@@ -37,6 +57,20 @@ static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, An
   const auto shape = q.dimensions(), values = v.dimensions();
   if (shape.size() != 4 || values.size() != 4)
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]");
+  const int64_t B = shape[0], T = shape[1], H = shape[2], K = shape[3], HV = values[2], V = values[3];
+  const bool packed = cu_seqlens.element_count() != 0;
+  const int64_t N = packed ? int64_t(cu_seqlens.element_count()) - 1 : B, rows = state_v_first ? V : K, columns = state_v_first ? K : V;
+  for (const std::string &wrong : {
+         wrong_shape("k", k.dimensions(), {B, T, H, K}), wrong_shape("v", values, {B, T, HV, V}),
+         wrong_shape("g", g.dimensions(), {B, T, HV, K}),
+         wrong_shape("beta", beta.dimensions(), {B, T, HV}), wrong_shape("o", o->dimensions(), {B, T, HV, V}),
+         wrong_shape("final_state", final_state->dimensions(), {N, HV, rows, columns}),
+         initial_state.element_count() ? wrong_shape("initial_state", initial_state.dimensions(), {N, HV, rows, columns}) : std::string(),
+         wrong_count("A_log", A_log.element_count(), HV), wrong_count("dt_bias", dt_bias.element_count(), HV * K),
+       })
+    if (!wrong.empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, wrong);
+  if (packed && cu_seqlens.element_type() != ffi::S32 && cu_seqlens.element_type() != ffi::S64)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: cu_seqlens must be int32 or int64");
   const bool half = q.element_type() == ffi::BF16;
   args.batch = shape[0], args.tokens = shape[1], args.heads = shape[2], args.key_dim = shape[3];
   args.value_heads = values[2], args.value_dim = values[3], args.chunk_size = chunk_size;
@@ -46,7 +80,7 @@ static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, An
   args.final_state = final_state->typed_data();
   args.scale = scale, args.gate = gate, args.lower_bound = lower_bound, args.safe_gate = safe_gate, args.beta_kind = beta_kind;
   args.l2norm = l2norm, args.state_v_first = state_v_first;
-  if (cu_seqlens.element_count()) {
+  if (packed) {
     args.cu_seqlens = cu_seqlens.untyped_data();
     args.cu_seqlens_64 = cu_seqlens.element_type() == ffi::S64;
     args.sequences = int64_t(cu_seqlens.element_count()) - 1;

@@ -215,6 +215,25 @@ def test_links_between_repository_files_resolve():
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def test_anchors_of_the_readme_exist():
+    for page, anchor in re.findall(r"\]\((docs/[\w/-]+\.md)#([\w-]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in headings], f"{page}#{anchor}"
+
+
+def test_readme_works_outside_the_repository():
+    """What a release puts on PyPI has no relative link or picture left, and every project.urls entry that it promises."""
+    spec = importlib.util.spec_from_file_location("release", ROOT / ".ci/release.py")
+    release = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(release)
+    text = release.with_addresses((ROOT / "README.md").read_text(encoding="utf-8"), "https://github.com/OWNER/kdakit", "1.0")
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert "](https://raw.githubusercontent.com/OWNER/kdakit/v1.0/docs/h200.png)" in text
+    assert "](https://github.com/OWNER/kdakit/blob/v1.0/docs/install.md)" in text
+    assert "[project.urls]\n" in (ROOT / "pyproject.toml").read_text()
+
+
 def test_site_builds_without_warnings(tmp_path):
     if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
         pytest.skip("mkdocs-material is not installed: pip install 'kdakit[docs]'")

@@ -520,6 +520,19 @@ def test_tuning_is_shown(capsys):
     assert "tile sizes of sm_90" in out and "taken" in out and "in use" in out
 
 
+@pytest.mark.parametrize("ms, shown", [(0.0374, "37.4 us"), (0.667, "0.667 ms"), (85.63, "85.6 ms"), (3939.3, "3.94 s")])
+def test_times_in_units_that_people_read(ms, shown):
+    assert plots.duration(ms) == shown
+
+
+def test_a_chart_has_at_most_six_panels(tmp_path):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    record = suite_record("gpu", lambda entry, contestant: 1.0) | dict(machine=dict(device="a GPU"), date="today")
+    figure = plots._bars(plt, record)
+    assert sum(panel.get_visible() for panel in figure.axes) == 6
+    plt.close(figure)
+
+
 def test_constants_of_times_are_found_again():
     """Calls that take what other constants say: the fit finds times within 3 %, and leaves rows alone that describe too few calls."""
     from kdakit.backends.cuda import times

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from kdakit.cases import CASES, FUSED, SEGMENT_CASES, Case
-from kdakit.cli import checking
+from kdakit.measure import checking
 
 FULL = os.environ.get("KDAKIT_FULL") == "1"
-ROWS = Case("nf_rows", "two rows, grouped heads", B=2, T=40, H=2, HV=4, K=16, V=8, options={"chunk_size": 64, "return_intermediate_states": True})
+ROWS = Case(
+    "nf_rows", "two rows, grouped heads", B=2, T=40, H=2, HV=4, K=16, V=8, options={"chunk_size": 64, "return_intermediate_states": True}
+)
 PACKED = Case("nf_packed", "packed, an empty sequence", T=40, H=1, HV=2, K=16, V=8, lengths=(9, 0, 17, 14))
 SEGMENTS = Case("nf_segments", "three segments in a chunk", T=40, H=1, HV=2, K=16, V=8, segments=((9, 17, 14),))
 FUSED_PACKED = Case("nf_fused", "packed, everything in the kernel", T=40, H=2, HV=2, K=16, V=8, lengths=(19, 0, 21), gate="raw",

@@ -29,7 +29,7 @@ def run(call, *x, **options):
 def test_forward_mode_is_refused(call):
     x = inputs()
     function = lambda q: call(q, *x[1:5])[0]
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative.*use reverse mode.*naive_chunk_kda"):
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*use reverse mode.*naive_chunk_kda"):
         torch.func.jvp(function, (x[0],), (torch.ones_like(x[0]),))
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jacfwd(function)(x[0])

@@ -16,6 +16,8 @@
  * calls give equal bits. Fields may be added at the end of the struct: a library reads the first `size` bytes only and takes the rest as
  * zero, so a program compiled against an older header goes on working; one compiled against a newer header works as long as it leaves the
  * fields that this library does not know at zero, and is told so otherwise (KDA_UNSUPPORTED). Zero is every field's default.
+ *
+ * Pointers are aligned to their elements at least; no tensor holds more than 2^60 of them, and `o` has strides that overlap nowhere.
  */
 #ifndef KDAKIT_H
 #define KDAKIT_H
@@ -103,7 +105,7 @@ typedef struct kda_prefill_args {
   const void *cu_seqlens; /* [N + 1] offsets of sequences packed along T, on the device; NULL: N = B */
   int64_t sequences;      /* N with cu_seqlens, else ignored */
 
-  int32_t parts;    /* bfloat16: a sequence is scanned in so many parts beside each other, 1: in one piece; 0: the library's choice */
+  int32_t parts;    /* bfloat16: a sequence is scanned in at most so many parts beside each other; 0: the library's choice */
   int32_t reserved; /* 0 */
 } kda_prefill_args;
 

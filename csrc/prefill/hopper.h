@@ -37,7 +37,7 @@ struct HopperForward {
   int l2norm;
   int safe;  // the log-decay is known to lie in [-5, 0]
   int state_v_first, gate_float32, beta_float32, cu_int32;
-  int parts;  // of each sequence, scanned beside each other: 1, or 3 and more
+  int parts;  // of each sequence, scanned beside each other: 1, 2 that only part where the first is forgotten, or 3 and more
 };
 
 // The kernels; `slots` is the number of records per value head. launch_parts goes before launch_scan where there are parts.

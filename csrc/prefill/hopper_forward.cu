@@ -31,14 +31,16 @@ kda_status check_device() {
 }
 
 // Into how many parts each sequence is scanned, by the microseconds that an H200 takes; 1: in one piece. All parts but the last are walked
-// along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block.
+// along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block. Where it
+// fits no third part, two, which part only if the first is forgotten; beyond kTwo heads those that do not part lose more than others gain.
 int parts_of(const kda_prefill_args &args) {
-  constexpr int kProcessors = 132, kMost = 64;
+  constexpr int kProcessors = 132, kMost = 64, kTwo = 26;
   constexpr double kAgain = 0.9, kOutputs = 1.0, kLink = 1.2, kLaunch = 10.0;  // a chunk, a chunk, a part, once
-  if (args.parts > 0) return args.parts == 2 ? 1 : args.parts < kMost ? args.parts : kMost;
+  if (args.parts > 0) return args.parts < kMost ? args.parts : kMost;
   const int64_t rows = args.sequences * args.value_heads;
   if (rows == 0) return 1;
   const int64_t chunks = args.cu_seqlens ? args.tokens / kChunk / args.sequences : (args.tokens + kChunk - 1) / kChunk;
+  if (rows * 2 * 3 > kProcessors) return rows <= kTwo && chunks >= 16 ? 2 : 1;
   int best = 1;
   double least = chunks * kOutputs;
   for (int n = 3; n <= kMost && rows * 2 * n <= kProcessors; ++n) {
@@ -80,7 +82,7 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   const auto stream = static_cast<cudaStream_t>(args.stream);
   const int64_t slots = slots_of(args);
   if (args.tokens > 0 && slots > 0) KDA_CUDA(hopper::launch_prepare(p, slots, stream));
-  if (args.sequences > 0 && p.parts > 1) KDA_CUDA(hopper::launch_parts(p, stream));
+  if (args.sequences > 0 && p.parts > 2) KDA_CUDA(hopper::launch_parts(p, stream));
   if (args.sequences > 0) KDA_CUDA(hopper::launch_scan(p, stream));
   return KDA_OK;
 }

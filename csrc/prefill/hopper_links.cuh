@@ -12,7 +12,7 @@ namespace kda::hopper {
 constexpr int kLinkBytes = kHead * kHead * 4;  // of b, and of M
 
 __host__ __device__ inline int64_t links_bytes(int64_t rows, int parts) {
-  return parts > 1 ? rows * (2 * parts - 3) * kLinkBytes + rows * parts * 4 : 0;
+  return parts > 2 ? rows * (2 * parts - 3) * kLinkBytes + rows * parts * 4 : 0;
 }
 
 struct Links {

@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kWarps * 32, 3) prepare_kernel(const __grid_co
   for (int t = 0; t < kTokens; ++t)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      if (!BOUNDED) x.g[t][c] = fmaxf(x.g[t][c], kFloor);
+      if (!BOUNDED) x.g[t][c] = max_or_nan(x.g[t][c], kFloor);
       sum[c] += x.g[t][c];
     }
   *reinterpret_cast<float4*>(&shared.sums[warp][4 * lane]) = make_float4(sum[0], sum[1], sum[2], sum[3]);

@@ -4,7 +4,10 @@
 //
 // One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, 128] in float32
 // accumulators, and every product has S^T or r^T as its left factor, taken from registers. One more warp fetches records and values.
-// Where a sequence is scanned in parts, a block of a later part first finds the state before it: S <- M S + b over the parts between.
+// Where a sequence is scanned in parts, a block of a later part first finds the state before it: S <- M S + b over the parts between. Two
+// parts need no such states: where the chunks before the second forget all that was before them, its block begins with those chunks; where
+// they do not, the first part's block goes on to the end.
+#include "hopper_forgetting.cuh"
 #include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
 
@@ -24,7 +27,8 @@ struct Layout {
   static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
   static constexpr int out = stages * stage;
   static constexpr int barriers = out + GROUPS * 2 * kOutBytes;
-  static constexpr int bytes = barriers + 2 * stages * 8;
+  static constexpr int scratch = barriers + 2 * stages * 8;
+  static constexpr int bytes = scratch + (GROUPS == 1 ? kJudgeBytes : 0);
 };
 
 template <int GROUPS>
@@ -35,28 +39,45 @@ struct Task {
   int64_t record, head, state;  // first record, value head, index of the state matrix
   int chunks, channel;          // first value channel of the block
   int part, links;              // states of earlier parts that it goes through
+  int silent;                   // chunks before the part whose outputs are another block's
   bool last;                    // the state after it is the final one
 };
 
+// Of two parts: how many chunks before the second decide about the state there; 0: all, and there is one part.
+__device__ __forceinline__ int parted(const HopperForward& p, const uint8_t* records, int chunks, const Judge& judge) {
+  const int64_t step = p.HV * kRecordBytes;
+  const int length = part_of(chunks, 2, 0).count;
+  return length < chunks ? deciding<128>(records + (length - 1) * step, step, length, judge) : 0;
+}
+
 template <int GROUPS>
-__device__ __forceinline__ Task task_of(const HopperForward& p) {
+__device__ __forceinline__ Task task_of(const HopperForward& p, const Judge& judge) {
   constexpr int kBlocks = kHead / (GROUPS * kSlice);
   const int parts = GROUPS == 1 ? p.parts : 1, part = blockIdx.x / kBlocks % parts;
   const int64_t i = blockIdx.x / kBlocks / parts, n = i / p.HV, head = i - n * p.HV;
   const Span span = sequence_span(p, n);
-  const Part own = part_of(static_cast<int>((span.length + kChunk - 1) / kChunk), parts, part);
-  int links = 0;  // back to the last part that forgets what was before it, or to the first
-  if (part > 0 && own.count > 0)
+  const int chunks = static_cast<int>((span.length + kChunk - 1) / kChunk);
+  const int64_t record = first_slot(p, n) * p.HV + head;
+  Part own = part_of(chunks, parts, part);
+  int links = 0, silent = 0;
+  if (parts == 2) {
+    silent = parted(p, static_cast<const uint8_t*>(p.workspace) + record * kRecordBytes, chunks, judge);
+    if (silent == 0) own = {0, part == 0 ? chunks : 0, part == 0};
+    if (part == 0) silent = 0;
+    own.first -= silent, own.count += silent;
+  } else if (part > 0 && own.count > 0) {  // back to the last part that forgets what was before it, or to the first
     while (links < part - 1 && !links_of(p).forgets(i, part - 1 - links)) ++links;
+  }
   const int64_t skipped = static_cast<int64_t>(own.first) * kChunk;
   return {{span.batch, span.first + skipped, span.length - skipped},
-          (first_slot(p, n) + own.first) * p.HV + head,
+          record + own.first * p.HV,
           head,
           i,
           own.count,
           static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kSlice,
           part,
           links,
+          silent,
           own.last};
 }
 
@@ -191,15 +212,13 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
   const int value = warp * 16;                                 // within the block
   float S[64], r[32], o[32];
-  if (GROUPS == 2 || task.part == 0) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-      S[i] = p.initial_state ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
-    }
+  for (int i = 0; i < 64; ++i) {
+    const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    S[i] = p.initial_state && task.part == 0 ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
   }
   if constexpr (GROUPS == 1)
-    if (task.part > 0 && task.chunks > 0) follow_links<GROUPS>(p, task, S, smem);
+    if (task.part > 0 && task.silent == 0 && task.chunks > 0) follow_links<GROUPS>(p, task, S, smem);
   uint32_t pending[16];  // the previous chunk's output
   const uint32_t out = smem + L::out + warp / 4 * 2 * kOutBytes;
   for (int i = 0; i < task.chunks; ++i) {
@@ -226,7 +245,7 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
     for (int s = 0; s < 8; ++s) wgmma<0>(o, left[s], descriptor(at + kQDecayed + (s / 4) * 8192 + (s % 4) * 32), s > 0);
     wgmma_commit();
     const auto write_pending = [&] {
-      if (i > 0) write_output(p, task, i - 1, pending, out + i % 2 * kOutBytes, warp, lane);
+      if (i > task.silent) write_output(p, task, i - 1, pending, out + i % 2 * kOutBytes, warp, lane);
     };
     if (GROUPS == 2) write_pending();
     uint32_t v[4][4];  // [16 tokens each]: (values, tokens) as in `write_output`
@@ -282,7 +301,7 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
   for (int i = 0; i < L::stages; ++i) clear_squares<kThreads<GROUPS>>(smem + i * L::stage, threadIdx.x);
   fence_async();
   __syncthreads();
-  const Task task = task_of<GROUPS>(p);
+  const Task task = task_of<GROUPS>(p, {shared, L::scratch});
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

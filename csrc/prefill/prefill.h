@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "../include/kdakit.h"
 #include "status.h"
@@ -11,6 +12,9 @@ namespace kda {
 // float32: bytes of workspace; enqueue.
 kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes);
 kda_status prefill_f32(const kda_prefill_args &args);
+
+// Zeros as the outputs of tokens past the last packed sequence.
+kda_status clear_padding(const kda_prefill_args &args, int element_bytes);
 
 #ifdef KDAKIT_HOPPER
 // bfloat16 on sm_90a, in hopper_*.cu; the builds define KDAKIT_HOPPER where such files are and sm_90a is among the architectures.

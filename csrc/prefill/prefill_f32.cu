@@ -7,22 +7,6 @@
 
 namespace kda {
 
-static kda_status make_plan(const kda_prefill_args &args, Plan &plan) {
-  const int64_t K = args.key_dim, V = args.value_dim;
-  if (!(K == V && (K == 64 || K == 128)))
-    return fail(KDA_UNSUPPORTED, "float32 kernels exist for (K, V) = (64, 64) and (128, 128), got (%lld, %lld)", (long long)K,
-                (long long)V);
-  plan.C = args.chunk_size ? args.chunk_size : 64;
-  if (plan.C != 32 && plan.C != 64)
-    return fail(KDA_UNSUPPORTED, "float32 kernels exist for chunk_size 32 and 64, got %lld", (long long)plan.C);
-  plan_slots(args, plan);
-  const int64_t blocks = args.sequences * args.value_heads * (V / 8);
-  if (plan.cells > INT32_MAX || blocks > INT32_MAX)
-    return fail(KDA_UNSUPPORTED, "a launch takes 2^31 - 1 blocks, this call needs %lld",
-                (long long)(plan.cells > blocks ? plan.cells : blocks));
-  return KDA_OK;
-}
-
 static kda_status check_alignment(const char *name, const kda_tensor &x, int64_t floats) {
   if (reinterpret_cast<uintptr_t>(x.data) % (4 * floats) || x.batch_stride % floats || x.head_stride % floats || x.token_stride % floats)
     return fail(KDA_INVALID_ARGUMENT,

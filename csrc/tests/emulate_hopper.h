@@ -45,6 +45,7 @@ inline Gathered<T> gather(const T &mine) {
 
 inline uint32_t shared_address(const void *p) { return uint32_t(static_cast<const unsigned char *>(p) - memory); }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f : x; }
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
 inline float exp2_fast(float x) { return flushed(std::exp2(x)); }
 inline float log2_fast(float x) { return std::log2(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }
@@ -123,6 +124,21 @@ inline uint2 load_shared_pair(uint32_t address) {
   uint2 x;
   memcpy(&x, memory + address, 8);
   return x;
+}
+
+inline uint4 load_shared(uint32_t address) {
+  uint4 x;
+  memcpy(&x, memory + address, 16);
+  return x;
+}
+
+inline void barrier_init(uint32_t, uint32_t) {}
+inline void barrier_init_fence() {}
+inline void barrier_arrive_expect(uint32_t, uint32_t) {}
+inline void barrier_wait(uint32_t, uint32_t) {}  // a copy is there at once: the block meets between the copy and the wait
+inline void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t) {
+  emulate::check_aligned(from, "cp.async.bulk");
+  memcpy(memory + to, from, bytes);
 }
 
 inline void fence_async() {}

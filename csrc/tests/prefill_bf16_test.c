@@ -118,7 +118,8 @@ static arrays make_arrays(const problem *p, int poison) {
   const size_t tokens = (size_t)p->B * p->T, states = (size_t)sequences(p) * p->HV * D * D;
   uint64_t seed = 7;
   const double size = p->l2norm ? 1 : 0.15; /* keys of about unit length where nothing normalises them */
-  const double low = p->gate != KDA_GATE_LOG_DECAY ? -2 : p->safe == 2 ? -0.02 : p->safe ? -5 : -300, high = p->gate != KDA_GATE_LOG_DECAY ? 2 : 0;
+  const double low = p->gate != KDA_GATE_LOG_DECAY ? -2 : p->safe == 2 ? -0.02 : p->safe ? -5 : -300;
+  const double high = p->gate != KDA_GATE_LOG_DECAY ? 2 : 0;
   arrays x;
   x.q = filled(tokens * p->H * D, 0, -size, size, &seed), x.k = filled(tokens * p->H * D, 0, -size, size, &seed);
   x.v = filled(tokens * p->HV * D, 0, -1, 1, &seed), x.g = filled(tokens * p->HV * D, p->wide, low, high, &seed);
@@ -184,6 +185,8 @@ static const problem PROBLEMS[] = {
     {"every stage filled three times", 1, 450, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
     {"heads enough for wide blocks", 1, 260, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
     {"in parts, forgotten", 1, 700, 2, 2, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 4},
+    {"in two parts, forgotten", 1, 700, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 2},
+    {"in two parts, kept", 1, 500, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}, 2},
     {"in parts, kept", 1, 1400, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}, 5},
     {"in parts, packed", 1, 900, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 1, 1, {0, 500, 1, 399, -1}, 4},
     {"one token", 1, 1, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},

@@ -141,6 +141,7 @@ BETAS = {
     "uniform": lambda rng, shape: rng.uniform(size=shape),
     "one": lambda rng, shape: np.ones(shape),
     "up_to_two": lambda rng, shape: rng.uniform(0, 2, size=shape),
+    "some_zero": lambda rng, shape: rng.uniform(size=shape) * rng.choice([0.0, 1e-30, 1e-3, 1.0, 1.0, 1.0], size=shape),
     "logits": lambda rng, shape: rng.normal(size=shape),
     "logits_high": lambda rng, shape: rng.normal(6, 1, size=shape),
 }
@@ -177,6 +178,7 @@ CASES = {
         Case("keys_identical", "identical keys, beta = 1, no decay", gate="zero", keys="identical", beta="one"),
         Case("keys_parallel", "nearly parallel keys, beta = 1, no decay", gate="zero", keys="parallel", beta="one"),
         Case("beta_two", "beta up to 2", beta="up_to_two", gate="slow"),
+        Case("beta_zero", "betas of 0 and nearly 0, which have gradients too", beta="some_zero"),
         Case("identical_two", "identical keys, beta up to 2", gate="slow", keys="identical", beta="up_to_two"),
         Case("softplus", "everything in the kernel, softplus gate", gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED),
         Case("softplus_huge", "softplus gate with huge inputs", gate="raw_huge", beta="logits", A_log=True, dt_bias=True, HV=4,

@@ -88,6 +88,11 @@ CONTRACT = {
         "Why it would run in an interpreter there, which `auto` never picks. Default: it would not.",
         _always(None),
     ),
+    "unshown": Name(
+        "(problem, device) -> str | None",
+        "Why no such device has shown the problem to be right yet, which `auto` waits for. Default: nobody need ask.",
+        _always(None),
+    ),
     "expected_us": Name(
         "(problem, device) -> float | None",
         "Microseconds of a chunked call by a closed form with the chip's constants; of the backends that know theirs `auto` takes the "
@@ -130,12 +135,13 @@ BACKENDS = (
     Backend("cuda", "torch", "kdakit.backends.cuda", "CUDA C++ kernels, NVIDIA GPUs; forward, float32; bfloat16 on Hopper"),
     Backend("torch_native", "torch", "kdakit.backends.torch_native", "vectorised PyTorch, any device"),
     Backend("pallas_tpu", "jax", "kdakit.backends.pallas_tpu", "Mosaic kernels, TPUs"),
+    Backend("triton_ffi", "jax", "kdakit.backends.triton_gpu.ffi", "the Triton kernels as one XLA custom call; needs torch too"),
     Backend("cuda_ffi", "jax", "kdakit.backends.cuda.ffi", "the CUDA C++ kernels as an XLA custom call; float32; bfloat16 on Hopper"),
     Backend("xla", "jax", "kdakit.backends.xla", "pure JAX, any XLA device"),
 )
 
-# One library, two frameworks: each may call it by its plain name.
-ALIASES = {("jax", "cuda"): "cuda_ffi"}
+# The same kernels in two frameworks: each may call them by their plain name.
+ALIASES = {("jax", "cuda"): "cuda_ffi", ("jax", "triton_gpu"): "triton_ffi"}
 
 
 def names(framework: str | None = None) -> list[str]:
@@ -200,7 +206,7 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
         return load(backend)
     refusals: list[str] = []
     for name in candidates:
-        reason = supports(name, problem, device) or load(name).interpreted(device)
+        reason = _not_for_auto(name, problem, device)
         if reason is None:
             name, why = fastest(name, framework, problem, device)
             _warn_if_slow(name, device, refusals)
@@ -208,6 +214,11 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
             return load(name)
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
+
+
+def _not_for_auto(name: str, problem: Problem, device: Any) -> str | None:
+    module = load(name)
+    return supports(name, problem, device) or module.interpreted(device) or module.unshown(problem, device)
 
 
 # A call that must not depend on its company is judged as this many sequences of so many tokens, whatever it holds.
@@ -224,8 +235,11 @@ def _warn_if_slow(name: str, device: Any, refusals: list[str]) -> None:
     if name not in SLOW or kind not in ("cuda", "gpu", "rocm") or reasons in _warned:
         return
     _warned.add(reasons)
-    warnings.warn(f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. `kdakit doctor` "
-                  f"shows what this machine can run; name backend={name!r} to say that you mean it", RuntimeWarning, stacklevel=3)  # fmt: skip
+    message = (
+        f"backend='auto' fell back to {name!r}, which is slow on a GPU, for a call on {device}, because {reasons}. "
+        f"`kdakit doctor` shows what this machine can run; name backend={name!r} to say that you mean it"
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[str, str]:
@@ -238,7 +252,7 @@ def fastest(first: str, framework: str, problem: Problem, device: Any) -> tuple[
     candidates = names(framework)
     times = {}
     for name in candidates[candidates.index(first) :]:
-        if name == first or (supports(name, problem, device) or load(name).interpreted(device)) is None:
+        if name == first or _not_for_auto(name, problem, device) is None:
             times[name] = load(name).expected_us(judged, device)
     times = {name: us for name, us in times.items() if us is not None}
     if first not in times:

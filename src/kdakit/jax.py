@@ -25,13 +25,12 @@ from kdakit.problem import (
     Arrays,
     Problem,
     check_cu_seqlens,
-    check_same_cu_seqlens,
-    check_values,
     checks_enabled,
     fold_compatibility,
     make_options,
     make_problem,
 )
+from kdakit.values import check_same_cu_seqlens, check_values
 
 __all__ = [
     "chunk_kda",

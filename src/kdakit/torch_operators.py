@@ -22,11 +22,10 @@ from kdakit.problem import (
     Spec,
     check_cu_seqlens,
     check_devices,
-    check_same_cu_seqlens,
-    check_values,
     checks_enabled,
     make_problem,
 )
+from kdakit.values import check_same_cu_seqlens, check_values
 
 _SCHEMA_ARRAYS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -245,13 +244,8 @@ def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
     if d_o is None:
         d_o = torch.zeros_like(arrays[2])
     d_final = d_final_state if ctx.has_final_state else None
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # a batch of cotangents
-        from kdakit.torch_transforms import Backward
-
-        grads = Backward.apply(*arrays, d_o, d_final, ctx.op, ctx.options, ctx.backend)
-    else:
-        backward = _backward if unwatched((*arrays, d_o)) and not torch.is_grad_enabled() else torch.ops.kdakit.backward
-        grads = backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
+    backward = _backward if unwatched((*arrays, d_o)) and not torch.is_grad_enabled() else torch.ops.kdakit.backward
+    grads = backward(*arrays, saved, d_o, d_final, ctx.op, ctx.options, ctx.backend)
     grads = [grad if x is not None and needed else None for x, grad, needed in zip(arrays, grads, ctx.needs_input_grad, strict=False)]
     return *grads, None, None, None, None, None, None
 

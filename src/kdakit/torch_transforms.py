@@ -19,8 +19,8 @@ from kdakit.torch_operators import _backward, run
 
 INPUTS = 10  # of the public calls' tensors, those that PyTorch's take
 NO_FORWARD_MODE = (
-    "KDA has no forward-mode derivative (torch.func.jvp, jacfwd, linearize, hessian, dual tensors): use reverse mode (torch.func.vjp, grad, "
-    "jacrev, .backward()), or kdakit.torch.naive_chunk_kda and naive_recurrent_kda, whose operations PyTorch differentiates either way"
+    "KDA has no forward-mode derivative (torch.func.jvp, jacfwd, linearize, hessian, dual tensors): use reverse mode (torch.func.vjp, "
+    "grad, jacrev, .backward()), or kdakit.torch.naive_chunk_kda and naive_recurrent_kda, which PyTorch differentiates either way"
 )
 
 

@@ -1,6 +1,7 @@
 """Hashes of what the Triton kernels compile to, without line information: moves and new names leave them as they are.
 
-    python tests/helpers/triton_code.py sm_90 gfx942 > before.jsonl
+    python tests/helpers/triton_code.py sm_90 gfx942 > before.jsonl        # all problems: minutes
+    python tests/helpers/triton_code.py sm_90 --problems "K128 V128 H96"   # those whose names have this in them
 
 prints a JSON line per launch of many problems. `launch`: its grid, numbers, constants and options. `code`: Triton's first representation
 of the kernel, of which all further ones are made; `of_compiled` is the hash of PTX or AMD's assembly, which `test_triton_compiled.py` and
@@ -9,6 +10,7 @@ of the kernel, of which all further ones are made; `of_compiled` is the hash of 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import json
@@ -108,13 +110,13 @@ def launches_of_pools(chip):
     import torch
 
     from kdakit.backends.triton_gpu import config as configs
-    from kdakit.backends.triton_gpu.host import pool as pool_launch
+    from kdakit.backends.triton_gpu.host import pool as pools
     from kdakit.backends.triton_gpu.runtime import launch
     from kdakit.cases import FUSED, Case
     from kdakit.problem import Arrays
     from kdakit.serving.torch import Draft, StatePool
 
-    pool_launch.chained = lambda device: chip.wgmma
+    pools.chained = lambda device: chip.wgmma
     for dtype, feedback, v_first, K, V, T in (("float32", False, False, 128, 128, 4), ("float32", False, True, 256, 256, 8),
                                               ("bfloat16", False, False, 128, 128, 8), ("bfloat16", False, True, 64, 64, 4),
                                               ("int8", False, False, 128, 128, 4), ("int8", True, True, 64, 48, 4)):  # fmt: skip
@@ -126,15 +128,15 @@ def launches_of_pools(chip):
         pool = StatePool(2, 2, K, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback)
         config = configs.choose(problem, chip)
         with launch.recording() as recorded:
-            pool_launch.decode(problem, arrays, pool, slots, config)
-            _, owners, log = pool_launch.verify(problem, arrays, pool, slots, config)
+            pools.decode(problem, arrays, pool, slots, config)
+            _, owners, log = pools.verify(problem, arrays, pool, slots, config)
             draft = Draft(pool, None, *owners, log, {}, None, T)
-            pool_launch.verify(problem, arrays, pool, slots, config, (draft, slots))
-            pool_launch.commit(pool, draft, slots)
+            pools.verify(problem, arrays, pool, slots, config, (draft, slots))
+            pools.commit(pool, draft, slots)
         yield f"pool {dtype}{' feedback' * feedback} {'VK' if v_first else 'KV'} {K} {V} T{T}", recorded
 
 
-def print_codes(target: str, known: dict) -> None:
+def print_codes(target: str, wanted: str, known: dict) -> None:
     """known: codes by what they were compiled for, NVIDIA's chips alike."""
     from triton.runtime import driver
     from triton_offline import offline_driver
@@ -149,11 +151,13 @@ def print_codes(target: str, known: dict) -> None:
 
     def everything():
         for label, problem, arrays in problems():
+            if wanted not in f"{label} {problem.dtype}":
+                continue
             config = configs.choose(problem, chip)
             yield f"{label} {problem.dtype} fwdbwd", call.launches(problem.replace(needs_grad=True), arrays, config)
             yield f"{label} {problem.dtype} fwd", call.launches(problem, arrays, config)
             yield f"{label} {problem.dtype} step", call.launches(problem.replace(op="recurrent"), arrays, config)
-        yield from launches_of_pools(chip)
+        yield from ((label, launched) for label, launched in launches_of_pools(chip) if wanted in label)
 
     for label, launched in everything():
         where = grids[-len(launched) :]
@@ -173,6 +177,9 @@ def print_codes(target: str, known: dict) -> None:
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "0"
-    found: dict = {}
-    for name in sys.argv[1:]:
-        print_codes(name, found)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="+")
+    parser.add_argument("--problems", default="")
+    words, found = parser.parse_args(), {}
+    for name in words.targets:
+        print_codes(name, words.problems, found)

@@ -18,7 +18,8 @@ VOCABULARY = 40
 CONFIG = dict(vocab_size=VOCABULARY, hidden_size=16, num_layers=2, attention_every=0, head_dim=8, num_heads=1, num_v_heads=2, conv_size=3)
 # What a turn stands on; the engine's own bookkeeping is what is tested.
 UNDERNEATH = ("kdakit/serving/torch/", "kdakit/serving/prefixes", "kdakit/serving/guesses", "kdakit/serving/slots",
-              "kdakit/serving/arguments", "kdakit/backends/", "kdakit/layers/", "kdakit/dispatch", "kdakit/problem", "torch/nn/functional")  # fmt: skip
+              "kdakit/serving/arguments", "kdakit/backends/", "kdakit/layers/", "kdakit/dispatch",
+              "kdakit/problem", "torch/nn/functional")  # fmt: skip
 
 
 class Injected(Exception):

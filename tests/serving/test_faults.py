@@ -121,6 +121,26 @@ def test_a_fault_at_any_call_however_deep(model, alone, error):
         assert engine.counts.failed == 0, where
 
 
+def test_a_turn_interrupted_when_all_tokens_are_made(model, alone):
+    """Those that have theirs make no more in the next turn."""
+    engine, (request, *_) = open_engine(model), scenario()
+    leave, calls = engine._leave, []
+
+    def interrupted(leaving):
+        calls.append(leaving)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        leave(leaving)
+
+    engine._leave = interrupted
+    engine.submit(request)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    assert len(request.made) == request.count
+    run(engine)
+    check(engine, [request], alone, SLOTS)
+
+
 class Unwell(ServedModel):
     """Raises whenever a token is seen in a step of a kind."""
 

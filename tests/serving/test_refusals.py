@@ -12,6 +12,7 @@ WINDOW = (3, 2)
 
 def wrong_arguments(array, integers):
     """{what: a change of the arguments of a good call}. array(x) makes a tensor, integers(x) one of integers."""
+
     def other(name, change):
         return lambda given: given | {name: change(given[name])}
 
@@ -25,7 +26,8 @@ def wrong_arguments(array, integers):
         "too few slots": lambda given: given | {"slots": [0]}, "too many slots": lambda given: given | {"slots": [0, 1, 2]},
         "slots of floats": lambda given: given | {"slots": array(np.zeros(2))},
         "unknown option": lambda given: given | {"lowerbound": -1.0}, "scale that is no number": lambda given: given | {"scale": "x"},
-        "unknown backend": lambda given: given | {"backend": "nobody"}, "A_log too long": lambda given: given | {"A_log": array(np.zeros(99))},
+        "unknown backend": lambda given: given | {"backend": "nobody"},
+        "A_log too long": lambda given: given | {"A_log": array(np.zeros(99))},
         "dt_bias of integers": lambda given: given | {"dt_bias": integers(np.zeros(HV * K))},
     }  # fmt: skip
     return changes
@@ -37,7 +39,8 @@ def wrong_windows(array, integers):
 
     return {
         "window of another name": lambda given: given | {"window_inputs": {"y": given["window_inputs"]["x"]}},
-        "window inputs of another length": other(lambda x: x[:, :-1]), "window inputs with a token more": other(lambda x: array(np.ones((2, 4, 2)))),
+        "window inputs of another length": other(lambda x: x[:, :-1]),
+        "window inputs with a token more": other(lambda x: array(np.ones((2, 4, 2)))),
         "window inputs of another width": other(lambda x: x[..., :1]), "window inputs of fewer rows": other(lambda x: x[:-1]),
         "window inputs of integers": other(integers), "window inputs of another rank": other(lambda x: x[0]),
         "window inputs that are no mapping": lambda given: given | {"window_inputs": 3},
@@ -151,7 +154,8 @@ def test_refused_commits_and_slots_change_nothing(framework):
         "one row": lambda: commit(pool, draft, [1]), "halves": lambda: commit(pool, draft, [1, 0.5]),
         "floats": lambda: commit(pool, draft, side.array(np.ones(2))), "no draft": lambda: commit(pool, "draft", [1, 1]),
         "allocate too many": lambda: pool.allocate(2), "allocate a part": lambda: pool.allocate(0.5),
-        "allocate fewer than none": lambda: pool.allocate(-1), "free twice": lambda: pool.free([0, 0]), "free a free one": lambda: pool.free([0, 3]),
+        "allocate fewer than none": lambda: pool.allocate(-1), "free twice": lambda: pool.free([0, 0]),
+        "free a free one": lambda: pool.free([0, 3]),
         "free nobody": lambda: pool.free([0, 4]), "fork a free one": lambda: pool.fork(3), "fork too often": lambda: pool.fork(0, 2),
         "reset a free one": lambda: pool.reset([0, 3]), "restore a free one": lambda: pool.restore([3], snapshot),
         "restore two from one": lambda: pool.restore([0, 1], snapshot), "restore another pool's": lambda: pool.restore([0], foreign),

@@ -6,7 +6,9 @@ Shared memory starts as NaN, copies land as late as they may, and the order of t
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 
+import not_finite
 import numpy as np
 import pytest
 
@@ -178,3 +180,13 @@ def test_magnitudes(kernels, name):
     arrays = arrays._replace(**{name: (getattr(arrays, name) * size).astype(np.float32)})
     rows = checking.compare(case.problem(), arrays, run(kernels, case, arrays=arrays))
     assert all(r.ok for r in rows), rows
+
+
+def test_what_is_not_finite_stays_where_it_is(kernels):
+    """NaN in any input: no bit of another sequence or head changes. (An emulated chunk takes seconds; a GPU has more of them.)"""
+    case = replace(CASES["varlen_fused"], T=14, H=1, HV=2, lengths=(5, 0, 9))
+
+    def results(arrays, cotangents):
+        return {n: np.array(x) for n, x in run(kernels, case, arrays=arrays).items() if n in ("o", "final_state")}
+
+    not_finite.check(case, "float32", results, values=(np.nan,), gradients=False)

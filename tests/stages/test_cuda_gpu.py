@@ -1,12 +1,13 @@
 """The native library on a GPU, beyond the contract test: `make test-cuda`. Skipped, with the reason, where it cannot run."""
 
 import c_programs
+import not_finite
 import numpy as np
 import pytest
 
 from kdakit import chunked
 from kdakit.backends.cuda import library
-from kdakit.cases import CASES, Case
+from kdakit.cases import CASES, FUSED, Case
 from kdakit.measure import checking
 
 torch = pytest.importorskip("torch")
@@ -101,3 +102,37 @@ def test_jax_call_and_gradient():
     for name in ("plain", "softplus", "varlen_fused", "v_first"):
         rows = checking.check("cuda_ffi", CASES[name])
         assert all(r.ok for r in rows), (name, rows)
+
+
+@pytest.mark.parametrize("name, shape", [("k", (1, 40, 2, 32)), ("g", (1, 20, 2, 64)), ("beta", (1, 40, 1)), ("initial_state", (1, 2, 64, 32)),
+                                         ("o", (1, 20, 2, 64)), ("final_state", (1, 1, 64, 64)), ("A_log", (1,)), ("dt_bias", (64,))])  # fmt: skip
+def test_jax_call_checks_shapes(name, shape):
+    """A program that gets past the frontend with a wrong buffer is told so, and nothing is read or written."""
+    jax = pytest.importorskip("jax")
+    reason = checking.refusal("cuda_ffi", CASES["plain"], "float32")
+    if reason:
+        pytest.skip(reason)
+    from kdakit.backends.cuda import ffi
+
+    right = dict.fromkeys(("q", "k", "v", "g", "o"), (1, 40, 2, 64)) | dict(beta=(1, 40, 2), A_log=(0,), dt_bias=(0,), cu_seqlens=(0,))
+    right |= dict(initial_state=(1, 2, 64, 64), final_state=(1, 2, 64, 64)) | {name: shape}
+    results = [jax.ShapeDtypeStruct(right[n], "float32") for n in ("o", "final_state")]
+    given = [jax.numpy.zeros(right[n], "int32" if n == "cu_seqlens" else "float32") for n in
+             ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")]  # fmt: skip
+    numbers = {n: np.int32(0) for n in ("gate", "safe_gate", "beta_kind", "l2norm", "state_v_first")}
+    numbers |= dict(chunk_size=np.int64(32), scale=np.float32(1), lower_bound=np.float32(0))
+    with pytest.raises(Exception, match=f"kdakit: {name} must"):
+        jax.block_until_ready(jax.ffi.ffi_call(ffi.TARGET, results)(*given, **numbers))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_finite_stays_where_it_is(dtype, packed):
+    """NaN and infinity in any input: no bit of another sequence or head changes."""
+    rows = dict(T=150, lengths=(60, 0, 90)) if packed else dict(T=100, B=2)
+    case = Case("not_finite", "heads of the kernels", H=2, HV=4, K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True,
+                options=FUSED | {"chunk_size": 64, "lower_bound": -5.0, "safe_gate": True}, **rows)  # fmt: skip
+    reason = checking.refusal("cuda", case, dtype)
+    if reason:
+        pytest.skip(reason)
+    not_finite.check(case, dtype, lambda arrays, _: checking.run_arrays("cuda", case, dtype, arrays), gradients=False)

@@ -14,13 +14,15 @@ import pytest
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 KERNELS = {
-    "convolution_kernel",
-    "convolution_backward_kernel",
-    "last_inputs_kernel",
+    "convolution_kernel", "convolution_backward_kernel", "weight_sums_kernel", "last_inputs_kernel", "places_kernel", "norm_kernel",
+    "norm_backward_kernel", "norm_sums_kernel", "layer_step_kernel", "commit_window_kernel",
+}  # fmt: skip
+NARROW = {
     "places_kernel",
-    "norm_kernel",
-    "norm_backward_kernel",
-}
+    "weight_sums_kernel",
+    "last_inputs_kernel",
+    "commit_window_kernel",
+}  # short ones, of which nobody waits for bytes
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -34,7 +36,7 @@ def test_layer_kernels_compile(target):
     assert {r["kernel"] for r in rows} == KERNELS
     for row in rows:
         assert row["stack"] == 0 and row["registers"] > 16, row
-        assert row["wide"] or row["kernel"] == "places_kernel", f"memory is not read in 16, or 8, bytes at a time: {row}"
+        assert row["wide"] or row["kernel"] in NARROW, f"memory is not read in 16, or 8, bytes at a time: {row}"
 
 
 def launches():
@@ -57,7 +59,27 @@ def launches():
         gated_norm._backward([o], [True] * 4, o, empty(128), o, empty(4096), 1e-5)
         gated_norm._forward(empty(1000, 2304), empty(2304), None, None, 1e-5)
         gated_norm._backward([empty(1000, 2304)], [True, True, False, False], empty(1000, 2304), empty(2304), None, None, 1e-5)
+        steps()
     return record
+
+
+def steps() -> None:
+    """One token of one sequence and of 32 in a cache; 32 in a pool; and four drafted ones."""
+    import torch
+
+    from kdakit.layers.torch import KimiDeltaAttention
+    from kdakit.layers.torch.fused import step
+
+    with torch.device("meta"):
+        layer = KimiDeltaAttention(hidden_size=64, head_dim=128, num_heads=32).bfloat16()
+    empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
+    for N, T, pooled, draft in ((1, 1, False, False), (32, 1, False, False), (32, 1, True, False), (32, 4, True, True)):
+        cache = step.Carried(*layer.new_cache(N))
+        slots = step.Slots(empty(N, dtype=torch.int64), empty(N + 1, dtype=torch.int32), N) if pooled else None
+        row = empty(N, T, 12288)
+        _, log = step.step(layer, row, empty(N, T, 4096), empty(N, T, 288)[..., -32:], empty(N, T, 4096), cache, cache, slots, draft)
+        if draft:
+            step.commit_windows(row, list(cache[:3]), slots, log.generation, empty(N, dtype=torch.int64))
 
 
 def compile_all(target: str) -> None:

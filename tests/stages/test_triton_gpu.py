@@ -13,13 +13,11 @@ import sys
 import threading
 from dataclasses import replace
 
+import not_finite
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
-import not_finite  # noqa: E402
 
 from kdakit import torch as kt  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case  # noqa: E402

@@ -162,7 +162,7 @@ def test_a_plan_repeats_the_launches(op, in_place, watched):
     result = repeat(again)
     assert roles(watched, again._asdict(), result._asdict()) == want
     assert (result.final_state is again.initial_state) == in_place
-    assert len(repeat.pieces) == 1 and repeat.pieces[0] % 4 == 0 and len(repeat.offsets) == (0 if op == "recurrent" else 4)
+    assert not repeat.begins and repeat.shared % 4 == 0 and len(repeat.offsets) == (0 if op == "recurrent" else 4)
 
 
 @pytest.mark.parametrize("large", [repeats.LARGE, 4096])
@@ -202,7 +202,7 @@ def test_a_plan_repeats_a_forward_and_its_backward(large, watched, monkeypatch):
     grads = repeat((*again, *others[0], *others[1:]))
     assert roles(watched, given(again, *others), grads._asdict()) == want
     assert [g.shape for g in grads[:8]] == [a.shape for a in again[:8]]
-    assert (len(repeat.pieces) > 3) == (large == 4096)
+    assert (sum(map(len, repeat.begins.values())) > 3) == (large == 4096)
 
 
 def test_no_plan_where_something_is_copied_or_unclear(watched):

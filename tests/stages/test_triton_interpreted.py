@@ -11,6 +11,7 @@ import subprocess
 import sys
 from itertools import product
 
+import not_finite
 import numpy as np
 import pytest
 
@@ -25,6 +26,7 @@ from kdakit.backends.triton_gpu.host import forward  # noqa: E402
 from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 from kdakit.rounding import round_to  # noqa: E402
 
@@ -206,18 +208,69 @@ def test_gate_beyond_overflow():
     assert accuracy.error(got.o.double().numpy(), accuracy.truths(problem, x)["o"]) < 1e-6
 
 
-def test_gradients_that_no_gpu_has_shown_wait(monkeypatch):
-    """Without KDAKIT_UNCHECKED, gradients on a chip that has not been compared with float64 are refused; forwards are not."""
-    gpu = torch.device("cuda")
+def test_what_no_gpu_has_shown_waits(monkeypatch):
+    """Gradients that a chip has not shown are refused, forwards and steps are not 'auto''s; KDAKIT_UNCHECKED lifts it."""
+    from kdakit import dispatch
+    from kdakit.backends.triton_gpu import shown
+
+    gpu, case = torch.device("cuda"), CASES["lower_bound"]
     monkeypatch.setattr(configs, "INTERPRETED", False)
-    for unchecked, dtype in product((False, True), ("bfloat16", "float16", "float32")):
-        monkeypatch.setattr(configs, "UNCHECKED", unchecked)
-        problem = CASES["lower_bound"].problem(dtype, needs_grad=True)
-        assert triton_gpu.supports(problem, gpu) is None and configs.untested(problem, configs.CHIPS["sm_90"]) is None
-        for name in set(configs.CHIPS) - {"sm_90"}:
-            reason = configs.untested(problem, configs.CHIPS[name])
-            assert (reason is None) == unchecked and (unchecked or f"gradients on {name}" in reason)
-            assert configs.untested(problem.replace(needs_grad=False), configs.CHIPS[name]) is None
+    monkeypatch.setattr(shown, "shown", lambda chip: {})
+    shown._missing.cache_clear()
+    for dtype, op, grad in product(("bfloat16", "float16", "float32"), ("chunk", "recurrent"), (False, True)):
+        problem = case.problem(dtype, op, grad)
+        reason = triton_gpu.unshown(problem, gpu)
+        assert "has not been compared with float64 on sm_90" in reason and "KDAKIT_UNCHECKED=1" in reason
+        assert triton_gpu.supports(problem, gpu) == (reason if grad else None)
+        if dtype == "float16":  # which the CUDA library does not take
+            with pytest.warns(RuntimeWarning, match="has not been compared"):
+                dispatch._warned.clear()
+                assert dispatch.select("torch", problem, gpu).__name__.endswith("torch_native")
+        monkeypatch.setattr(configs, "UNCHECKED", True)
+        assert triton_gpu.unshown(problem, gpu) is None and triton_gpu.supports(problem, gpu) is None
+        monkeypatch.setattr(configs, "UNCHECKED", False)
+    shown._missing.cache_clear()
+
+
+def test_wider_heads_that_a_chip_has_shown(monkeypatch):
+    """A size that it has not is run as the least larger one that it has."""
+    from kdakit.backends.triton_gpu import shown, widened
+
+    chip = configs.CHIPS["sm_90"]
+    case = Case("narrow", "", T=20, H=1, HV=2, K=12, V=9, gate="raw", beta="logits", A_log=True, dt_bias=True,
+                options=FUSED | {"state_v_first": True})  # fmt: skip
+    problem = case.problem("float32", needs_grad=True)
+    crowds = [problem.replace(K=32, V=32, H=1, HV=1, B=n, N=n) for n in (1, 22, 44, 132)]
+    known = {name: 1 for crowd in crowds for name in shown.forms(crowd, configs.choose(crowd, chip))}
+    monkeypatch.setattr(shown, "shown", lambda chip: known)
+    monkeypatch.setattr(configs, "INTERPRETED", False)
+    caches = (shown._missing, widened.config_for)
+    [cache.cache_clear() for cache in caches]
+    wide = triton_gpu.default_config(problem, "cpu")
+    assert (wide.wide_K, wide.wide_V) == (32, 32) and triton_gpu.unshown(problem, "cpu") is None
+    assert triton_gpu.unshown(problem.replace(K=40), "cpu") is not None
+    [cache.cache_clear() for cache in caches]
+    monkeypatch.undo()
+    if not INTERPRETED:
+        return
+    monkeypatch.setattr(triton_gpu, "default_config", lambda problem, device: wide)
+    assert all(row.ok for row in checking.check("triton_gpu", case, "float32"))
+    assert all(row.ok for row in checking.check("triton_gpu", case, "float32", op="recurrent", grad=False))
+
+
+@interpreter
+@pytest.mark.parametrize("seed", range(51, 57))
+def test_random_problems(seed):
+    """Some of the numbers of kdakit.measure.random_problems, small ones, head sizes between powers of two among them."""
+    from kdakit.measure.random_problems import numbers
+    from kdakit.measure.trial import judge
+
+    def small(drawn):
+        work = drawn.B * max(len(drawn.lengths), 1) * drawn.HV
+        return 0 < drawn.T <= 70 and work <= 4 and 33 <= drawn.K <= 127 and drawn.V <= 128 and drawn.dtype != "float64"
+
+    bad = [v for v in (judge(number, "triton_gpu") for number in numbers(seed, 2, wanted=small)) if not v.ok]
+    assert not bad, [(v.what, v.complaint) for v in bad]
 
 
 def test_number_of_parts():
@@ -417,6 +470,17 @@ def test_configurations_hold_together():
                 c = configs.choose(problem, chip)
                 assert c.chunk in (c.half, 2 * c.half) and c.half % c.group == 0 and c.diagonal % c.group == 0, (name, dtype, chip.name)
                 assert c.diagonal <= c.half, (name, dtype, chip.name)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype, gate", [("float32", "given"), ("bfloat16", "softplus")])
+def test_what_is_not_finite_stays_where_it_is(dtype, gate):
+    """NaN in any input: no bit of another sequence or head changes, and something shows it."""
+    sizes = dict(T=14, H=1, HV=2, K=16, V=16, lengths=(5, 0, 9))
+    computed = dict(gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED) if gate == "softplus" else {}
+    case = Case("not_finite", "packed", **sizes, **computed)
+    results = lambda arrays, cotangents: checking.run_arrays("triton_gpu", case, dtype, arrays, cotangents)
+    not_finite.check(case, dtype, results, values=(np.nan,))
 
 
 @interpreter

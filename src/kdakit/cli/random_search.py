@@ -107,7 +107,7 @@ def shrunk(verdict: Verdict, device: Any) -> Verdict:
     def fails(drawn: Drawn) -> bool:
         nonlocal worker, last
         worker.give(drawn.label)
-        found = worker.take()
+        found = worker.wait()
         if found.deadly or not worker.process.is_alive():
             worker.stop()
             worker = Worker(judge_label, verdict.backend, device)

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kdakit.measure.random_problems import FORMS, draw, form_of, parse
+from kdakit.measure.random_problems import draw, form_of, parse
 from kdakit.measure.trial import Verdict
 from kdakit.measure.trial import judge as judge_drawn
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 WORKER = ONE_THREAD | {"KDAKIT_UNCHECKED": "1"}  # this is what checks
-HANGS = 300.0  # seconds
+STARTS = 300.0  # seconds that a new process may take to begin
+HANGS = 300.0  # and to answer
 Judge = Callable[[str, str, Any], Verdict]
 
 
@@ -40,6 +41,7 @@ def serve(pipe: Connection, judge: Judge, backend: str, device: Any) -> None:
             label = pipe.recv()
         except EOFError:
             return
+        pipe.send(label)  # it has begun
         verdict = judge(label, backend, device)
         pipe.send(verdict)
         if verdict.deadly:
@@ -51,7 +53,7 @@ class Worker:
 
     def __init__(self, judge: Judge, backend: str, device: Any):
         self.judge, self.backend, self.device = judge, backend, device
-        self.label, self.since = "", 0.0
+        self.label, self.until = "", 0.0
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, judge, backend, device), daemon=True)
@@ -60,20 +62,33 @@ class Worker:
         theirs.close()
 
     def give(self, label: str) -> None:
-        self.label, self.since = label, time.monotonic()
+        self.label, self.until = label, time.monotonic() + STARTS
         with contextlib.suppress(BrokenPipeError):  # it is gone, which `take` will say
             self.pipe.send(label)
 
-    def take(self) -> Verdict:
-        """The verdict that is there, or that of a process that is not."""
+    def take(self) -> Verdict | None:
+        """The verdict that is there, or that of a process that is not; None: it has only begun."""
         try:
-            return self.pipe.recv()
+            found = self.pipe.recv()
+            if isinstance(found, str):
+                self.until = time.monotonic() + HANGS
+                return None
+            return found
         except (EOFError, ConnectionResetError):
             self.process.join(10)
             return self.lost(f"the process ended with exit code {self.process.exitcode}")
 
     def lost(self, complaint: str) -> Verdict:
         return lost(self.label, self.backend, complaint)
+
+    def wait(self) -> Verdict:
+        """The verdict, whenever it comes."""
+        while True:
+            if not self.pipe.poll(max(0.0, self.until - time.monotonic())):
+                self.process.kill()
+                return self.lost(f"nothing came for {HANGS:.0f} s")
+            if (verdict := self.take()) is not None:
+                return verdict
 
     def stop(self) -> None:
         self.pipe.close()
@@ -115,8 +130,7 @@ class Queue:
             form, family = form_of(number)
             self.forms.setdefault(form, []).append(str(number))
             self.family[form] = family
-        slowest = sorted(self.forms, key=lambda form: -_cost(self.forms[form][0]))
-        self.forms = OrderedDict((form, self.forms[form]) for form in slowest)
+        self.forms = OrderedDict(sorted(self.forms.items(), key=lambda item: _rank(item[1][0])))
         self.begun: set[Any] = set()
         self.warm: set[Any] = set()
 
@@ -133,10 +147,10 @@ class Queue:
         return sum(map(len, self.forms.values()))
 
 
-def _cost(label: str) -> float:
-    """What takes the compiler longest begins first: it would be what all wait for at the end."""
+def _rank(label: str) -> tuple[int, int]:
+    """What most people run begins first, and of that what takes the compiler longest: nobody waits for it at the end."""
     drawn = draw(int(label))
-    return drawn.K * (1.0 if drawn.dtype == "bfloat16" else 3.0)
+    return ("bfloat16", "float32", "float16", "float64").index(drawn.dtype), -drawn.K
 
 
 def search(
@@ -158,14 +172,15 @@ def search(
                 return
             ready = wait([worker.pipe for worker, _, _ in team.values()], timeout=min(1.0, max(0.0, end - time.monotonic())))
             for worker, form, labels in list(team.values()):
-                if worker.pipe in ready:
-                    verdict = worker.take()
-                elif time.monotonic() - worker.since > HANGS:
+                verdict = worker.take() if worker.pipe in ready else None
+                if verdict is None and time.monotonic() > worker.until:
+                    worker.process.kill()
+                    worker.process.join(5)
                     verdict = worker.lost(f"nothing came for {HANGS:.0f} s")
-                else:
+                if verdict is None:
                     continue
                 del team[id(worker)]
-                if not verdict.ok and (verdict.deadly or not worker.process.is_alive() or worker.pipe not in ready):
+                if not verdict.ok and (verdict.deadly or not worker.process.is_alive()):
                     worker.stop()
                     worker = new()
                 yield verdict
@@ -181,10 +196,3 @@ def search(
                 worker.stop()
             else:
                 worker.process.kill()
-
-
-def rounds(count: int) -> float:
-    """How many times over `count` numbers that share programs go through all forms."""
-    from kdakit.measure.random_problems import PER_FORM
-
-    return count / (PER_FORM * len(FORMS))

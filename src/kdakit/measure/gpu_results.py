@@ -8,7 +8,6 @@ from kdakit.measure import suites
 
 SHOWN = {"cuda_prefill": "cuda_prefill (gives out w and u)"}
 COLUMNS = ("ms per call", "host ms", "of floor", "peak memory MiB", "error of o", "of state")
-AIMS = "aims"
 
 
 def table(title: str, rows: list[dict[str, Any]]):
@@ -35,7 +34,7 @@ def suite_tables(record: dict[str, Any]):
         if value is not None:
             aims.append([text, f"{kind} {limit:g}", f"{value:.3g}", "yes" if met else "no"])
     if aims:
-        yield AIMS, ["", "aim", "measured", "met"], aims
+        yield "aims", ["", "aim", "measured", "met"], aims
 
 
 def error_tables(record: dict[str, Any]):

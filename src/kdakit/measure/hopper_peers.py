@@ -23,7 +23,7 @@ PLAN = "kda_hopper_cuda"  # pinned: without it cuDNN may pick an engine that com
 
 def versions() -> dict[str, str]:
     """Of those that have been imported."""
-    found = {"cudnn-frontend": sys.modules.get("cudnn")}
+    found = {"nvidia-cudnn-frontend": sys.modules.get("cudnn")}
     return {name: getattr(module, "__version__", "unversioned") for name, module in found.items() if module is not None}
 
 
@@ -47,7 +47,7 @@ def cudnn(case: Case, wide_gates: bool) -> Callable[[Arrays], Any]:
     try:
         function = importlib.import_module("cudnn.linear_attention").kimi_delta_attention
     except (ImportError, AttributeError) as problem:
-        raise Unavailable(f"cudnn.linear_attention cannot be imported (pip install nvidia-cudnn-frontend): {problem}") from problem
+        raise Absent(f"cudnn.linear_attention cannot be imported (pip install nvidia-cudnn-frontend): {problem}") from problem
     import torch
 
     o = case.options
@@ -92,14 +92,14 @@ def _load_vllm() -> Any:
     places = [] if package is None else list(package.submodule_search_locations or [])
     found = [path for place in places for path in sorted(Path(place).glob("_flashkda_C*.so"))]
     if not found:
-        raise Unavailable("vllm with its _flashkda_C library is not installed: pip install 'vllm>=0.32'")
+        raise Absent("vllm with its _flashkda_C library is not installed: pip install 'vllm>=0.32'")
     import torch
 
     try:
         torch.ops.load_library(str(found[0]))
         return torch.ops._flashkda_C
     except (OSError, RuntimeError) as problem:
-        raise Unavailable(f"{found[0].name} cannot be loaded: {problem}") from problem
+        raise Absent(f"{found[0].name} cannot be loaded: {problem}") from problem
 
 
 def flash_kda_vllm(case: Case) -> Callable[[Arrays], Any]:
@@ -126,3 +126,7 @@ def flash_kda_vllm(case: Case) -> Callable[[Arrays], Any]:
 
 class Unavailable(Exception):
     """Why a contestant cannot take part."""
+
+
+class Absent(Unavailable):
+    """It is not installed, or does not import: asked for, it makes a run incomplete."""

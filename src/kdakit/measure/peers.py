@@ -22,14 +22,10 @@ from typing import Any
 
 from kdakit.cases import Case
 from kdakit.measure import checking, hopper_peers
-from kdakit.measure.hopper_peers import Unavailable
+from kdakit.measure.hopper_peers import Absent, Unavailable
 from kdakit.problem import Arrays
 
 PEERS = ("fla", "flash_kda", "cudnn", "cudnn_g32", "flash_kda_vllm")
-
-
-class Absent(Unavailable):
-    """It is not installed, or does not import: asked for, it makes a run incomplete."""
 
 
 def find(name: str, case: Case, dtype: str, op: str, grad: bool) -> Callable[[Arrays], Any]:

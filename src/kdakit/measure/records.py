@@ -60,8 +60,8 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 KINDS = (
-    "bench", "suite", "scaling", "ranks", "errors", "tune", "verify", "tpu_schedule", "demo", "model", "serving", "pool", "state_bits",
-    "first_calls", "random", "trial",
+    "bench", "suite", "scaling", "ranks", "errors", "tune", "verify", "tpu_schedule", "demo", "layer", "model", "serving", "pool",
+    "state_bits", "first_calls", "random", "trial",
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
     "kind": str, "date": str, "command": str, "machine": dict, "versions": dict, "commit": str, "settings": dict, "results": list,

@@ -23,9 +23,7 @@ def section(name: str, records: list[dict[str, Any]]) -> str:
 def markdown(records: list[dict[str, Any]]) -> str:
     parts = []
     for record in records:
-        for title, header, rows in tables(record):
-            if title == gpu_results.AIMS:  # for those who work on it
-                continue
+        for title, header, rows in speed.overview(record) if record["kind"] == "suite" else tables(record):
             parts += [f"**{title}**", generated.markdown_table(header, rows, right=tuple(range(1, len(header))))]
         parts += [wrap(f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}.") for gone in record["missing"]]
         parts.append(wrap(provenance(record)))

@@ -77,7 +77,7 @@ def in_graph(call, calls: int = GRAPH_CALLS) -> Run:
         for _ in range(calls):
             out = call()
 
-    def replay():
+    def replay(kept=call):  # the graph reads the call's tensors: they must live as long as it
         graph.replay()
         return out
 

@@ -87,6 +87,7 @@ SUITES: dict[str, dict[str, Entry]] = {
 
 # Suites that are not made of single calls: modules with `run(args)`, which makes the record, and `tables(record)`.
 WHOLE = {
+    "layer": "kdakit.measure.whole_layers",
     "model": "kdakit.measure.whole_models",
     "serving": "kdakit.measure.whole_serving",
     "pool": "kdakit.measure.pool_times",

@@ -156,8 +156,8 @@ class Engine:
     def _dismiss(self) -> None:
         """Those that have all their tokens."""
         for request in [r for r in self.running if r.done]:
-            self.counts.finished += 1
             self._leave(request)
+            self.counts.finished += 1
 
     def _leave(self, request: Request) -> None:
         if request.slot is None:
@@ -258,6 +258,4 @@ def _right(draft: list[int], chosen: list[int]) -> int:
 
 
 def _not_finite(request: Request) -> FloatingPointError:
-    return FloatingPointError(
-        f"the logits after {len(request.text)} tokens must be finite, and are not: look at the weights"
-    )
+    return FloatingPointError(f"the logits after {len(request.text)} tokens must be finite, and are not: look at the weights")

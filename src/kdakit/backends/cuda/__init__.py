@@ -97,7 +97,8 @@ def _architecture(device: Any) -> str:
 def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
     if problem.dtype == "bfloat16":
-        return Config("bf16", 128, 64, parts=1)
+        # The library's choice depends on the other sequences of a call.
+        return Config("bf16", 128, 64, parts=1 if problem.options.deterministic else 0)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
     return Config("f32", D, 32 if small else 64)

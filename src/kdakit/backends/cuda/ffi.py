@@ -18,7 +18,7 @@ from kdakit.backends.cuda import HEAD_DIMS, Config, library, operand_dtype, unsu
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
-__all__ = ["backward", "default_config", "forward", "gradients", "operand_dtype", "step", "supports"]
+__all__ = ["backward", "default_config", "expected_us", "forward", "gradients", "operand_dtype", "step", "supports"]
 
 backward = None
 gradients = "xla"
@@ -72,6 +72,13 @@ def _old_device(hopper: bool) -> str | None:
     if hopper and _capability() != "9.0":
         return f"computes bfloat16 on compute capability 9.0 only, this device has {_capability()}"
     return None
+
+
+def expected_us(problem: Problem, device: Any) -> float | None:
+    """Microseconds of a forward call, where they are known; gradients are another backend's."""
+    from kdakit.backends.cuda import times
+
+    return None if problem.needs_grad else times.expected_us(problem, f"sm_{_capability().replace('.', '')}")
 
 
 def default_config(problem: Problem, device: Any) -> Config:

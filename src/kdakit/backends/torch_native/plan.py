@@ -170,7 +170,7 @@ class PackedPlan:
         return x.masked_fill(~self.valid[n0:n1].flatten()[:, None, None], 0)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # Zeros, not whatever was there, for tokens that no chunk holds: behind the last sequence, or where cu_seqlens_cpu is not cu_seqlens.
+        # Zeros for tokens that no chunk holds: behind the last sequence, or where cu_seqlens_cpu is not cu_seqlens.
         return torch.zeros((1, self.T + 1, *shape[2:]), dtype=dtype, device=device)
 
     def put(self, out: torch.Tensor, x: torch.Tensor, n0: int, n1: int) -> None:

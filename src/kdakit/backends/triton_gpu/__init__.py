@@ -22,7 +22,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, chip_of, choose, chosen, untested
+from kdakit.backends.triton_gpu.config import Chip, Config, chip_of, choose, chosen
 from kdakit.backends.triton_gpu.runtime.interpreter import interpreter_asked_for
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -32,6 +32,11 @@ def supports(problem: Problem, device: Any) -> str | None:
     """Why this backend cannot run `problem` on `device`; None: it can."""
     if _kind(device) != "cuda" and interpreted(device) is None:
         return f"needs a GPU, or TRITON_INTERPRET=1 for Triton's interpreter; the tensors are on {_kind(device)}"
+    return unsupported(problem, chip_of(device))
+
+
+def unsupported(problem: Problem, chip: Chip) -> str | None:
+    """Why it cannot run on such a chip, whatever framework calls it."""
     reason = _unusable()
     if reason is not None:
         return reason
@@ -39,7 +44,19 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    return untested(problem, chip_of(device))
+    return waiting(problem, chip) if problem.needs_grad else None
+
+
+def unshown(problem: Problem, device: Any) -> str | None:
+    """Why 'auto' leaves the problem to others: no GPU of this kind has shown that it is right. Gradients are refused for that reason even
+    where the backend is named."""
+    return waiting(problem, chip_of(device))
+
+
+def waiting(problem: Problem, chip: Chip) -> str | None:
+    from kdakit.backends.triton_gpu import shown
+
+    return shown.waits(problem, chip)
 
 
 def interpreted(device: Any) -> str | None:
@@ -54,7 +71,9 @@ def operand_dtype(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, device: Any) -> Config:
-    return chosen(problem, chip_of(device))
+    from kdakit.backends.triton_gpu import widened
+
+    return widened.config_for(problem, chip_of(device))
 
 
 def expected_us(problem: Problem, device: Any) -> float | None:
@@ -69,36 +88,51 @@ def forms(problem: Problem, device: Any) -> tuple[str, ...]:
     """What a problem launches there, as the table of what a chip has shown names it."""
     from kdakit.backends.triton_gpu import shown
 
-    return shown.forms(problem, default_config(problem, device))
+    config = default_config(problem, device)
+    return shown.forms(problem.replace(K=config.wide_K or problem.K, V=config.wide_V or problem.V), config)
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
+    from kdakit.backends.triton_gpu import widened
     from kdakit.backends.triton_gpu.host import backward
 
+    K, V = widened.wide_sizes(problem, chip_of(device))
+    if K:
+        problem = problem.replace(K=K, V=V)
     return backward.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
-    return _call().forward(problem, arrays, config)
+    return _calls(config).forward(problem, arrays, config)
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
-    return _call().backward(problem, arrays, saved, d_o, d_final_state, config)
+    return _calls(config).backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> Result:
-    return _call().step(problem, arrays, config, final_state)
+    return _calls(config).step(problem, arrays, config, final_state)
 
 
 def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Any, Any]:
     """`forward` or `step`, and a function of the tensors that repeats it, if it can be."""
-    return _call().planned(problem, arrays, config, final_state)
+    return _calls(config).planned(problem, arrays, config, final_state)
 
 
 def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> tuple[Arrays, Any]:
     """`backward`, and a function of (*arrays, *saved, d_o, d_final_state) that repeats it, if it can be."""
-    return _call().planned_backward(problem, arrays, saved, d_o, d_final_state, config)
+    return _calls(config).planned_backward(problem, arrays, saved, d_o, d_final_state, config)
+
+
+def _calls(config: Config) -> ModuleType:
+    """The module that makes such calls: `call`, or `widened` around it."""
+    if not config.wide_K:
+        return _call()
+    _call()
+    from kdakit.backends.triton_gpu import widened
+
+    return widened
 
 
 @lru_cache

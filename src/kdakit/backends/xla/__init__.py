@@ -32,9 +32,9 @@ from kdakit.problem import Problem
 
 __all__ = [
     "Activated", "BlockDecays", "Config", "Intra", "Kept", "Saved", "activate", "activate_backward", "backward", "block_decays",
-    "block_decays_backward", "default_config", "draft", "forward", "intra_backward", "intra_forward", "mixes", "output_backward", "output_forward",
-    "pair_products", "pair_products_backward", "state_backward", "state_forward", "step", "supports", "unit_lower_inverse", "wy",
-    "wy_backward",
+    "block_decays_backward", "default_config", "draft", "forward", "intra_backward", "intra_forward", "mixes", "output_backward",
+    "output_forward", "pair_products", "pair_products_backward", "state_backward", "state_forward", "step", "supports",
+    "unit_lower_inverse", "wy", "wy_backward",
 ]  # fmt: skip
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kdakit.layers.torch.fused import fits
+from kdakit.layers.torch.fused.short_convolution import short_convolution
 from kdakit.layers.torch.rows import Rows
 from kdakit.layers.torch.shards import own
 
@@ -28,6 +30,9 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows, window: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """x [B, T, D]; window [N, W - 1, D], the inputs before it. Returns y and, where a window was given, the next one."""
+        if x.is_cuda and fits(x, self.weight, self.bias, window):
+            (y,), after = short_convolution(x, self.weight.flatten(1), x.shape[2:], self.bias, window, rows.cu_seqlens, rows.lengths)
+            return y, after
         taps = own(self.weight)[:, 0]  # [D, W]
         if rows.cu_seqlens is None:
             before = x.new_zeros(x.shape[0], self.width - 1, x.shape[2]) if window is None else window.to(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +109,9 @@ class KimiDeltaAttention(nn.Module):
         """The layer on rows as the model arranges them: padding, if any, behind the tokens."""
         s = self.sizes
         if cache is not None and self._takes_step(x, rows, cache):
-            after = cache if rows.in_place else DeltaCache(*map(torch.empty_like, cache))
-            return layer_step(self, x, Carried(*cache), Carried(*after))[0], after
+            before = Carried._make(cache)
+            after = before if rows.in_place else Carried._make(map(torch.empty_like, before))
+            return layer_step(self, x, before, after)[0], cache if rows.in_place else DeltaCache._make(after)
         dtype = fused_dtype(self, x)
         made = self._inputs(x, rows, cache) if dtype is None else fused_inputs(self, x.to(dtype), rows, cache)
         q, k, v = (y.unflatten(-1, (-1, d)) for y, d in zip(made[:3], (s.head_dim, s.head_dim, s.head_v_dim), strict=True))
@@ -117,7 +119,7 @@ class KimiDeltaAttention(nn.Module):
         del made  # what only the operator needs lives no longer than it
         o, state = self._attend(q, k, v, g, beta, rows, None if cache is None else cache.state)
         o = self.o_norm(o, self.g_proj(x).unflatten(-1, (-1, s.head_v_dim))) if gate is None else fused_output(self, o, gate)
-        return self.o_proj(o.flatten(-2)), None if cache is None else DeltaCache(*windows, state)
+        return self.o_proj(o.flatten(-2)), None if cache is None else DeltaCache._make((*windows, state))
 
     def _takes_step(self, x: Tensor, rows: Rows, cache: DeltaCache) -> bool:
         """A few tokens of every sequence, on a GPU, without gradients: one kernel between the projections."""
@@ -126,10 +128,11 @@ class KimiDeltaAttention(nn.Module):
 
     def _inputs(self, x: Tensor, rows: Rows, cache: DeltaCache | None) -> Inputs:
         """In plain PyTorch."""
-        made, windows = (self.q_proj(x), self.k_proj(x), self.v_proj(x)), (None, None, None)
+        made: tuple[Tensor, ...] = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        windows: Sequence[Tensor | None] = (None, None, None)
         g, beta = self.f_proj(x), self.b_proj(x)
         if not self.sizes.use_short_conv:
-            return Inputs(*map(F.silu, made), g, beta, None, windows)
+            return Inputs._make((*map(F.silu, made), g, beta, None, windows))
         if cache is not None:
             windows = cache[:3]
         if rows.context is not None:
@@ -137,7 +140,7 @@ class KimiDeltaAttention(nn.Module):
             rows = Rows(cu_seqlens=cu_seqlens)
         filters = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         out = [convolve(y, rows, window) for convolve, y, window in zip(filters, made, windows, strict=True)]
-        return Inputs(*(y for y, _ in out), g, beta, None, tuple(window for _, window in out))
+        return Inputs._make((*(y for y, _ in out), g, beta, None, tuple(window for _, window in out)))
 
     def _attend(self, q, k, v, g, beta, rows, state):
         """Padding neither decays nor writes: its log-decay and its beta are zero."""

@@ -46,7 +46,7 @@ def verify(
     pool: StatePool, slots: Any, q, k, v, g, beta, A_log=None, dt_bias=None, window_inputs: Mapping[str, Any] | None = None,
     backend: str = "auto", **options: Any,
 ) -> tuple[Any, Draft]:  # fmt: skip
-    """Outputs of T <= 8 guessed tokens a row, and a Draft; the pool stays as it is."""
+    """Outputs of T <= 8 draft tokens a row, and a Draft; the pool stays as it is."""
     given, problem, arrays = prepare("verify", "recurrent", pool, slots, Arrays(q, k, v, g, beta, A_log, dt_bias), options)
     check_drafts(problem.T)
     dispatch.select("jax", problem, device_of(arrays.q), backend)

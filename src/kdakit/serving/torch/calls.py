@@ -62,7 +62,7 @@ def verify(
     pool: StatePool, slots: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto", **options: Any,
 ) -> tuple[Tensor, Draft]:  # fmt: skip
-    """Outputs o [N, T, HV, V] of T <= 8 guessed tokens a row, and a Draft. No state and no window changes before `commit`.
+    """Outputs o [N, T, HV, V] of T <= 8 draft tokens a row, and a Draft. No state and no window changes before `commit`.
 
     Arguments as in `decode`. The draft holds 2 K + V numbers a token and head instead of a state, and `window_inputs` themselves: of all
     that was given only they must stay as they are until `commit`.
@@ -77,7 +77,7 @@ def advance(
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto",
     **options: Any,
 ) -> tuple[Tensor, Draft]:  # fmt: skip
-    """`commit(pool, draft, accepted)` and then `verify` of the next guesses of the same rows.
+    """`commit(pool, draft, accepted)` and then `verify` of the next draft tokens of the same rows.
 
     On a GPU each state is then read and written once: what a loop of speculative decoding does at every turn. With convolution
     windows, whose inputs depend on what was accepted, make the two calls instead.

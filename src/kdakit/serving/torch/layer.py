@@ -44,11 +44,13 @@ def decode_layer(layer: Any, pool: StatePool, slots: Tensor, x: Tensor) -> Tenso
 
 
 def verify_layer(layer: Any, pool: StatePool, slots: Tensor, x: Tensor) -> tuple[Tensor, Draft] | None:
-    """o of guessed tokens, and a draft for kdakit.serving.torch.commit: nothing moves before."""
+    """o of draft tokens, and a draft for kdakit.serving.torch.commit: nothing moves before."""
     carried = _carried(pool)
     if carried is None or not takes_step(layer, x, *carried):
         return None
     o, row, log = layer_step(layer, x, carried, carried, _slots(pool, slots), draft=True)
+    if log is None:
+        raise RuntimeError("a draft has a log")
     kept = dispatch.load("triton_gpu").pooled().Log(log.k, log.decay, log.u)
     return o, Draft(pool, None, log.slots, log.generation, kept, {"row": row}, _BACKEND, x.shape[1])
 
@@ -60,13 +62,14 @@ def _commit(pool: StatePool, draft: Draft, accepted: Tensor) -> None:
     commit_windows(draft.inputs["row"], windows, _slots(pool, draft.slots), draft.generation, accepted)
 
 
-_BACKEND = SimpleNamespace(commit=_commit)
+_BACKEND: Any = SimpleNamespace(commit=_commit)
 
 
 def _carried(pool: StatePool) -> Carried | None:
     if tuple(pool.windows) != WINDOWS or pool.storage.scales is not None:
         return None
-    return Carried(*pool.windows.values(), pool.storage.states)
+    q, k, v = pool.windows.values()
+    return Carried(q, k, v, pool.storage.states)
 
 
 def _slots(pool: StatePool, slots: Tensor) -> Slots:

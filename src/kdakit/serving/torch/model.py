@@ -173,7 +173,7 @@ class ServedModel:
         x, given = self.model.model.embeddings(tokens), self.pools[0].device_slots(slots)
         for block, pool in zip(self.model.blocks(), self.pools, strict=True):
             normed = block.attn_norm(x)
-            o = None if whole is None else whole(block.attn, pool, given, normed)
+            o = None if whole is None or self.backend not in ("auto", "triton_gpu") else whole(block.attn, pool, given, normed)
             x = x + (self._mix(block.attn, pool, normed, slots, packing, call) if o is None else o)
             x = x + block.mlp(block.mlp_norm(x))
         x = self.model.model.norm(x)

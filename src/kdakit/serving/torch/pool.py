@@ -58,12 +58,13 @@ class StatePool:
         device: Any = None, beside: StatePool | None = None,
     ):  # fmt: skip
         self.sizes = PoolSizes(HV, K, V, str(dtype).rpartition(".")[2], state_v_first, feedback)
-        self.table = SlotTable(slots) if beside is None else beside.table
+        self.table: SlotTable = SlotTable(slots) if beside is None else beside.table
         rows = self.table.capacity + 1
         self.storage = Storage(rows, self.sizes, device)
         kind = window_dtype or getattr(torch, self.sizes.compute_dtype)
         self.windows = {name: torch.zeros(rows, *shape, dtype=kind, device=device) for name, shape in (windows or {}).items()}
-        self.generation = torch.zeros(rows, dtype=torch.int32, device=device) if beside is None else beside.generation
+        fresh = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.generation: Tensor = fresh if beside is None else beside.generation
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +163,7 @@ class StatePool:
             if name not in self.windows:
                 raise ValueError(f"window inputs must be of {', '.join(self.windows) or 'none: the pool has no windows'}, got {name!r}")
             if not isinstance(x, Tensor) or not x.is_floating_point():
-                raise TypeError(f"the inputs of window {name!r} must be floats, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}")
+                raise TypeError(f"the inputs of window {name!r} must be a tensor of floats, got {getattr(x, 'dtype', type(x).__name__)}")
             want = (rows, tokens, self.windows[name].shape[2])
             if tuple(x.shape) != want:
                 raise ValueError(f"the inputs of window {name!r} must be [B, T, D] = {want}, got {tuple(x.shape)}")

@@ -22,7 +22,8 @@ def log2_one_plus(e, EXACT: tl.constexpr, PTX: tl.constexpr):
     y = tl.log2(u)
     if EXACT:
         series = e * (1.0 - e * (0.5 - e * (0.33333333 - e * (0.25 - e * (0.2 - e * 0.16666667)))))
-        y = tl.where(e < 0.03, series * LOG2E, y * (e / tl.maximum(u - 1.0, 1e-9)))  # 1 + e, rounded, is u: the quotient knows by how much
+        quotient = tl.div_rn(e, tl.maximum(u - 1.0, 1e-9))  # 1 + e, rounded, is u: it knows by how much
+        y = tl.where(e < 0.03, series * LOG2E, y * quotient)
     return y
 
 
@@ -35,8 +36,10 @@ def power_of_2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def reciprocal(x, PTX: tl.constexpr):
-    """1 / x. PTX: one instruction, to 2^-23."""
+def reciprocal(x, PTX: tl.constexpr, EXACT: tl.constexpr = False):
+    """1 / x. EXACT: rounded once, so that errors do not all have one sign. Else PTX: one instruction, to 2^-23."""
+    if EXACT:
+        return tl.div_rn(1.0, x)
     if PTX:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return 1.0 / x
@@ -63,8 +66,9 @@ def log2_decay(b_g, b_bias, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
 def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
     """e^x, x < 80. EXACT: to one rounding, 0 below 2^-126; the hardware's 2^y is off by several, and y = x log2(e) by x times as much."""
     if EXACT:
-        n = tl.floor(tl.maximum(x, -100.0) * LOG2E + 0.5)
-        r = (tl.maximum(x, -100.0) - n * LN2_HIGH) - n * LN2_LOW
+        x = tl.maximum(x, -100.0, tl.PropagateNan.ALL)
+        n = tl.floor(x * LOG2E + 0.5)
+        r = (x - n * LN2_HIGH) - n * LN2_LOW
         y = 0.041666668 + r * (0.008333334 + r * (0.0013888889 + r * 0.0001984127))
         y = 1.0 + (r + r * r * (0.5 + r * (0.16666667 + r * y)))
         power = ((tl.maximum(n, -126.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
@@ -81,7 +85,7 @@ def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX
         if GATE == "softplus":
             b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
         elif GATE == "bounded":
-            b_x = lower_bound / (1.0 + exponential(tl.minimum(-a * b_x, 79.0), True, False))
+            b_x = tl.div_rn(lower_bound, 1.0 + exponential(tl.minimum(-a * b_x, 79.0, tl.PropagateNan.ALL), True, False))
         b_e = exponential(b_x, True, False)
     else:
         b_e = power_of_2(log2_decay(b_x, 0.0, a, lower_bound, GATE, False, PTX), PTX)
@@ -93,7 +97,8 @@ def write_strength(b_beta, BETA: tl.constexpr):
     """given: beta        sigmoid: 1 / (1 + e^-beta)        double_sigmoid: twice that."""
     if BETA == "given":
         return b_beta
-    b_s = 1.0 / (1.0 + tl.exp2(-b_beta * LOG2E))
+    # To a rounding or two, as a caller's own sigmoid is: both then round to the same bfloat16 numbers nearly everywhere.
+    b_s = tl.div_rn(1.0, 1.0 + exponential(tl.minimum(-b_beta, 79.0), True, False))
     return 2.0 * b_s if BETA == "double_sigmoid" else b_s
 
 
@@ -119,21 +124,28 @@ def gate_backward(b_x, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.conste
         return b_d, b_d
     if GATE == "softplus":
         b_e = exponential(-tl.abs(b_x), EXACT, PTX)
-        b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX)
+        b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX, EXACT)
         b_softplus = tl.maximum(b_x, 0.0) + log2_one_plus(b_e, EXACT, PTX) * LN2
         return -a * b_s * b_d, -a * b_softplus * b_d
     b_ax = a * b_x
     b_e = exponential(-tl.abs(b_ax), EXACT, PTX)
-    b_r = reciprocal(1.0 + b_e, PTX)
+    b_r = reciprocal(1.0 + b_e, PTX, EXACT)
     b_z = lower_bound * (b_e * b_r) * (b_r * b_d)
     return a * b_z, b_ax * b_z
 
 
 @triton.jit
-def write_strength_backward(b_beta, b_d, BETA: tl.constexpr):
-    """From d, the gradient of the strength. given: d. Else from d times the strength, which is s = 1 / (1 + e^-beta) or 2 s: (1 - s) d."""
+def tiny_strength(b_beta, DTYPE: tl.constexpr):
+    """Where a given beta is too small to divide by what was multiplied by it and rounded to DTYPE."""
+    return tl.abs(b_beta) < (0.0625 if DTYPE.is_fp16() else 5.421010862427522e-20)
+
+
+@triton.jit
+def write_strength_backward(b_beta, b_d, BETA: tl.constexpr, DTYPE: tl.constexpr):
+    """From d, the gradient of the strength times it. given: d / beta, or d where that is `tiny_strength`, which d is then not times. Else,
+    with s = 1 / (1 + e^-beta) or 2 s the strength: (1 - s) d."""
     if BETA == "given":
-        return b_d
+        return b_d / tl.where(tiny_strength(b_beta, DTYPE), 1.0, b_beta)
     b_e = tl.exp2(-tl.abs(b_beta) * LOG2E)
     return tl.where(b_beta >= 0, b_e, 1.0) * b_d / (1.0 + b_e)
 
@@ -160,7 +172,7 @@ def gate_share(b_g, b_bias, a, unit, GATE: tl.constexpr, BOUNDED: tl.constexpr, 
         b_y = tl.maximum(b_x, 0.0) + log2_one_plus(inverse_power_of_2(tl.abs(b_x), PTX), False, PTX)
     else:
         b_y = -b_g
-    return b_y if BOUNDED else tl.minimum(b_y, FLOOR / unit)
+    return b_y if BOUNDED else tl.minimum(b_y, FLOOR / unit, tl.PropagateNan.ALL)  # NaN is no gate that forgets
 
 
 @triton.jit

@@ -26,10 +26,9 @@ def stored_operand(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b with float32 sums. The interpreter stores bfloat16 as integers, so there the factors are widened first."""
+    """a @ b with float32 sums. The interpreter stores bfloat16 as integers, so there the factors are widened first, and knows no bf16x6."""
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -37,8 +36,7 @@ def product(a, b, PRECISION: tl.constexpr):
 def product_add(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b."""
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 

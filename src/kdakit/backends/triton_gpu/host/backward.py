@@ -104,14 +104,23 @@ def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoint
         )
 
 
-def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config):
-    """Third launch: dS' of every chunk, the gradients of v (without beta where that is given) and of the initial state."""
+class Reversed(NamedTuple):
+    """What the reverse pass over a sequence makes."""
+
+    d_states: torch.Tensor  # [slots, HV, VP, KP]  dS' after each chunk
+    d_v: torch.Tensor  # [B, T, HV, V]
+    alone: torch.Tensor | None  # what the gradient of a given beta needs
+    d_initial: torch.Tensor | None
+
+
+def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config) -> Reversed:
+    """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
-    d_initial, lost = None, None
-    if problem.options.beta == "given" and config.gradient_dtype != "float32":
-        lost = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=getattr(torch, config.gradient_dtype), device=device)
+    d_initial, alone = None, None
+    if problem.options.beta == "given":
+        alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
     if problem.N * problem.HV * problem.V:
@@ -126,17 +135,17 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
             d_final=d_final,
             d_states=d_states,
             d_v=d_v,
-            lost=lost,
+            alone=alone,
             d_initial=d_initial,
         )
-    return d_states, d_v, lost, d_initial
+    return Reversed(d_states, d_v, alone, d_initial)
 
 
-def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, d_v, d_initial, config: Config) -> None:
+def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: Reversed, config: Config) -> None:
     """A short launch for a gradient of the initial state from half-precision tiles: adds to d_initial what they lost."""
     if corrected(problem) and problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_restore(problem, config, x.layout)
-        launch(d_o=d_o, d_v=d_v, first=y.first, cu_seqlens=arrays.cu_seqlens, d_initial=d_initial)
+        launch(d_o=d_o, d_v=back.d_v, first=y.first, cu_seqlens=arrays.cu_seqlens, d_initial=back.d_initial)
 
 
 class Products(NamedTuple):
@@ -149,8 +158,8 @@ class Products(NamedTuple):
     d_beta: torch.Tensor
 
 
-def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, lower, d_states, d_o, d_v, lost, d_final, config) -> Products:
-    """Fourth launch: all products over V; d_v gets the beta that it lacks. Tiles that the replay made are used up."""
+def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed, lower, d_o, d_final, config: Config) -> Products:
+    """Fourth launch: all products over V. Tiles that the replay made are used up."""
     C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.gradient_dtype)
     slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
     part = torch.float32 if small == torch.float32 else torch.float16
@@ -169,17 +178,17 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, lower, d_s
             lower=lower,
             factors=y.factors,
             states=y.states,
-            d_states=d_states,
+            d_states=back.d_states,
             r=y.r,
             d_o=d_o,
             initial=arrays.initial_state,
             d_final=d_final,
-            d_v=d_v,
+            d_v=back.d_v,
             d_beta=out.d_beta,
             pairs=out.pairs,
             d_tiles=out.d_tiles,
             scales=out.scales,
-            lost=lost,
+            alone=back.alone,
             d_decay=out.d_decay,
         )
     return out
@@ -236,14 +245,14 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
     lower, solved, *rest = kept
     if problem.options.disable_recompute:
         y = Replayed(*rest)
-        d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+        back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
     else:
         y = rebuild(problem, arrays, x, lower, config)
         with beside(d_o) as aside:  # neither of the two fills the chip
-            d_states, d_v, lost, d_initial = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
             with aside():
                 replay(problem, arrays, x, y, rest[0], config)
-    z = products(problem, arrays, x, y, lower, d_states, d_o, d_v, lost, d_final, config)
-    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, d_v, config)
-    restore(problem, arrays, x, y, d_o, d_v, d_initial, config)
-    return Arrays(d_q, d_k, d_v, d_g, z.d_beta, d_A_log, d_dt_bias, d_initial)
+    z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
+    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, back.d_v, config)
+    restore(problem, arrays, x, y, d_o, back, config)
+    return Arrays(d_q, d_k, back.d_v, d_g, z.d_beta, d_A_log, d_dt_bias, back.d_initial)

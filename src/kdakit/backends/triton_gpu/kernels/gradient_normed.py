@@ -255,7 +255,7 @@ def gradient_normed_kernel(
     p_g += (i_b * s_gb + start * s_gt + i_h * s_gh) * ALIGN
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
-    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
+    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30, tl.PropagateNan.ALL)  # a zero times no g is not no decay
     b_bias, b_A = chunk_gradient(
         p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_d_tiles + i_p * 192 * KP, p_scales + i_p * 3 * KP,
         p_d_decay + i_p * KP, p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,

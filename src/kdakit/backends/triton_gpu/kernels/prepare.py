@@ -200,7 +200,7 @@ def half_chunk(
     else:
         b_g = tl.where(m_t[:, None], log2_decay(b_g.to(tl.float32), b_bias[None, :], a, lower_bound, GATE, False, PTX), 0.0)
         if FLOOR < 0:
-            b_g = tl.maximum(b_g, FLOOR)
+            b_g = tl.maximum(b_g, FLOOR, tl.PropagateNan.ALL)  # NaN is no gate that forgets
     b_row, b_col, b_tail, b_first, b_total = block_factors(tl.reshape(b_g, [GROUP, GROUPS, KP]), HALF, GROUP, DIAGONAL)
     ONE_LEVEL: tl.constexpr = (
         2 * DIAGONAL == HALF and DIAGONAL > GROUP

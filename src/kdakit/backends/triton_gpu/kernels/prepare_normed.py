@@ -186,9 +186,9 @@ def half_factors(
     b_qk, b_g, b_bias, b_before, p_tiles, p_decay, a, scale, unit, left,
     KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Gate, norms, pair factors and tiles of a half, of which `left` tokens are there, after a log2-decay of b_before [8 J, c]. Returns also
-    the log2-decay over it, and for `unbounded_pairs` those over 8 tokens and the 8 beside them, and the decay from the half's start. Of the
-    second half (FLIP) it returns the decay instead, and stores that of the chunk.
+    """Gate, norms, pair factors and tiles of a half, of which `left` tokens are there, after a log2-decay of b_before [8 J, c]. Returns
+    also the log2-decay over it, and for `unbounded_pairs` those over 8 tokens and the 8 beside them, and the decay from the half's start.
+    Of the second half (FLIP) it returns the decay instead, and stores that of the chunk.
 
     Gates come before norms: behind them the compiler would ask for g when q and k are there."""
     J: tl.constexpr = b_g.shape[0] // 8
@@ -253,7 +253,7 @@ def store_swapped(p_x, b_x):
 
 @triton.jit
 def both_tails(b_x, b_tails, b_decay, SOLVE_DTYPE: tl.constexpr, ALIGN: tl.constexpr, PTX: tl.constexpr):
-    """k decayed to the chunk's end [64, KP], columns swapped, b_x of the second half first; b_tails, the other's, decays by b_decay more."""
+    """k decayed to the chunk's end [64, KP], columns swapped, the second half's b_x first; the other's b_tails decays by b_decay more."""
     b_decay = b_decay[:, None, :]
     b_tails = round_to(b_tails.to(tl.float32) * b_decay, SOLVE_DTYPE) if INTERPRETED else b_tails * b_decay.to(SOLVE_DTYPE)
     b_k = swapped_columns(by_token(stack_rows(b_x, b_tails)))

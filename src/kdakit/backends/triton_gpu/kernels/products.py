@@ -10,7 +10,7 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.channel_tiles import channel_rows, in_order, span_tokens, split_sides
-from kdakit.backends.triton_gpu.device.gate import write_strength_backward
+from kdakit.backends.triton_gpu.device.gate import tiny_strength, write_strength_backward
 from kdakit.backends.triton_gpu.device.inverse import load_inverse
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token, row_tokens, state_offsets
@@ -84,34 +84,35 @@ def exact_d_decay(
 
 
 @triton.jit
-def pair_products(p_d_o, p_y, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
+def pair_products(p_d_o, p_d_v, p_alone, p_r, o_row, o_i, m_i, m_alone, o_rc, m_c, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
                   R: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """d_o r^T and y r^T, [R, R]: rows in the order of `span_tokens`, columns in that of `row_tokens`."""
+    """d_o r^T and beta y r^T, or y r^T for rows m_alone, [R, R]: rows in the order of `span_tokens`, columns in that of `row_tokens`."""
     b_Pq, b_Pk = tl.zeros([R, R], tl.float32), tl.zeros([R, R], tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         o_v = i_v + tl.arange(0, BV)
         b_r = tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV))
         b_Pq = product_add(load_rows(p_d_o, o_row, m_i, o_v, V, BV), b_r, b_Pq, PRECISION)
-        b_Pk = product_add(load_rows(p_y, o_row, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
-        if GIVEN and p_lost is not None:
-            b_Pk = product_add(load_rows(p_lost, o_i * VP, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
+        b_beta_y = load_rows(p_d_v, o_row, m_i, o_v, V, BV)
+        if GIVEN:
+            b_beta_y = tl.where(m_alone[:, None], load_rows(p_alone, o_i * VP, m_alone, o_v, V, BV), b_beta_y)
+        b_Pk = product_add(b_beta_y, b_r, b_Pk, PRECISION)
     return b_Pq, b_Pk
 
 
 @triton.jit
 def state_products(
-    p_states, p_d_states, p_d_o, p_y, p_r, o_row, m_i, o_rc, m_c, o_k,
+    p_states, p_d_states, p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, o_k,
     V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """S d_o^T, S y^T, dS' r^T [BK, R] and sum_v S dS' [BK]."""
+    """S d_o^T, S (beta y)^T, dS' r^T [BK, R] and sum_v S dS' [BK]."""
     b_dq, b_dk, b_dkh = tl.zeros([BK, R], tl.float32), tl.zeros([BK, R], tl.float32), tl.zeros([BK, R], tl.float32)
     b_SdS = tl.zeros([BV, BK], tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         o_v = i_v + tl.arange(0, BV)
         b_S, b_dS = load_state(p_states, o_v, o_k, V, BV, KP), load_state(p_d_states, o_v, o_k, V, BV, KP)  # [BV, BK]
         b_dq = product_add(tl.trans(b_S), tl.trans(load_rows(p_d_o, o_row, m_i, o_v, V, BV)), b_dq, PRECISION)
-        b_dk = product_add(tl.trans(b_S), tl.trans(load_rows(p_y, o_row, m_i, o_v, V, BV)), b_dk, PRECISION)
+        b_dk = product_add(tl.trans(b_S), tl.trans(load_rows(p_d_v, o_row, m_i, o_v, V, BV)), b_dk, PRECISION)
         b_dkh = product_add(tl.trans(b_dS), tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV)), b_dkh, PRECISION)
         b_SdS += b_S.to(tl.float32) * b_dS.to(tl.float32)
     return b_dq, b_dk, b_dkh, tl.sum(b_SdS, 0)
@@ -142,28 +143,19 @@ def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexp
         tl.store(p_part + o_k[:, None] * R + tl.arange(0, R)[None, :], b_x, mask=(o_k < KP)[:, None])
 
 
-@triton.jit
-def finish_d_v(p_d_v, o_row, m_i, b_beta, V: tl.constexpr, BV: tl.constexpr):
-    """d_v = beta y, in the place of y."""
-    for i_v in tl.static_range((V + BV - 1) // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_y = load_rows(p_d_v, o_row, m_i, o_v, V, BV).to(tl.float32) * b_beta[:, None]
-        tl.store(p_d_v + o_row[:, None] + o_v[None, :], round_to(b_y, p_d_v.dtype.element_ty), mask=m_i[:, None] & (o_v < V)[None, :])
-
-
 @kernel
 def products_kernel(
     p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_d_states, p_r, p_d_o, p_initial, p_d_final,
-    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_lost, p_d_decay,
+    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_alone, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr, BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r (in d_v when this begins, or beta y, see `reverse`), S before and
-    dS' after the chunk:
+    """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r, of which d_v holds beta y, and where a given beta is tiny p_alone
+    y (see `reverse`), S before and dS' after the chunk:
 
-        d_A_qk = d_o v_new^T = (d_o r^T) X^T        d_A_kk / beta = -beta y v_new^T        d_beta = y . v_new / beta        d_v = beta y
+        d_A_qk = d_o v_new^T = (d_o r^T) X^T        d_A_kk / beta = -beta y v_new^T        d_beta = y . v_new / beta
         d_q_decayed = d_o S^T        d_k_in = -beta y S^T        d_k_decayed = v_new dS'^T = X (r dS'^T)        d_decay = sum_v S dS'
 
     Rows of q are taken times scale / |q|, those of k and columns times 1 / |k|: from here on q and k are as the caller gave them.
@@ -192,32 +184,36 @@ def products_kernel(
     p_d_tiles += i_p * 3 * KP * R
     if p_scales is not None:
         p_scales += i_p * 3 * KP
-    if p_lost is not None:
-        p_lost += i_p * C * VP
+    if BETA == "given":
+        p_alone += i_p * C * VP
 
     o_i, o_c, o_p = span_tokens(R), row_tokens(R, HALF, GROUP), tl.arange(0, R)
     m_i, m_c = o_i < length, o_c < length
     o_row, o_rc = o_i * HV * V, o_c * HV * V
     p_row = p_factors + row_of_token(o_i, HALF, GROUP)
     b_beta = tl.load(p_row, mask=m_i, other=0.0)
-    b_beta_y = b_beta if BETA == "given" else tl.full([R], 1.0, tl.float32)  # what y lacks
+    m_alone = m_i & tiny_strength(b_beta, p_d_v.dtype.element_ty) if BETA == "given" else o_i < 0
+    b_lacks = tl.where(m_alone, b_beta, 1.0)  # what rows of pairs are still to be taken times
     b_norm_q, b_norm_k = tl.load(p_row + C, mask=m_i, other=0.0) * scale, tl.load(p_row + 2 * C, mask=m_i, other=0.0)
     b_beta_c = tl.load(p_factors + o_p, mask=o_p < C, other=0.0)  # [R], in the order of `row_tokens`
     X = solved_rows(p_lower + i_p * C * C, b_beta, b_norm_k, o_i, o_p, b_beta_c, C, HALF, GROUP, GRADIENT_DTYPE)
-    b_Pq, b_Pk = pair_products(p_d_o, p_d_v, p_lost, p_r, o_row, o_i, m_i, o_rc, m_c, V, VP, BV, R, BETA == "given", PRECISION, STAGES)
+    b_Pq, b_Pk = pair_products(
+        p_d_o, p_d_v, p_alone, p_r, o_row, o_i, m_i, m_alone, o_rc, m_c, V, VP, BV, R, BETA == "given", PRECISION, STAGES
+    )
     p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
     b_Aq = times_solved(b_Pq, X, GRADIENT_DTYPE, PRECISION) * b_norm_q[:, None]
     if BY_TOKEN:
         b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)
     tl.store(p_pair, round_to(b_Aq, GRADIENT_DTYPE))
-    b_Ak = times_solved(b_Pk, X, GRADIENT_DTYPE, PRECISION, False) * (-b_beta_y * b_norm_k)[:, None]
+    b_Ak = times_solved(b_Pk, X, GRADIENT_DTYPE, PRECISION, False) * (-b_lacks * b_norm_k)[:, None]
     if BY_TOKEN:
         b_Ak = tl.where(o_i[:, None] > o_i[None, :], b_Ak, 0.0)
     tl.store(p_pair + R * R, round_to(b_Ak, GRADIENT_DTYPE))
     m_N = (o_i < C)[:, None] & (o_p < C)[None, :]
     p_N = p_lower + i_p * C * C + row_of_token(o_i, HALF, GROUP)[:, None] * C + o_p[None, :]
     b_T = tl.where(o_i[:, None] == o_c[None, :], 1.0, 0.0) - tl.load(p_N, mask=m_N, other=0.0).to(tl.float32) * b_beta_c[None, :]
-    b_d_beta = write_strength_backward(tl.load(p_beta + o_i * s_bt, mask=m_i, other=0.0).to(tl.float32), tl.sum(b_Pk * b_T, 1), BETA)
+    b_given = tl.load(p_beta + o_i * s_bt, mask=m_i, other=0.0).to(tl.float32)
+    b_d_beta = write_strength_backward(b_given, tl.sum(b_Pk * b_T, 1), BETA, p_d_v.dtype.element_ty)
     tl.store(p_d_beta + i_row + o_i * HV, round_to(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
 
     for i_k in range(0, KP, BK):
@@ -232,12 +228,9 @@ def products_kernel(
                     p_states, p_d_states, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL
                 )
         store_d_tile(p_d_tiles, p_scales, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)
-        store_d_tile(p_d_tiles, p_scales, 1, i_k, b_dk * (-b_beta_y * b_norm_k)[None, :], KP, BY_TOKEN)
+        store_d_tile(p_d_tiles, p_scales, 1, i_k, b_dk * -b_norm_k[None, :], KP, BY_TOKEN)
         store_d_tile(p_d_tiles, p_scales, 2, i_k, times_solved(b_dkh, X, GRADIENT_DTYPE, PRECISION), KP, BY_TOKEN)
         tl.store(p_d_decay + i_p * KP + o_k, b_d_decay, mask=o_k < KP)
-    if BETA == "given":
-        tl.debug_barrier()  # y has been read
-        finish_d_v(p_d_v, o_row, m_i, b_beta, V, BV)
 
 
 @lru_cache(maxsize=1024)

@@ -122,7 +122,7 @@ def rebuild_normed_kernel(
         p_dt_bias += i_h * K
     if HAS_FIRST:
         p_first += (i_n * HV + i_h) * 2 * C * KP
-    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30)  # a zero times no g is not no decay
+    a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30, tl.PropagateNan.ALL)  # a zero times no g is not no decay
     unit = gate_unit(a, lower_bound, GATE)
     o_i = tl.arange(0, 64)
     b_beta = write_strength(tl.load(p_beta + o_i * s_bt, mask=o_i < length, other=0.0).to(tl.float32), BETA)

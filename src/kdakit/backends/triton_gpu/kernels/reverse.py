@@ -9,6 +9,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.device.gate import tiny_strength
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
 from kdakit.backends.triton_gpu.device.program import first_slot, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
@@ -28,7 +29,7 @@ def scaled_product(a, b, PRECISION: tl.constexpr):
 
 @kernel
 def reverse_kernel(
-    p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_lost, p_d_initial,
+    p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_alone, p_d_initial,
     T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -39,8 +40,7 @@ def reverse_kernel(
         y = (A_qk inverse)^T d_o + inverse^T k_decayed dS'        dS = Diag(decay) dS' + q_decayed^T d_o - k_in^T beta y
 
     y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
-    state. Where beta is the caller's own it may be 0, and its gradient needs y: then d_v is y, and beta is left to `products`.
-    lost [slot, HV, C, VP] is then what rounding took from y, by token.
+    state. Where beta is the caller's own it may be 0, and its gradient needs y: alone [slot, HV, C, VP] gets that of such tokens.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -92,12 +92,10 @@ def reverse_kernel(
             b_y = product_add(b_dSn, tl.trans(b_k_solved), b_y, PRECISION)
         else:
             b_y += scaled_product(b_dS, tl.trans(b_k_solved), PRECISION)
-        b_d_v = b_y if BETA == "given" else b_y * b_beta[None, :]
-        b_d_v = tl.trans(b_d_v)
-        b_d_vn = round_to(b_d_v, DTYPE)
-        tl.store(p_d_v + o_cv, b_d_vn, mask=m_cv)
-        if BETA == "given" and p_lost is not None:
-            tl.store(p_lost + i_at * C * VP + o_t[:, None] * VP + o_v[None, :], round_to(b_d_v - b_d_vn.to(tl.float32), DTYPE), mask=m_cv)
+        tl.store(p_d_v + o_cv, round_to(tl.trans(b_y * b_beta[None, :]), DTYPE), mask=m_cv)
+        if BETA == "given":
+            m_alone = m_cv & tiny_strength(b_beta, DTYPE)[:, None]
+            tl.store(p_alone + i_at * C * VP + o_t[:, None] * VP + o_v[None, :], round_to(tl.trans(b_y), DTYPE), mask=m_alone)
         b_dS = product_add(round_to(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
     if HAS_INITIAL:
         tl.store(p_d_initial + o_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)

@@ -21,6 +21,17 @@ FAR_INT = 2**31
 Grid = int | tuple[int, int, int]
 _compiled: dict[Any, Any] = {}
 _recorded: ContextVar[list | None] = ContextVar("recorded", default=None)
+_traced: ContextVar[list | None] = ContextVar("traced", default=None)
+
+
+class Traced(NamedTuple):
+    """A launch that did not run."""
+
+    kernel: Any
+    grid: Grid
+    args: tuple  # tensors and numbers
+    constants: dict[str, Any]
+    options: dict[str, Any]
 
 
 class Seen(NamedTuple):
@@ -41,6 +52,10 @@ def launch(kernel, grid: Grid, args: tuple, constants: dict[str, Any], **options
     """
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
     record = _recorded.get()
+    if (trace := _traced.get()) is not None:
+        settle(kernel)
+        trace.append(Traced(kernel, grid, args, dict(zip(kernel.arg_names[len(args) :], values, strict=True)), options))
+        return None
     if INTERPRETED or record is not None:
         named = dict(zip(kernel.arg_names[len(args) :], values, strict=True))
         if record is not None:
@@ -109,7 +124,7 @@ class Launch:
         if tuple(named) != self.names:
             named = self.in_order(named)
         tensors, compiled = tuple(named.values()), None
-        if _recorded.get() is None:
+        if _recorded.get() is None and _traced.get() is None:
             addresses = [None if x is None else x.data_ptr() for x in tensors]
             key = tensors[0].get_device(), *[x and x % 16 for x in addresses], *[None if x is None else x.dtype for x in tensors]
             compiled = self.compiled.get(key)
@@ -137,6 +152,16 @@ def recording() -> Iterator[list]:
         yield record
     finally:
         _recorded.reset(token)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[list[Traced]]:
+    """Within, launches are added to the list instead of run: exactly those that a call of these sizes makes."""
+    token = _traced.set(trace := [])
+    try:
+        yield trace
+    finally:
+        _traced.reset(token)
 
 
 def is_recording() -> bool:

@@ -11,16 +11,14 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, bounded, padded
+from kdakit.backends.triton_gpu import config
+from kdakit.backends.triton_gpu.config import Chip, Config, bounded, padded
 from kdakit.problem import Problem
 
-if TYPE_CHECKING:
-    from kdakit.backends.triton_gpu.config import Chip
-
 FOLDER = Path(__file__).parent
-LEAST = 2  # problems that must have been right
+LEAST = 1  # problems that must have been right
 
 
 def gate_kind(problem: Problem) -> str:
@@ -29,18 +27,18 @@ def gate_kind(problem: Problem) -> str:
     return "given_bounded" if kind == "given" and bounded(problem) else kind
 
 
-def forms(problem: Problem, config: Config) -> tuple[str, ...]:
+def forms(problem: Problem, c: Config) -> tuple[str, ...]:
     """Names of the kernels that the problem launches."""
     if problem.op == "recurrent":
         of_gate = _name("step", problem, "K", gate_kind(problem))
-        of_values = _name("step", problem, "KV", config.step_block_v, f"w{config.step_warps}")
-        return of_gate, of_values, *(_chunk_forms(problem, config) if problem.needs_grad else ())
-    return _chunk_forms(problem, config)
+        of_values = _name("step", problem, "KV", c.step_block_v, f"w{c.step_warps}")
+        return of_gate, of_values, *(_chunk_forms(problem, c) if problem.needs_grad else ())
+    return _chunk_forms(problem, c)
 
 
-def _chunk_forms(problem: Problem, config: Config) -> tuple[str, ...]:
-    c, keys, use = config, "normed" if config.normed else "plain", "training" if problem.needs_grad else "alone"
-    gate, limit, order = gate_kind(problem), f"r{config.registers}", f"C{config.chunk}/{config.half}/{config.group}"
+def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
+    keys, use = "normed" if c.normed else "plain", "training" if problem.needs_grad else "alone"
+    gate, limit, order = gate_kind(problem), f"r{c.registers}", f"C{c.chunk}/{c.half}/{c.group} {c.precision}"
     scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else ("staged" if c.staged else "scan", c.block_v)
     made = [
         _name("prepare", problem, "K", gate, keys, order, c.solve_dtype, use, f"w{c.prepare_warps}", f"r{c.prepare_registers}", c.vector),
@@ -65,10 +63,38 @@ def _name(kernel: str, problem: Problem, sizes: str, *facts: Any) -> str:
     return " ".join(map(str, (kernel, problem.dtype, K, *((V,) if "V" in sizes else ()), *facts)))
 
 
-def missing(problem: Problem, chip: Chip, config: Config) -> tuple[str, ...]:
-    """Those of the problem's forms that the chip has not shown."""
+def missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
+    """Those of the problem's forms that the chip has not shown, for any number of sequences and heads: the answer for a model must not
+    change with its batch."""
+    return _missing(problem.replace(B=1, T=1, N=1, H=1, HV=1, varlen=""), chip)
+
+
+@lru_cache(maxsize=1024)
+def _missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
     known = shown(chip.name)
-    return tuple(name for name in forms(problem, config) if known.get(name, 0) < LEAST)
+    crowds = [problem.replace(B=n, N=n) for n in (1, chip.processors // 6, chip.processors // 3, chip.processors)]
+    found = dict.fromkeys(name for crowd in crowds for name in forms(crowd, config.choose(crowd, chip)))
+    return tuple(name for name in found if known.get(name, 0) < LEAST)
+
+
+def wider(problem: Problem, chip: Chip) -> tuple[int, int]:
+    """The least padding, of K and of V, with which the problem's forms have all been shown; (0, 0): there is none."""
+    sizes = (16, 32, 64, 128, 256)
+    pairs = [(K, V) for K in sizes for V in sizes if padded(problem.K) <= K and padded(problem.V) <= V]
+    shown_ones = [pair for pair in pairs if not missing(problem.replace(K=pair[0], V=pair[1]), chip)]
+    return min(shown_ones, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(0, 0))
+
+
+def waits(problem: Problem, chip: Chip) -> str | None:
+    """Why the problem is not for this chip yet; None: what it launches has been shown, as it is or with wider heads, or nobody asks."""
+    if config.UNCHECKED or config.INTERPRETED:
+        return None
+    absent = missing(problem, chip)
+    if not absent or wider(problem, chip) != (0, 0):
+        return None
+    call = "gradients" if problem.needs_grad else "a step" if problem.op == "recurrent" else "a forward"
+    return (f"{call} like this has not been compared with float64 on {chip.name} ({len(absent)} of its kernels, the first: {absent[0]}); "
+            "KDAKIT_UNCHECKED=1 allows it")  # fmt: skip
 
 
 @lru_cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.layers.torch.fused.rows import sigmoid, silu_slope
 
 
@@ -118,7 +118,7 @@ def convolution_kernel(
         b_z = b_bias + taps[0] * b_x
         for i in tl.static_range(1, W):
             b_z += taps[i] * past[i - 1]
-        tl.store(p_y + (t0 + j) * width, narrow(b_z * sigmoid(b_z, PTX), p_y.dtype.element_ty), mask=m_d & (t0 + j < T))
+        tl.store(p_y + (t0 + j) * width, round_to(b_z * sigmoid(b_z, PTX), p_y.dtype.element_ty), mask=m_d & (t0 + j < T))
         moved = (b_x,)
         for i in tl.static_range(1, W - 1):
             moved += (past[i - 1],)
@@ -148,7 +148,7 @@ def last_inputs_kernel(
         b_x = tl.load(p_x + place * s_xt * ALIGN + o_d, mask=m_d & (place >= 0), other=0.0).to(tl.float32)
         p_row = (i_n * (W - 1) + r) * D + o_d
         b_w = tl.load(p_window + (i_n * (W - 1) + r + length) * D + o_d, mask=m_d & (place < 0), other=0.0).to(tl.float32)
-        tl.store(p_after + p_row, narrow(tl.where(place >= 0, b_x, b_w), p_after.dtype.element_ty), mask=m_d)
+        tl.store(p_after + p_row, round_to(tl.where(place >= 0, b_x, b_w), p_after.dtype.element_ty), mask=m_d)
 
 
 @triton.jit(do_not_specialize=["T", "N", "D0", "D1", "D2", "s_xb", "s_xt", "STRIP"])
@@ -220,7 +220,7 @@ def convolution_backward_kernel(
             b_dx = taps[0] * b_dz
             for i in tl.static_range(1, W):
                 b_dx += taps[i] * ahead[i - 1]
-            tl.store(p_dx + t * D, narrow(b_dx, p_dx.dtype.element_ty), mask=m_d & (t < T))
+            tl.store(p_dx + t * D, round_to(b_dx, p_dx.dtype.element_ty), mask=m_d & (t < T))
             more = ()
             for i in tl.static_range(W):
                 more += (shares[i] + b_dz * inputs[i],)
@@ -239,7 +239,7 @@ def convolution_backward_kernel(
                         for i in tl.static_range(W - 1 - r, W):
                             b_d += taps[i] * ahead[i - (W - 1 - r)]
                         p_row = p_d_window + (i_n * (W - 1) + r) * D + o_c
-                        tl.store(p_row, narrow(b_d, p_d_window.dtype.element_ty), mask=m_d)
+                        tl.store(p_row, round_to(b_d, p_d_window.dtype.element_ty), mask=m_d)
             if PACKED and W > 1:  # the token before belongs to another sequence
                 apart = ()
                 for i in tl.static_range(1, W):
@@ -263,6 +263,6 @@ def weight_sums_kernel(p_shares, p_d_weight, p_d_bias, S, D, W: tl.constexpr, BD
             b_sum += tl.load(p_shares + o, mask=(start + o_s < S)[:, None] & m_d[None, :], other=0.0)
         b_out = tl.sum(b_sum, 0)
         if i < W:
-            tl.store(p_d_weight + o_d * W + (W - 1 - i), narrow(b_out, p_d_weight.dtype.element_ty), mask=m_d)
+            tl.store(p_d_weight + o_d * W + (W - 1 - i), round_to(b_out, p_d_weight.dtype.element_ty), mask=m_d)
         else:
-            tl.store(p_d_bias + o_d, narrow(b_out, p_d_bias.dtype.element_ty), mask=m_d)
+            tl.store(p_d_bias + o_d, round_to(b_out, p_d_bias.dtype.element_ty), mask=m_d)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.layers.torch.fused.convolution_kernels import (
@@ -21,16 +22,16 @@ Shape = tuple[int, ...]
 
 @lru_cache(maxsize=1024)
 def places(T: int, N: int) -> Launch:
-    return Launch(places_kernel, -(-T // 256), (T, N, N.bit_length()), dict(BLOCK=256), num_warps=4)
+    return Launch(places_kernel, -(-T // 256), dict(T=T, N=N, STEPS=N.bit_length(), BLOCK=256), num_warps=4)
 
 
 @lru_cache(maxsize=1024)
 def forward(shape: Shape, stride: Shape, sizes: Shape, W: int, N: int, packed: bool, has_bias: bool, has_window: bool, ptx: bool) -> Launch:
     block, warps = _block(sizes, BLOCK, WARPS)
-    numbers, constants = _numbers(shape, stride, sizes, W, N, packed)
-    constants |= dict(BD=block, GROUP=TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window, PTX=ptx)
+    values = _values(shape, stride, sizes, W, N, packed)
+    values |= dict(BD=block, GROUP=TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window, PTX=ptx)
     grid = sum(-(-size // block) for size in sizes), -(-shape[1] // TOKENS), shape[0]
-    return Launch(convolution_kernel, grid, numbers, constants, num_warps=warps)
+    return Launch(convolution_kernel, grid, values, num_warps=warps)
 
 
 @lru_cache(maxsize=1024)
@@ -39,29 +40,31 @@ def backward(
     strip: int, ptx: bool,
 ) -> Launch:  # fmt: skip
     block, warps = _block(sizes, BACKWARD_BLOCK, BACKWARD_WARPS)
-    numbers, constants = _numbers(shape, stride, sizes, W, N, packed)
-    constants |= dict(BD=block, GROUP=BACKWARD_TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window, HAS_D_WINDOW=has_d_window, PTX=ptx)
+    values = _values(shape, stride, sizes, W, N, packed)
+    values |= dict(BD=block, GROUP=BACKWARD_TOKENS, HAS_BIAS=has_bias, HAS_WINDOW=has_window, HAS_D_WINDOW=has_d_window, PTX=ptx)
+    values["STRIP"] = strip
     grid = sum(-(-size // block) for size in sizes), max(1, -(-shape[1] // strip)), shape[0]
-    return Launch(convolution_backward_kernel, grid, (*numbers, strip), constants, num_warps=warps)
+    return Launch(convolution_backward_kernel, grid, values, num_warps=warps)
 
 
 @lru_cache(maxsize=1024)
 def sums(strips: int, D: int, W: int, has_bias: bool) -> Launch:
-    return Launch(weight_sums_kernel, -(-D // 32), (strips, D), dict(W=W, BD=32, ROWS=16, HAS_BIAS=has_bias), num_warps=4)
+    return Launch(weight_sums_kernel, -(-D // 32), dict(S=strips, D=D, W=W, BD=32, ROWS=16, HAS_BIAS=has_bias), num_warps=4)
 
 
 @lru_cache(maxsize=1024)
 def last(shape: Shape, stride: Shape, W: int, N: int, packed: bool, has_lengths: bool) -> Launch:
     align, (s_b, s_t) = _aligned(shape, stride)
-    constants = dict(W=W, BD=256, ALIGN=align, PACKED=packed, HAS_LENGTHS=has_lengths)
-    return Launch(last_inputs_kernel, (-(-shape[2] // 256), N, 1), (shape[1], N, shape[2], s_b, s_t), constants, num_warps=2)
+    values = dict(T=shape[1], N=N, D=shape[2], s_xb=s_b, s_xt=s_t)
+    values |= dict(W=W, BD=256, ALIGN=align, PACKED=packed, HAS_LENGTHS=has_lengths)
+    return Launch(last_inputs_kernel, (-(-shape[2] // 256), N, 1), values, num_warps=2)
 
 
-def _numbers(shape: Shape, stride: Shape, sizes: Shape, W: int, N: int, packed: bool):
-    align, strides = _aligned(shape, stride)
+def _values(shape: Shape, stride: Shape, sizes: Shape, W: int, N: int, packed: bool) -> dict[str, Any]:
+    align, (s_b, s_t) = _aligned(shape, stride)
     unit = math.gcd(16, *sizes)
-    three = (*sizes, 0, 0)[:3]
-    return (shape[1], N, *(size // unit for size in three), *strides), dict(W=W, ALIGN=align, UNIT=unit, PACKED=packed)
+    D0, D1, D2 = (size // unit for size in (*sizes, 0, 0)[:3])
+    return dict(T=shape[1], N=N, D0=D0, D1=D1, D2=D2, s_xb=s_b, s_xt=s_t, W=W, ALIGN=align, UNIT=unit, PACKED=packed)
 
 
 def _aligned(shape: Shape, stride: Shape) -> tuple[int, tuple[int, int]]:

@@ -27,7 +27,7 @@ def _forward(x, weight, gate, bias, eps):
         kernels, on_device = _kernels()
         run = kernels.norm(x.shape[-1], x.numel() // x.shape[-1] // heads, heads, eps, gate is not None, bias is not None, fast(x))
         with on_device(x):
-            run(x, None if gate is None else gate.contiguous(), weight.contiguous(), bias, y)
+            run(x=x, gate=None if gate is None else gate.contiguous(), weight=weight.contiguous(), bias=bias, y=y)
     return [y]
 
 
@@ -46,8 +46,9 @@ def _backward(grads, needed, x, weight, gate, bias, eps):
     with on_device(x):
         if x.numel():
             run = kernels.norm_backward(V, tokens, heads, eps, gate is not None, bias is not None, strip, fast(x))
-            run(x, None if gate is None else gate.contiguous(), weight.contiguous(), bias, d_y, d_x, d_gate, shares)
-            kernels.sums(strips, heads, V, bias is not None)(shares, d_weight, d_bias)
+            given = dict(x=x, gate=None if gate is None else gate.contiguous(), weight=weight.contiguous(), bias=bias)
+            run(**given, dy=d_y, dx=d_x, dgate=d_gate, shares=shares)
+            kernels.sums(strips, heads, V, bias is not None)(shares=shares, d_weight=d_weight, d_bias=d_bias)
     return [d_x, d_weight, d_gate, d_bias if bias is None else d_bias.to(bias.dtype)]
 
 

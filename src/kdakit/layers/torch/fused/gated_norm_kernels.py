@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.matrix import narrow
+from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.layers.torch.fused.rows import sigmoid
 
 
@@ -31,7 +31,7 @@ def norm_kernel(
         if HAS_BIAS:
             b_gate += tl.load(p_bias + (o_r % HV)[:, None] * V + o_v[None, :], mask=m, other=0.0).to(tl.float32)
         b_y *= sigmoid(b_gate, PTX)
-    tl.store(p_y + o, narrow(b_y, p_y.dtype.element_ty), mask=m)
+    tl.store(p_y + o, round_to(b_y, p_y.dtype.element_ty), mask=m)
 
 
 @triton.jit(do_not_specialize=["T", "HV", "eps", "STRIP"])
@@ -63,14 +63,14 @@ def norm_backward_kernel(
         if HAS_GATE:
             b_s = sigmoid(tl.load(p_gate + o, mask=m, other=0.0).to(tl.float32) + b_bias, PTX)
             b_dgate = b_dy * b_n * b_weight * b_s * (1.0 - b_s)
-            tl.store(p_dgate + o, narrow(b_dgate, p_dgate.dtype.element_ty), mask=m)
+            tl.store(p_dgate + o, round_to(b_dgate, p_dgate.dtype.element_ty), mask=m)
             if HAS_BIAS:
                 b_dbias += b_dgate
             b_dy *= b_s
         b_dweight += b_dy * b_n
         b_dn = b_dy * b_weight
         b_dx = (b_dn - b_n * (tl.sum(b_dn * b_n, 1) / V)[:, None]) * b_inverse
-        tl.store(p_dx + o, narrow(b_dx, p_dx.dtype.element_ty), mask=m)
+        tl.store(p_dx + o, round_to(b_dx, p_dx.dtype.element_ty), mask=m)
         o_t += ROWS
     p_shares += (i_s * HV + i_h) * V + o_v
     tl.store(p_shares, tl.sum(b_dweight, 0), mask=m_v)
@@ -94,4 +94,4 @@ def norm_sums_kernel(p_shares, p_d_weight, p_d_bias, S, HV, V, COLUMNS: tl.const
     for start in range(0, rows, ROWS):
         m = (start + o_r < rows)[:, None] & (o_c < width)[None, :]
         b_sum += tl.load(p_shares + (start + o_r).to(tl.int64)[:, None] * width + o_c[None, :], mask=m, other=0.0)
-    tl.store(p_out + o_c, narrow(tl.sum(b_sum, 0), p_out.dtype.element_ty), mask=o_c < width)
+    tl.store(p_out + o_c, round_to(tl.sum(b_sum, 0), p_out.dtype.element_ty), mask=o_c < width)

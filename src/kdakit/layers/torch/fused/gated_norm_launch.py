@@ -14,20 +14,20 @@ TILE, BACKWARD_TILE, WARPS = 4096, 2048, 4  # numbers of a program at a time
 def norm(V: int, tokens: int, heads: int, eps: float, has_gate: bool, has_bias: bool, ptx: bool) -> Launch:
     VP = max(16, 1 << (V - 1).bit_length())
     rows = max(1, TILE // VP)
-    constants = dict(V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias, PTX=ptx)
-    return Launch(norm_kernel, -(-tokens * heads // rows), (tokens, heads, eps), constants, num_warps=WARPS)
+    values = dict(T=tokens, HV=heads, eps=eps, V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias, PTX=ptx)
+    return Launch(norm_kernel, -(-tokens * heads // rows), values, num_warps=WARPS)
 
 
 @lru_cache(maxsize=1024)
 def norm_backward(V: int, tokens: int, heads: int, eps: float, has_gate: bool, has_bias: bool, strip: int, ptx: bool) -> Launch:
     VP = max(16, 1 << (V - 1).bit_length())
     rows = max(1, min(16, BACKWARD_TILE // VP))
-    constants = dict(V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias, PTX=ptx)
-    return Launch(norm_backward_kernel, (heads, -(-tokens // strip), 1), (tokens, heads, eps, strip), constants, num_warps=WARPS)
+    values = dict(T=tokens, HV=heads, eps=eps, STRIP=strip, V=V, VP=VP, ROWS=rows, HAS_GATE=has_gate, HAS_BIAS=has_bias, PTX=ptx)
+    return Launch(norm_backward_kernel, (heads, -(-tokens // strip), 1), values, num_warps=WARPS)
 
 
 @lru_cache(maxsize=1024)
 def sums(strips: int, heads: int, V: int, has_bias: bool) -> Launch:
-    constants = dict(COLUMNS=16, ROWS=128, HAS_BIAS=has_bias)
+    values = dict(S=strips, HV=heads, V=V, COLUMNS=16, ROWS=128, HAS_BIAS=has_bias)
     grid = -(-V // 16) + (-(-heads * V // 16) if has_bias else 0)
-    return Launch(norm_sums_kernel, grid, (strips, heads, V), constants, num_warps=4)
+    return Launch(norm_sums_kernel, grid, values, num_warps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class Inputs(NamedTuple):
     g: Tensor  # [B, T, gate_dim], raw
     beta: Tensor  # [B, T, HV], logits
     gate: Tensor | None  # [B, T, rank]: what the output gate's second matrix gets, or None where nobody has made it
-    windows: tuple[Tensor | None, ...]  # of q, k and v after these tokens
+    windows: Sequence[Tensor | None]  # of q, k and v after these tokens
 
 
 def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
@@ -31,7 +32,12 @@ def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     if not x.is_cuda or not layer.sizes.use_short_conv:
         return None
     matrices = (layer.q_proj, layer.k_proj, layer.v_proj, layer.f_proj[0], layer.g_proj[0], layer.g_proj[1], layer.b_proj)
-    if not all(_is_plain(m) for m in matrices) or not fits(x, layer.q_conv1d.weight, layer.o_norm.weight, *(m.weight for m in matrices)):
+    hooked = any(map(_hooked, (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d, layer.o_norm)))
+    if (
+        hooked
+        or not all(map(_is_plain, matrices))
+        or not fits(x, layer.q_conv1d.weight, layer.o_norm.weight, *(m.weight for m in matrices))
+    ):
         return None
     if torch.is_autocast_enabled("cuda"):
         return torch.get_autocast_dtype("cuda")
@@ -40,15 +46,21 @@ def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
 
 def _is_plain(module: nn.Module) -> bool:
     """A Linear that nobody has wrapped, replaced or hooked: its product may be taken together with others."""
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    return type(module) is nn.Linear and not _hooked(module)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def projected(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The row of q, k and v [B, T, 2 key_dim + value_dim], what the second matrices of f and g get [B, T, rank], and beta [B, T, HV]."""
     s = layer.sizes
     low = torch.cat([layer.f_proj[0].weight, layer.g_proj[0].weight, layer.b_proj.weight]).to(x.dtype)
-    row, rest = project(x, *(m.weight.to(x.dtype) for m in (layer.q_proj, layer.k_proj, layer.v_proj)), low)
-    return row, *rest.split([s.head_v_dim, s.head_v_dim, s.value_heads], -1)
+    q, k, v = (m.weight.to(x.dtype) for m in (layer.q_proj, layer.k_proj, layer.v_proj))
+    row, rest = project(x, q, k, v, low)
+    low_f, low_g, beta = rest.split([s.head_v_dim, s.head_v_dim, s.value_heads], -1)
+    return row, low_f, low_g, beta
 
 
 def fused_inputs(layer: Any, x: Tensor, rows: Any, cache: Any) -> Inputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +36,10 @@ def _forward(x, weight, bias, window, cu_seqlens, lengths, sizes):
         if x.numel():
             run = kernels.forward(tuple(x.shape), x.stride(), tuple(sizes), weight.shape[1], N, places is not None, bias is not None,
                                   window is not None, fast(x))  # fmt: skip
-            run(x, weight.contiguous(), bias, window, places, *_three(made))
+            run(x=x, weight=weight.contiguous(), bias=bias, window=window, places=places, **_three("y", made))
         if after is not None and after.numel():
             run = kernels.last(tuple(x.shape), x.stride(), weight.shape[1], N, places is not None, lengths is not None)
-            run(x, window, cu_seqlens, lengths, after)
+            run(x=x, window=window, cu_seqlens=cu_seqlens, lengths=lengths, after=after)
     return made if after is None else [*made, after]
 
 
@@ -61,8 +62,9 @@ def _backward(grads, needed, x, weight, bias, window, cu_seqlens, lengths, sizes
         if x.numel():
             run = kernels.backward(tuple(x.shape), x.stride(), tuple(sizes), W, N, places is not None, bias is not None,
                                    window is not None, d_window is not None, strip, fast(x))  # fmt: skip
-            run(x, weight.contiguous(), bias, near, places, *_three(d_ys), d_x, shares, d_window)
-            kernels.sums(len(shares), x.shape[2], W, bias is not None)(shares, d_weight, d_bias)
+            given = dict(x=x, weight=weight.contiguous(), bias=bias, window=near, places=places)
+            run(**given, **_three("d", d_ys), dx=d_x, shares=shares, d_window=d_window)
+            kernels.sums(len(shares), x.shape[2], W, bias is not None)(shares=shares, d_weight=d_weight, d_bias=d_bias)
     if d_after is not None:
         _add_last(d_x, d_window, d_after, cu_seqlens, lengths)
     return [d_x, d_weight, d_bias, d_window]
@@ -100,8 +102,9 @@ def _near(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
-def _three(tensors: list[Tensor]) -> list[Tensor]:
-    return (tensors + tensors[:1] * 2)[:3]
+def _three(name: str, tensors: list[Tensor]) -> dict[str, Tensor]:
+    """{name0: .., name2: ..}, the first one for sections that there are not."""
+    return {f"{name}{i}": x for i, x in enumerate((tensors + tensors[:1] * 2)[:3])}
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -122,12 +125,12 @@ def _places(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     if x.shape[1]:
         kernels, on_device = _kernels()
         with on_device(x):
-            kernels.places(x.shape[1], cu_seqlens.shape[0] - 1)(cu_seqlens.contiguous(), places)
+            kernels.places(x.shape[1], cu_seqlens.shape[0] - 1)(cu_seqlens=cu_seqlens.contiguous(), places=places)
     return places
 
 
 @lru_cache
-def _kernels() -> tuple[ModuleType, object]:
+def _kernels() -> tuple[ModuleType, Any]:
     from kdakit.backends.triton_gpu.runtime.launch import on_device
     from kdakit.layers.torch.fused import convolution_launch
 

@@ -51,7 +51,7 @@ class Log(NamedTuple):
     generation: Tensor  # [N] int32
 
 
-def takes_step(layer: Any, x: Tensor, *carried: Tensor | None) -> bool:
+def takes_step(layer: Any, x: Tensor, *carried: Any) -> bool:
     """Whether `layer_step` can run x [N, T, hidden_size] of this layer, with these tensors carried along."""
     if not x.is_cuda or not 1 <= x.shape[1] <= TOKENS or x.shape[0] == 0 or not layer.sizes.delta_rule or torch.is_grad_enabled():
         return False
@@ -81,16 +81,24 @@ def step(
     log = _log(layer, row, slots) if draft else None
     filters = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
     where = (0, False) if slots is None else (slots.capacity, slots.state_v_first)
-    run, on_device = _launch(Form(
+    form = Form(
         N, T, s.num_heads, s.value_heads, s.head_dim, s.head_v_dim, s.conv_size, s.conv_bias, bias is not None, s.lower_bound,
         s.allow_neg_eigval, s.norm_eps, row.stride()[:2], beta.stride()[:2], *where, slots is not None, draft, fast(row),
-    ))  # fmt: skip
+    )  # fmt: skip
+    scratch = torch.empty((N * s.num_heads, form.tokens, 3 * _padded(s.head_dim) + _padded(s.head_v_dim) + 16), device=row.device)
+    run, on_device = _launch(form)
+    q, k, v = row.split((s.key_dim, s.key_dim, s.value_dim), -1)
+    tensors = dict(q=q, k=k, v=v, g=g.contiguous(), beta=beta, gate=gate.contiguous())
+    tensors |= {f"{n}_weight": c.weight for n, c in zip("qkv", filters, strict=True)} | {
+        f"{n}_bias": c.bias for n, c in zip("qkv", filters, strict=True)
+    }
+    tensors |= dict(A_log=layer.A_log, dt_bias=layer.dt_bias, norm=layer.o_norm.weight, gate_bias=bias)
+    tensors |= dict(q_window=before.q, k_window=before.k, v_window=before.v, state=before.state)
+    tensors |= dict(q_after=after.q, k_after=after.k, v_after=after.v, state_after=after.state)
+    tensors |= dict(slots=None if slots is None else slots.slots.contiguous(), generation=None if slots is None else slots.generation)
+    logs = dict.fromkeys(Log._fields) if log is None else log._asdict()
     with on_device(row):
-        run(
-            *row.split((s.key_dim, s.key_dim, s.value_dim), -1), g.contiguous(), beta, gate.contiguous(), *(c.weight for c in filters),
-            *(c.bias for c in filters), layer.A_log, layer.dt_bias, layer.o_norm.weight, bias, *before, *after,
-            *((None, None) if slots is None else (slots.slots.contiguous(), slots.generation)), y, *(log or (None,) * 5),
-        )  # fmt: skip
+        run(**tensors, scratch=scratch, y=y, **{f"log_{name}": x for name, x in logs.items()})
     return y, log
 
 
@@ -127,13 +135,18 @@ class Form:
     draft: bool
     ptx: bool
 
-    def cut(self) -> tuple[int, int]:
-        """Value channels of a block, and warps: a whole head at once where there are few, else small blocks, many programs at a time."""
+    @property
+    def tokens(self) -> int:
+        return 1 << (self.T - 1).bit_length()
+
+    def cut(self) -> tuple[int, int, int]:
+        """Value channels of a block, warps, and a thread's registers at most, 0: the compiler's choice. A whole head at once where there
+        are few, else small blocks, many programs at a time."""
         KP, VP = _padded(self.K), _padded(self.V)
         if self.N * self.H <= FEW and self.T == 1:
-            return VP, max(1, min(8, KP * VP // 2048))
+            return VP, max(1, min(8, KP * VP // 2048)), 0
         block = max(16, min(VP, 32 * 128 // KP))
-        return block, max(1, min(2, KP * block // 2048))
+        return block, max(1, min(2, KP * block // 2048)), 0
 
 
 @lru_cache(maxsize=1024)
@@ -141,18 +154,18 @@ def _launch(form: Form) -> tuple[Any, Any]:
     from kdakit.backends.triton_gpu.runtime.launch import Launch, on_device
     from kdakit.layers.torch.fused.step_kernel import layer_step_kernel
 
-    f, KP, (block, warps) = form, _padded(form.K), form.cut()
+    f, KP, (block, warps, registers) = form, _padded(form.K), form.cut()
     own = [s if n > 1 else 0 for s, n in zip(f.row_strides, (f.N, f.T), strict=True)]
     align = math.gcd(16, f.H * f.K, f.HV * f.V, *own)  # also of where q, k and v begin in the row
-    numbers = (
-        f.T, f.H, f.HV, f.capacity, f.K**-0.5, f.lower_bound or 0.0, f.eps, own[0] // align, own[1] // align, *f.beta_strides
+    values = dict(
+        T=f.T, H=f.H, HV=f.HV, CAPACITY=f.capacity, scale=f.K**-0.5, lower_bound=f.lower_bound or 0.0, eps=f.eps, s_n=own[0] // align,
+        s_t=own[1] // align, s_bn=f.beta_strides[0], s_bt=f.beta_strides[1], K=f.K, V=f.V, KP=KP, VP=_padded(f.V), BV=block, TP=f.tokens,
+        W=f.W, ALIGN=align, V_FIRST=f.state_v_first, GATE="softplus" if f.lower_bound is None else "bounded",
+        BETA="double_sigmoid" if f.allow_neg_eigval else "sigmoid", HAS_CONV_BIAS=f.conv_bias, HAS_GATE_BIAS=f.gate_bias,
+        HAS_SLOTS=f.pooled, DRAFT=f.draft, SINGLE=f.T == 1, PTX=f.ptx,
     )  # fmt: skip
-    constants = dict(
-        K=f.K, V=f.V, KP=KP, VP=_padded(f.V), BV=block, TP=1 << (f.T - 1).bit_length(), W=f.W, ALIGN=align, V_FIRST=f.state_v_first,
-        GATE="softplus" if f.lower_bound is None else "bounded", BETA="double_sigmoid" if f.allow_neg_eigval else "sigmoid",
-        HAS_CONV_BIAS=f.conv_bias, HAS_GATE_BIAS=f.gate_bias, HAS_SLOTS=f.pooled, DRAFT=f.draft, SINGLE=f.T == 1, PTX=f.ptx,
-    )  # fmt: skip
-    return Launch(layer_step_kernel, f.N * f.H, numbers, constants, num_warps=warps), on_device
+    limit = registers if torch.version.hip is None else 0
+    return Launch(layer_step_kernel, f.N * f.H, values, limit, num_warps=warps), on_device
 
 
 def _padded(size: int) -> int:
@@ -165,7 +178,7 @@ def commit_windows(row: Tensor, windows: list[Tensor], slots: Slots, generation:
     for window, x in zip(windows, row.split([w.shape[2] for w in windows], -1), strict=True):
         run, on_device = _commit_launch(x.shape, x.stride(), window.shape[1] + 1, slots.capacity)
         with on_device(row):
-            run(x, window, slots.slots, slots.generation, generation, accepted)
+            run(x=x, window=window, slots=slots.slots, generation=slots.generation, log_generation=generation, accepted=accepted)
 
 
 @lru_cache(maxsize=1024)
@@ -174,4 +187,5 @@ def _commit_launch(shape: tuple[int, ...], stride: tuple[int, ...], W: int, capa
     from kdakit.layers.torch.fused.step_kernel import commit_window_kernel
 
     N, T, D = shape
-    return Launch(commit_window_kernel, (-(-D // 256), N, 1), (T, D, capacity, *stride[:2]), dict(W=W, BD=256), num_warps=2), on_device
+    values = dict(T=T, D=D, CAPACITY=capacity, s_n=stride[0], s_t=stride[1], W=W, BD=256)
+    return Launch(commit_window_kernel, (-(-D // 256), N, 1), values, num_warps=2), on_device

@@ -25,7 +25,7 @@ def _forward(a, b):
     if a.numel():
         kernels, on_device = _kernels()
         with on_device(a):
-            kernels.forward(a.numel())(a, b, y)
+            kernels.forward(a.numel())(a=a, b=b, y=y)
     return [y]
 
 
@@ -35,7 +35,7 @@ def _backward(grads, needed, a, b):
     if a.numel():
         kernels, on_device = _kernels()
         with on_device(a):
-            kernels.backward(a.numel())(a, b, d_y, d_a, d_b)
+            kernels.backward(a.numel())(a=a, b=b, dy=d_y, da=d_a, db=d_b)
     return [d_a, d_b]
 
 

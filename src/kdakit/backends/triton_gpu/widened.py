@@ -1,0 +1,106 @@
+"""Head sizes with which a chip has not been seen to be right, run as larger ones with which it has: zeros are added, and cut off again.
+
+Channels of zeros change nothing: k = q = 0 there, so that whatever their gate is, their rows of the state stay 0, and a value channel of
+zeros is a column of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from kdakit.backends.triton_gpu import config, shown
+from kdakit.backends.triton_gpu.config import Chip, Config, choose
+from kdakit.problem import Arrays, Problem
+from kdakit.reference import Result
+
+
+@lru_cache(maxsize=1024)
+def config_for(problem: Problem, chip: Chip) -> Config:
+    """The problem's own configuration, or that of the least wider one which the chip has shown. For sizes that are plain numbers."""
+    K, V = wide_sizes(problem, chip)
+    return replace(choose(problem.replace(K=K, V=V), chip), wide_K=K, wide_V=V) if K else choose(problem, chip)
+
+
+def wide_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:
+    """K and V to run with instead of the problem's own, (0, 0) where that is not needed or would not help."""
+    if config.UNCHECKED or config.INTERPRETED or not shown.missing(problem, chip):
+        return 0, 0
+    return shown.wider(problem, chip)
+
+
+def wide_problem(problem: Problem, c: Config) -> tuple[Problem, Config]:
+    return problem.replace(K=c.wide_K, V=c.wide_V), replace(c, wide_K=0, wide_V=0)
+
+
+def wide_arrays(problem: Problem, arrays: Arrays, c: Config) -> Arrays:
+    K, V = c.wide_K - problem.K, c.wide_V - problem.V
+    q, k, v, g = (_pad(x, n) for x, n in zip(arrays[:4], (K, K, V, K), strict=True))
+    bias = arrays.dt_bias
+    if bias is not None:
+        bias = _pad(bias.reshape(problem.HV, problem.K), K).reshape(-1)
+    return arrays._replace(q=q, k=k, v=v, g=g, dt_bias=bias, initial_state=_wide_state(problem, arrays.initial_state, K, V))
+
+
+def _wide_state(problem: Problem, state: Any, K: int, V: int) -> Any:
+    if state is None:
+        return None
+    return _pad(state, K, V) if problem.options.state_v_first else _pad(state, V, K)
+
+
+def _pad(x: Any, last: int, before: int = 0) -> Any:
+    import torch.nn.functional as F
+
+    return F.pad(x, (0, last, 0, before))
+
+
+def _cut_state(problem: Problem, state: Any) -> Any:
+    rows, columns = problem.state_shape[2:]
+    return None if state is None else state[..., :rows, :columns].contiguous()
+
+
+def _cut(problem: Problem, result: Result) -> Result:
+    states = None if result.states is None else _cut_state(problem, result.states)
+    return Result(result.o[..., : problem.V].contiguous(), _cut_state(problem, result.final_state), states)
+
+
+def forward(problem: Problem, arrays: Arrays, c: Config) -> tuple[Result, list]:
+    from kdakit.backends.triton_gpu import call
+
+    wide, own = wide_problem(problem, c)
+    result, saved = call.forward(wide, wide_arrays(problem, arrays, c), own)
+    return _cut(problem, result), saved
+
+
+def step(problem: Problem, arrays: Arrays, c: Config, final_state: Any = None) -> Result:
+    from kdakit.backends.triton_gpu import call
+
+    wide, own = wide_problem(problem if final_state is None else problem.replace(output_final_state=True), c)
+    result = _cut(problem, call.step(wide, wide_arrays(problem, arrays, c), own))
+    return result if final_state is None else result._replace(final_state=final_state.copy_(result.final_state))
+
+
+def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, c: Config) -> Arrays:
+    from kdakit.backends.triton_gpu import call
+
+    wide, own = wide_problem(problem, c)
+    K, V = c.wide_K - problem.K, c.wide_V - problem.V
+    found = call.backward(wide, wide_arrays(problem, arrays, c), saved, _pad(d_o, V), _wide_state(problem, d_final, K, V), own)
+    q, k, v, g = (x[..., :n].contiguous() for x, n in zip(found[:4], (problem.K, problem.K, problem.V, problem.K), strict=True))
+    bias = found.dt_bias
+    if bias is not None:
+        bias = bias.reshape(problem.HV, c.wide_K)[:, : problem.K].reshape(arrays.dt_bias.shape)
+    return found._replace(q=q, k=k, v=v, g=g, dt_bias=bias, initial_state=_cut_state(problem, found.initial_state))
+
+
+def planned(problem: Problem, arrays: Arrays, c: Config, final_state: Any = None) -> tuple[Any, None]:
+    """A call that cannot be repeated: each pads its tensors anew."""
+    if problem.op == "recurrent":
+        return step(problem, arrays, c, final_state), None
+    result, saved = forward(problem, arrays, c)
+    return (result, saved) if problem.needs_grad else result, None
+
+
+def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, c: Config) -> tuple[Arrays, None]:
+    return backward(problem, arrays, saved, d_o, d_final, c), None

@@ -1,0 +1,67 @@
+"""Campaigns of random problems: workers that may crash or hang, a command that repeats what failed, tables of what was shown."""
+
+import json
+import os
+import time
+
+import pytest
+
+from kdakit.cli.main import main
+from kdakit.measure import campaign
+from kdakit.measure.random_problems import numbers
+from kdakit.measure.trial import Verdict
+
+pytest.importorskip("torch")
+
+
+def pretend(label, backend, device):
+    """In place of a backend: some of its problems crash the process, some hang, some are wrong, some lose the device."""
+    number = int(label) // 2
+    about = dict(label=label, what=label, backend=backend, dtype="float32", call="forward", K=16, V=16)
+    if number % 10 == 3:
+        os._exit(139)
+    if number % 10 == 5:
+        time.sleep(60)
+    if number % 10 == 7:
+        return Verdict(ok=False, complaint="CUDA error: an illegal memory access was encountered", **about)
+    return Verdict(ok=number % 10 != 8, complaint="wrong" if number % 10 == 8 else "", **about)
+
+
+def test_a_crash_is_a_result(monkeypatch):
+    monkeypatch.setattr(campaign, "HANGS", 3.0)
+    found = {int(v.label) // 2: v for v in campaign.search(numbers(0, 10), "torch_native", None, 2, judge=pretend)}
+    assert set(found) == set(range(10)), "every problem has its verdict"
+    assert {n for n, v in found.items() if not v.ok} == {3, 5, 7, 8}
+    assert "exit code 139" in found[3].complaint and "nothing came" in found[5].complaint and found[7].deadly
+
+
+def test_time_runs_out(monkeypatch):
+    begun = time.monotonic()
+    found = list(campaign.search([10, 12, 16], "torch_native", None, 1, minutes=0.05, judge=pretend))
+    assert time.monotonic() - begun < 50 and len(found) < 3, "one of them would take a minute"
+
+
+def test_forms_of_a_family_wait_for_its_first():
+    queue = campaign.Queue(numbers(1, 27 * 76, shared=True))
+    first = queue.next_form()
+    family = queue.family[first]
+    queue.forms.pop(first)
+    second = queue.next_form()
+    assert queue.family[second] != family
+    queue.warm.add(family)
+    assert any(queue.family[form] == family for form in queue.forms)
+    assert queue.left() == sum(map(len, queue.forms.values()))
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """`kdakit verify --random`, its JSON, and `--problem` for one of its numbers."""
+    file = tmp_path / "random.json"
+    words = ["verify", "--random", "6", "--seed", "40", "--backend", "torch_native", "--workers", "2", "--dtype", "bfloat16"]
+    assert main([*words, "--json", str(file)]) == 0
+    assert "All 6 right." in capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert record["failed"] == 0 and len(record["results"]) == 6 and all(r["dtype"] == "bfloat16" for r in record["results"])
+    assert sum(record["right"].values()) == 6
+    label = record["results"][0]["label"]
+    assert main(["verify", "--problem", label, f"{label}:T=3,lengths=", "--backend", "torch_native"]) == 0
+    assert capsys.readouterr().out.count("within tolerance") == 2
