@@ -1,6 +1,6 @@
 """KDA's gates for PyTorch, by themselves: from a raw gate input g [.., HV, K] to log-decays, under the names of fla.ops.kda.gate.
 
-    softplus gate: -exp(A_log) * softplus(g + dt_bias)          bounded gate: lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
+softplus gate: -exp(A_log) * softplus(g + dt_bias)          bounded gate: lower_bound * sigmoid(exp(A_log) * (g + dt_bias))
 """
 
 from __future__ import annotations

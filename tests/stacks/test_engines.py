@@ -175,14 +175,14 @@ def test_sglang_methods():
         x = {name: draw(rng, 1, 90, H, K) for name in "qkvg"} | dict(beta=draw(rng, 1, 90, H))
         initial = pages.Pages(states(memory), True).read(slots)
         where = dict(ssm_states=states(memory), cache_indices=slots, query_start_loc=cu)
-        out, _ = made.extend(**x, **where, A_log=A_log, dt_bias=bias, beta_is_raw=True)
+        out = made.extend(**x, **where, A_log=A_log, dt_bias=bias, beta_is_raw=True)
         want, final = chunk_kda(**x, A_log=A_log, dt_bias=bias, initial_state=initial, cu_seqlens=cu, output_final_state=True,
                                 use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True)  # fmt: skip
         same(out, want, DTYPE)
         same(states(memory)[4], final[0].mT, torch.float32)
-        assert made.extend(**x, **where, track_state=memory) == "sglang"
+        assert made.extend(**x, **where, track_state=memory) == made.extend(**x, **where, is_spec_decode=True) == "sglang"
         found = stacks.report()["sglang"]
-        assert found["taken"] == {"packed_decode": 1, "decode": 1, "extend": 1} and len(found["passed on"]) == 2
+        assert found["taken"] == {"packed_decode": 1, "decode": 1, "extend": 1} and len(found["passed on"]) == 3
     finally:
         plugin.disable()
     assert kernel().decode() == "sglang"

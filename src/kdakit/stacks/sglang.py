@@ -7,8 +7,8 @@ where no other is asked for:
     extend(q, k, v, g, beta, ..)         prefill, from and into the pool's slots
 
 Its pool is [slots, HV, V, K], and slots < 0 are nobody's. The plugin (entry point group sglang.srt.plugins) acts where KDAKIT_SGLANG=1 is
-set, or after kdakit.enable("sglang"). Calls that track states for its prefix cache, return intermediate states or keep a replay buffer are
-SGLang's own, as is the verification of drafts. A version that is not known is left alone.
+set, or after kdakit.enable("sglang"). Calls that track states for its prefix cache, return intermediate states, must be able to roll back
+or keep a replay buffer are SGLang's own, as is the verification of drafts. A version that is not known is left alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from kdakit.problem import Arrays
 from kdakit.serving.torch import pages
@@ -58,7 +60,8 @@ def _flags(lower_bound: float | None, **more: Any) -> dict[str, Any]:
 
 def _asks_for_more(function: str, named: dict[str, Any]) -> bool:
     """Whether a call wants something beside outputs and states."""
-    more = [name for name, x in named.items() if x is not None and x is not False and name.startswith(("replayssm", "track", "return"))]
+    own = ("replayssm", "track", "return", "num_state_checkpoints", "is_spec_decode")
+    more = [name for name, x in named.items() if name.startswith(own) and x is not None and (isinstance(x, Tensor) or x)]
     if more:
         counts.pass_on("sglang", function, f"{', '.join(sorted(more))} is SGLang's own")
     return bool(more)
@@ -126,6 +129,6 @@ def _extend(theirs: Callable) -> Callable:
             return back()
         held = pages.Pages(ssm_states, state_v_first=True)
         named_parameters = dict(A_log=arrays.A_log, dt_bias=arrays.dt_bias, cu_seqlens=query_start_loc)
-        return pages.prefill(held, cache_indices, *arrays[:5], **named_parameters, **flags), None
+        return pages.prefill(held, cache_indices, *arrays[:5], **named_parameters, **flags)
 
     return extend

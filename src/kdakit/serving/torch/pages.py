@@ -23,6 +23,7 @@ from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, Spec, check_devices
 from kdakit.serving.arguments import PoolSizes, describe
 
+TOKENS = ("q", "k", "v", "g", "beta")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -161,9 +162,8 @@ def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, know
         o = torch.where(real[:, None, None, None], result.o, 0)
     for n, p, slot in () if marks is None else zip(*(x.tolist() for x in (marks.sequence, marks.position, marks.slot)), strict=True):
         row, start = (0, int(arrays.cu_seqlens[n])) if problem.varlen else (n, 0)
-        part = Arrays(
-            *(x[row : row + 1, start : start + p] for x in arrays[:5]), arrays.A_log, arrays.dt_bias, state[n : n + 1].contiguous()
-        )
+        cut = {name: getattr(arrays, name)[row : row + 1, start : start + p] for name in TOKENS}
+        part = arrays._replace(**cut, initial_state=state[n : n + 1].contiguous(), cu_seqlens=None, cu_seqlens_cpu=None)
         own = plain.replace(B=1, N=1, T=p, varlen="")
         found = module.forward(own, part, module.default_config(own, slots.device))[0].final_state
         pages.write(torch.where(real[n : n + 1], torch.tensor([slot], device=slots.device, dtype=slots.dtype), -1), found)
@@ -219,8 +219,8 @@ def _decode(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, accep
             continue
         S, row = state[n : n + 1], 0 if problem.varlen else n
         for t in range(start, end):
-            token = [x[row : row + 1, t : t + 1] for x in arrays[:5]]
-            step = native.step(one, Arrays(*token, arrays.A_log, arrays.dt_bias, S.contiguous()))
+            token = {name: getattr(arrays, name)[row : row + 1, t : t + 1] for name in TOKENS}
+            step = native.step(one, arrays._replace(**token, initial_state=S.contiguous(), cu_seqlens=None))
             S, out[row, t] = step.final_state, step.o[0, 0].to(out.dtype)
             if slots.dim() == 2:
                 pages.write(slots[n, t - start : t - start + 1], S)

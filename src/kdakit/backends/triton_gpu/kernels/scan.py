@@ -54,7 +54,7 @@ def scan_kernel(
     b_S = tl.zeros([BV, KP], tl.float32)
     if PAGED:
         b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
-        _, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
+        _i_page, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
     elif HAS_INITIAL:
         b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_state, other=0.0).to(tl.float32)
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt) * ALIGN + o_v[None, :]  # [C, BV]
