@@ -7,8 +7,8 @@ where no other is asked for:
     extend(q, k, v, g, beta, ..)         prefill, from and into the pool's slots
 
 Its pool is [slots, HV, V, K], and slots < 0 are nobody's. The plugin (entry point group sglang.srt.plugins) acts where KDAKIT_SGLANG=1 is
-set, or after kdakit.enable("sglang"). Calls that track states for its prefix cache, return intermediate states, must be able to roll back or
-keep a replay buffer are SGLang's own, as is the verification of drafts. A version that is not known is left alone.
+set, or after kdakit.enable("sglang"). Calls that track states for its prefix cache, return intermediate states, must be able to roll back
+or keep a replay buffer are SGLang's own, as is the verification of drafts. A version that is not known is left alone.
 """
 
 from __future__ import annotations
