@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+SEED ?= 90
 LIBRARY := src/kdakit/backends/cuda/libkdakit.so
 # Several processes where PYTHON has pytest-xdist; tests that share a build stay together.
 SPREAD = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=loadgroup)
@@ -11,7 +12,7 @@ SPREAD = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dist demo test test-full test-gpu gpu-cases gpu-tests lint docs tables cuda test-cuda clean
+.PHONY: help venv dist demo test test-full test-gpu gpu-cases gpu-random gpu-tests lint docs tables cuda test-cuda clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,11 +34,14 @@ test: $(STAMP)  ## the whole test suite; make test ARGS='-k name' for a part of 
 test-full: $(STAMP)  ## everything, also what CI leaves out: whole products of cases and dtypes, every tile size for every GPU; over an hour
 	$(ONE_THREAD) KDAKIT_FULL=1 KDAKIT_EVERY_TILE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu: gpu-cases gpu-tests $(if $(shell command -v nvcc),test-cuda)  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case against float64, the contract, what only a GPU shows, and with nvcc test-cuda; -j3 WORKERS=6 is faster
+test-gpu: gpu-cases gpu-random gpu-tests $(if $(shell command -v nvcc),test-cuda)  ## on a machine with a GPU, with PYTHON's own torch, triton and pytest: every case and 324 random problems against float64, the contract, what only a GPU shows, and with nvcc test-cuda; -j3 WORKERS=6 is faster
 
 gpu-cases:  ## every case, dtype and operation of the Triton kernels against float64, in WORKERS processes
 	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m kdakit.cli.main verify --backend triton_gpu --large --workers $(WORKERS) $(ARGS)
 	KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m kdakit.cli.main verify --backend triton_gpu --large --workers $(WORKERS) --op recurrent --no-grad $(ARGS)
+
+gpu-random:  ## random problems on the Triton kernels; SEED=n for others
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m kdakit.cli.main verify --backend triton_gpu --random 324 --seed $(SEED) --workers $(WORKERS)
 
 gpu-tests:
 	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_gpu.py \

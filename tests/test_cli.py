@@ -473,7 +473,7 @@ def test_bench_over_ranks_counts_what_travels(tmp_path, capsys):
     pytest.importorskip("torch")
     words = ["bench", "--ranks", "1", "2", "--shape", "1x64x2x16", "--lengths", "64", "--mode", "fwd", "--repeat", "1"]
     assert main([*words, "--json", str(tmp_path / "ranks.json")]) == 0
-    assert "context parallel fwd" in capsys.readouterr().out
+    assert "context parallel, forward" in capsys.readouterr().out
     rows = json.loads((tmp_path / "ranks.json").read_text())["results"]
     assert [(r["shape"]["T"], r["ranks"], r["sent_bytes"]) for r in rows] == [(64, 1, 0), (64, 2, 4096)]
     assert all(r["sent_bytes"] == r["formula_bytes"] for r in rows)

@@ -28,8 +28,13 @@ def runs(backend, case, dtype="float32", op="chunk"):
     return lambda arrays, cotangents: checking.run_arrays(backend, case, dtype, arrays, cotangents, op)
 
 
-@pytest.mark.parametrize("name", ["plain", "grouped", "varlen", "varlen_fused", "gate_strong", "gate_spikes", "softplus_huge", "keep"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+NAMES = ("plain", "grouped", "varlen", "varlen_fused", "gate_strong", "gate_spikes", "softplus_huge", "keep")
+
+
+HALF = NAMES if FULL else ("grouped", "varlen")
+
+
+@pytest.mark.parametrize("name, dtype", [(name, "float32") for name in NAMES] + [(name, "bfloat16") for name in HALF])
 def test_torch_native(name, dtype):
     pytest.importorskip("torch")
     assert not_finite.check(CASES[name], dtype, runs("torch_native", CASES[name], dtype)) >= 21
@@ -42,18 +47,18 @@ def test_torch_native_drawn(seed):
     not_finite.check(case, dtype, runs("torch_native", case, dtype), seed)
 
 
-@pytest.mark.parametrize("case", [ROWS, PACKED, FUSED_PACKED, SEGMENTS, SEGMENT_CASES["segments"]], ids=lambda c: c.name)
+# A case is a program to compile: `make test-full` has them all.
+@pytest.mark.parametrize("case", [FUSED_PACKED, SEGMENTS] + [ROWS, PACKED, SEGMENT_CASES["segments"]] * FULL, ids=lambda c: c.name)
 def test_xla(case):
     pytest.importorskip("jax")
     not_finite.check(case, "float32", runs("xla", case))
 
 
-# The interpreter of TPU kernels takes seconds a call: infinity is as NaN there, and gradients are `make test-full`'s but for one case.
-@pytest.mark.parametrize("case, gradients", [(ROWS, False), (PACKED, False), (SEGMENTS, True)] + [(ROWS, True), (PACKED, True)] * FULL,
-                         ids=lambda x: getattr(x, "name", str(x)))  # fmt: skip
-def test_pallas_tpu(case, gradients):
+# The interpreter of TPU kernels takes seconds a call: gradients, infinity and packed sequences are `make test-full`'s.
+@pytest.mark.parametrize("case", [ROWS, SEGMENTS] + [PACKED, FUSED_PACKED] * FULL, ids=lambda c: c.name)
+def test_pallas_tpu(case):
     pytest.importorskip("jax")
-    not_finite.check(case, "float32", runs("pallas_tpu", case), values=(np.nan, -np.inf) if FULL else (np.nan,), gradients=gradients)
+    not_finite.check(case, "float32", runs("pallas_tpu", case), values=(np.nan, -np.inf) if FULL else (np.nan,), gradients=FULL)
 
 
 @pytest.mark.parametrize("backend", ["torch_native", "xla", "pallas_tpu"])
@@ -63,4 +68,5 @@ def test_token_recurrence(backend, case):
     if case.segments and backend == "torch_native":
         pytest.skip("kdakit.torch takes no segment_ids")
     case = replace(case, T=20, lengths=(4, 0, 9, 7) if case.lengths else (), segments=((4, 9, 7),) if case.segments else ())
-    not_finite.check(case, "float32", runs(backend, case, op="recurrent"), gradients=False)
+    values = (np.nan,) if backend == "pallas_tpu" and not FULL else not_finite.VALUES
+    not_finite.check(case, "float32", runs(backend, case, op="recurrent"), values=values, gradients=False)

@@ -104,8 +104,13 @@ def test_jax_call_and_gradient():
         assert all(r.ok for r in rows), (name, rows)
 
 
-@pytest.mark.parametrize("name, shape", [("k", (1, 40, 2, 32)), ("g", (1, 20, 2, 64)), ("beta", (1, 40, 1)), ("initial_state", (1, 2, 64, 32)),
-                                         ("o", (1, 20, 2, 64)), ("final_state", (1, 1, 64, 64)), ("A_log", (1,)), ("dt_bias", (64,))])  # fmt: skip
+WRONG = {
+    "k": (1, 40, 2, 32), "g": (1, 20, 2, 64), "beta": (1, 40, 1), "initial_state": (1, 2, 64, 32), "o": (1, 20, 2, 64),
+    "final_state": (1, 1, 64, 64), "A_log": (1,), "dt_bias": (64,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, shape", WRONG.items())
 def test_jax_call_checks_shapes(name, shape):
     """A program that gets past the frontend with a wrong buffer is told so, and nothing is read or written."""
     jax = pytest.importorskip("jax")

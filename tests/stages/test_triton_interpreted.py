@@ -222,7 +222,7 @@ def test_what_no_gpu_has_shown_waits(monkeypatch):
         reason = triton_gpu.unshown(problem, gpu)
         assert "has not been compared with float64 on sm_90" in reason and "KDAKIT_UNCHECKED=1" in reason
         assert triton_gpu.supports(problem, gpu) == (reason if grad else None)
-        if dtype == "float16":  # which the CUDA library does not take
+        if dtype == "float16" and not INTERPRETED:  # which the CUDA library does not take
             with pytest.warns(RuntimeWarning, match="has not been compared"):
                 dispatch._warned.clear()
                 assert dispatch.select("torch", problem, gpu).__name__.endswith("torch_native")
@@ -267,7 +267,7 @@ def test_random_problems(seed):
 
     def small(drawn):
         work = drawn.B * max(len(drawn.lengths), 1) * drawn.HV
-        return 0 < drawn.T <= 70 and work <= 4 and 33 <= drawn.K <= 127 and drawn.V <= 128 and drawn.dtype != "float64"
+        return 0 < drawn.T <= 40 and work <= 2 and 33 <= drawn.K <= 127 and drawn.V <= 64 and drawn.dtype != "float64"
 
     bad = [v for v in (judge(number, "triton_gpu") for number in numbers(seed, 2, wanted=small)) if not v.ok]
     assert not bad, [(v.what, v.complaint) for v in bad]
@@ -473,14 +473,13 @@ def test_configurations_hold_together():
 
 
 @interpreter
-@pytest.mark.parametrize("dtype, gate", [("float32", "given"), ("bfloat16", "softplus")])
-def test_what_is_not_finite_stays_where_it_is(dtype, gate):
+@pytest.mark.parametrize("gate", ["given", "softplus"] if FULL else ["softplus"])
+def test_what_is_not_finite_stays_where_it_is(gate):
     """NaN in any input: no bit of another sequence or head changes, and something shows it."""
-    sizes = dict(T=14, H=1, HV=2, K=16, V=16, lengths=(5, 0, 9))
     computed = dict(gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED) if gate == "softplus" else {}
-    case = Case("not_finite", "packed", **sizes, **computed)
-    results = lambda arrays, cotangents: checking.run_arrays("triton_gpu", case, dtype, arrays, cotangents)
-    not_finite.check(case, dtype, results, values=(np.nan,))
+    case = Case("not_finite", "packed", T=6, H=1, HV=2, K=16, V=16, lengths=(2, 0, 4), **computed)
+    results = lambda arrays, cotangents: checking.run_arrays("triton_gpu", case, "bfloat16", arrays, cotangents)
+    not_finite.check(case, "bfloat16", results, values=(np.nan,), gradients=FULL)  # test_triton_gpu.py has gradients on a GPU
 
 
 @interpreter

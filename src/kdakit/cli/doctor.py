@@ -66,7 +66,17 @@ def examine() -> dict[str, Any]:
         "support": attempt(support),
         "stacks": attempt(_stacks),
         "training": attempt(training),
+        "shown": attempt(_shown),
     }
+
+
+def _shown() -> dict[str, str]:
+    """What random problems have shown on this machine's kind of GPU; without one, on an H200's."""
+    from kdakit.backends.triton_gpu import shown
+    from kdakit.backends.triton_gpu.config import chip_of
+
+    chip = chip_of("cuda")
+    return {f"triton_gpu on {chip.name}, {name}": told for name, told in shown.summary(chip).items()}
 
 
 def _stacks() -> dict[str, dict[str, Any]]:
@@ -278,6 +288,9 @@ def _show(report: dict[str, Any]) -> None:
         for gpu, backend in report["training"].items():
             out.print(f"training on {gpu}: {backend}", markup=False)
     _show_stacks(out, report["stacks"])
+    found = report["shown"]
+    for name, told in found.items() if isinstance(found, dict) else {"shown": found}.items():
+        out.print(f"{name}: {told}", markup=False)
 
 
 def _show_support(out, table) -> None:

@@ -66,7 +66,12 @@ def run(args) -> int:
     elif args.table:
         from kdakit.measure import generated, machine, results
 
-        generated.write(args.table, "errors", error_markdown(outcomes) + "\n\n" + results.provenance(machine.describe()))
+        text, made = error_markdown(outcomes), results.wrap(results.provenance(machine.describe()))
+        if args.case:  # the rows of other cases, and where they come from, stay
+            old = generated.read(args.table, "errors")
+            sources = [part for part in old.split("\n\n") if not part.startswith(("#", "|"))]
+            text, made = generated.merged(old, text), "\n\n".join([*sources, f"{', '.join(f'`{name}`' for name in args.case)}: {made}"])
+        generated.write(args.table, "errors", f"{text}\n\n{made}")
         print(f"wrote the error table of {args.table}")
     return 0 if passed else 1
 

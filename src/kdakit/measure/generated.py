@@ -41,3 +41,30 @@ def markdown_table(header: list[str], rows: list[list[str]], right: tuple[int, .
     """A Markdown table; `right` are the columns to align right."""
     rule = ["--:" if i in right else "---" for i in range(len(header))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
+
+
+def merged(old: str, new: str) -> str:
+    """`old` with the rows of `new`: both are tables under headings, rows known by their first cell. What has other columns is replaced."""
+    before, after = _tables(old), _tables(new)
+    parts = []
+    for title, (head, rows) in (before | after).items():
+        if title in before and title in after and before[title][0] == after[title][0]:
+            rows = before[title][1] | after[title][1]
+        parts.append("\n".join([title, "", *head, *rows.values()]))
+    return "\n\n".join(parts)
+
+
+def _tables(text: str) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """{heading: (header and rule, {first cell: row})}"""
+    found: dict[str, tuple[list[str], dict[str, str]]] = {}
+    title = ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            title, found[line] = line, ([], {})
+        elif line.startswith("|") and title:
+            head, rows = found[title]
+            if len(head) < 2:
+                head.append(line)
+            else:
+                rows[line.split("|")[1].strip()] = line
+    return found

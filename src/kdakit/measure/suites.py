@@ -93,6 +93,8 @@ WHOLE = {
     "pool": "kdakit.measure.pool_times",
     "state_bits": "kdakit.measure.state_bits",
     "first_calls": "kdakit.measure.first_calls",
+    "pages": "kdakit.measure.page_times",
+    "stacks": "kdakit.measure.stack_times",
 }
 
 

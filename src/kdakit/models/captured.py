@@ -49,6 +49,24 @@ class CapturedStep:
         self.latest = weakref.ref(after)
         return self.logits, after
 
+    def _warm_up(self) -> None:
+        """Steps on a stream of their own, undone afterwards."""
+        kept = [t.clone() for t in self.tensors]
+        aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
+        aside.wait_stream(now)
+        with torch.cuda.stream(aside):
+            for _ in range(WARM):
+                self._step()
+        now.wait_stream(aside)
+        torch._foreach_copy_(self.tensors, kept)
+
+    def _step(self) -> Tensor:
+        logits, after = self.model(self.tokens, cache=self.cache, in_place=True)
+        for old, new in zip(self.tensors, flatten(after), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+        return logits
+
 
 class CapturedSteps:
     """Those of one model: one for each size and for each sequence that is under way at the same time."""
@@ -70,24 +88,6 @@ class CapturedSteps:
         self.steps = [step for step in self.steps if step.latest() is not None]  # the others' memory goes first
         self.steps.append(CapturedStep(model, cache))
         return self.steps[-1]
-
-    def _warm_up(self) -> None:
-        """Steps on a stream of their own, undone afterwards."""
-        kept = [t.clone() for t in self.tensors]
-        aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
-        aside.wait_stream(now)
-        with torch.cuda.stream(aside):
-            for _ in range(WARM):
-                self._step()
-        now.wait_stream(aside)
-        torch._foreach_copy_(self.tensors, kept)
-
-    def _step(self) -> Tensor:
-        logits, after = self.model(self.tokens, cache=self.cache, in_place=True)
-        for old, new in zip(self.tensors, flatten(after), strict=True):
-            if old.data_ptr() != new.data_ptr():
-                old.copy_(new)
-        return logits
 
 
 def flatten(cache: list) -> list[Tensor]:

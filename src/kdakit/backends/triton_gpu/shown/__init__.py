@@ -8,6 +8,7 @@ strides and options that only mask or skip are not part of it: the random proble
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from kdakit.backends.triton_gpu import config
 from kdakit.backends.triton_gpu.config import Chip, Config, bounded, padded
-from kdakit.problem import Problem
+from kdakit.problem import Options, Problem
 
 FOLDER = Path(__file__).parent
 LEAST = 1  # problems that must have been right
@@ -69,7 +70,7 @@ def missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
     return _missing(problem.replace(B=1, T=1, N=1, H=1, HV=1, varlen=""), chip)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
     known = shown(chip.name)
     crowds = [problem.replace(B=n, N=n) for n in (1, chip.processors // 6, chip.processors // 3, chip.processors)]
@@ -116,3 +117,31 @@ def dump(chip: str, sources: list[str], counts: dict[str, int]) -> str:
     parts = [f'  "{kernel}": {{\n' + ",\n".join(lines) + "\n  }" for kernel, lines in kernels.items()]
     head = [f' "chip": {json.dumps(chip)},', f' "sources": {json.dumps(sources)},', ' "forms": {']
     return "\n".join(["{", *head, ",\n".join(parts), " }", "}"]) + "\n"
+
+
+def summary(chip: Chip) -> dict[str, str]:
+    """{dtype and call: how many kinds of problem (padded K and V, gate, normalised keys) run as they are, with wider heads, or wait}."""
+    if not shown(chip.name):
+        return {"every call": "waits, nothing has been shown on such a chip; KDAKIT_UNCHECKED=1 allows it"}
+    sizes, told = (16, 32, 64, 128, 256), {}
+    for dtype, call in itertools.product(("bfloat16", "float16", "float32"), ("forward", "gradients", "step")):
+        kinds = [_kind(dtype, call, *of) for of in itertools.product(sizes, sizes, GATES, (True, False))]
+        absent = [kind for kind in kinds if missing(kind, chip)]
+        wait = sum(wider(kind, chip) == (0, 0) for kind in absent)
+        told[f"{dtype} {call}"] = (
+            f"of {len(kinds)} kinds of problem {len(kinds) - len(absent)} as they are, {len(absent) - wait} with wider heads, {wait} wait"
+        )
+    return told
+
+
+# As a caller asks for them: (gate, lower_bound, safe_gate).
+GATES = (("log_decay", None, False), ("log_decay", -5.0, True), ("softplus", None, False), ("bounded", -5.0, False))
+
+
+def _kind(dtype: str, call: str, K: int, V: int, gate: tuple[str, float | None, bool], l2norm: bool) -> Problem:
+    options = Options(K**-0.5, *gate, l2norm)
+    return Problem(
+        op="recurrent" if call == "step" else "chunk", B=1, T=1, H=1, HV=1, K=K, V=V, N=1, dtype=dtype, gate_dtype=dtype, beta_dtype=dtype,
+        state_dtype="float32", varlen="", has_A_log=gate[0] == "softplus", has_dt_bias=False, has_initial_state=False,
+        needs_grad=call == "gradients", options=options,
+    )  # fmt: skip
