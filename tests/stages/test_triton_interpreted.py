@@ -215,7 +215,7 @@ def test_what_no_gpu_has_shown_waits(monkeypatch):
 
     gpu, case = torch.device("cuda"), CASES["lower_bound"]
     monkeypatch.setattr(configs, "INTERPRETED", False)
-    monkeypatch.setattr(shown, "shown", lambda chip: {})
+    monkeypatch.setattr(shown, "shown", lambda chip: {"a kernel of another kind": 1})
     shown._missing.cache_clear()
     for dtype, op, grad in product(("bfloat16", "float16", "float32"), ("chunk", "recurrent"), (False, True)):
         problem = case.problem(dtype, op, grad)

@@ -23,42 +23,47 @@ def problem(dtype, K, V, gate="softplus", l2norm=True, op="chunk", grad=True):
     return case.problem(dtype, op, grad)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("op, grad", [("chunk", True), ("chunk", False), ("recurrent", False)])
-def test_every_problem_runs_in_forms_that_a_chip_has_shown(dtype, op, grad):
-    """As it is or with wider heads: a tile size that no campaign has seen would be refused by 'auto', and by this."""
-    sizes = (16, 32, 64, 128, 256)
-    for K, V, gate, l2norm in product(sizes, sizes, GATES, (True, False)):
-        one = problem(dtype, K, V, gate, l2norm, op, grad)
-        assert shown.waits(one, CHIP) is None, (str(one), shown.missing(one, CHIP))
+def every_kind():
+    """Problems of every dtype, padded K and V, gate and call."""
+    sizes, calls = (16, 32, 64, 128, 256), (("chunk", True), ("chunk", False), ("recurrent", False))
+    for dtype, K, V, gate, l2norm in product(("bfloat16", "float16", "float32"), sizes, sizes, GATES, (True, False)):
+        for op, grad in calls:
+            yield problem(dtype, K, V, gate, l2norm, op, grad)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_usual_sizes_are_shown_as_they_are(dtype):
-    for K, op, grad in product((64, 128), ("chunk", "recurrent"), (True, False)):
-        for gate in ("softplus", "bounded"):
-            one = problem(dtype, K, K, gate, True, op, grad and op == "chunk")
-            assert not shown.missing(one, CHIP), shown.missing(one, CHIP)
+def test_no_tile_has_joined_rows_of_64():
+    """Triton 3.6 multiplies two joined tiles of 64 rows wrongly on Hopper (benchmarks/triton_joined_tiles.py): slices of 64 channels gave
+    wrong bfloat16 gradients for 33 <= K <= 64, which no interpreter shows."""
+    wrong = [str(one) for one in every_kind() if one.needs_grad and config.choose(one, CHIP).slice_k == 64]
+    assert not wrong, wrong
 
 
-def test_a_changed_tile_is_not_shown(monkeypatch):
-    """The size that was wrong, and any other that nobody has run."""
+def test_what_the_table_holds_can_run():
+    """No form is in it that the present tile sizes do not lead to."""
+    known = set(shown.shown("sm_90"))
+    crowds = [one.replace(B=n, N=n) for one in every_kind() for n in (1, 22, 44, 132)] if known else []
+    assert known <= {name for one in crowds for name in shown.forms(one, config.choose(one, CHIP))}
+
+
+def test_a_changed_tile_waits(monkeypatch):
+    """With a table: the size that was wrong, and any other that nobody has run."""
     from dataclasses import replace
 
     one = problem("bfloat16", 64, 64)
     right = config.choose(one, CHIP)
-    assert right.slice_k < 64, "Triton 3.6 multiplies joined tiles of 64 rows wrongly"
-    known = shown.shown("sm_90")
-    assert all(name in known for name in shown.forms(one, right))
-    for changes in (dict(slice_k=64, slice_warps=4), dict(reverse_stages=7), dict(product_slice_k=16), dict(prepare_warps=2)):
-        assert not all(name in known for name in shown.forms(one, replace(right, **changes))), changes
+    known = dict.fromkeys(shown.forms(one, right), 1)
+    for changes in (dict(slice_k=64, slice_warps=4), dict(reverse_stages=7), dict(product_slice_k=16), dict(scan_warps=1)):
+        assert not known.keys() >= set(shown.forms(one, replace(right, **changes))), changes
 
 
-def test_other_chips_have_shown_nothing(monkeypatch):
+def test_chips_without_a_table(monkeypatch):
     monkeypatch.setattr(config, "UNCHECKED", False)
     monkeypatch.setattr(config, "INTERPRETED", False)
-    for name in set(config.CHIPS) - {"sm_90"}:
-        assert name in shown.waits(problem("bfloat16", 128, 128), config.CHIPS[name])
+    monkeypatch.setattr(shown, "shown", lambda chip: {})
+    for name in config.CHIPS:
+        waits = shown.waits(problem("bfloat16", 128, 128), config.CHIPS[name])
+        assert waits is None if name == "sm_90" else f"gradients on {name} have not been compared" in waits
+        assert shown.waits(problem("bfloat16", 128, 128, grad=False), config.CHIPS[name]) is None
 
 
 def test_the_file(tmp_path):
@@ -66,7 +71,9 @@ def test_the_file(tmp_path):
     assert json.loads(text) == {
         "chip": "sm_90", "sources": ["a campaign"], "forms": {"gradient": {"bfloat16 K64": 3}, "scan": {"float32 K16 V16": 1}},
     }  # fmt: skip
-    file = shown.FOLDER / "sm_90.json"
-    table = json.loads(file.read_text())
-    assert file.read_text() == shown.dump(table["chip"], table["sources"], shown.shown("sm_90"))
-    assert table["sources"]
+    (tmp_path / "sm_90.json").write_text(text)
+    shown.shown.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(shown, "FOLDER", tmp_path)
+        assert shown.shown("sm_90") == {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1}
+    shown.shown.cache_clear()

@@ -25,7 +25,7 @@ def config_for(problem: Problem, chip: Chip) -> Config:
 
 def wide_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:
     """K and V to run with instead of the problem's own, (0, 0) where that is not needed or would not help."""
-    if config.UNCHECKED or config.INTERPRETED or not shown.missing(problem, chip):
+    if config.UNCHECKED or config.INTERPRETED or not shown.shown(chip.name) or not shown.missing(problem, chip):
         return 0, 0
     return shown.wider(problem, chip)
 
