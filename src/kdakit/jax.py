@@ -249,7 +249,8 @@ def _arrays(*values) -> Arrays:
     if not all(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) for x in three) or len({x.dtype for x in three}) == 1:
         return arrays
     dtype = jnp.promote_types(jnp.promote_types(three[0].dtype, three[1].dtype), three[2].dtype)
-    return Arrays(*(x.astype(dtype) for x in three), *arrays[3:])
+    q, k, v = (x.astype(dtype) for x in three)
+    return arrays._replace(q=q, k=k, v=v)
 
 
 def _number(scale: Any) -> Any:
@@ -294,8 +295,8 @@ def _check_values(problem: Problem, arrays: Arrays, device: str) -> None:
         check_same_cu_seqlens(*seen.values())
     inputs = arrays[: len(DIFFERENTIABLE)]
     if every and all(x is None or _concrete(x) for x in (*inputs, arrays.cu_seqlens)):
-        wide = (None if x is None else np.asarray(x).astype(np.float64) for x in inputs)
-        check_values(problem, Arrays(*wide, seen.get("cu_seqlens")))
+        wide: list[Any] = [None if x is None else np.asarray(x).astype(np.float64) for x in inputs]
+        check_values(problem, Arrays(*wide)._replace(cu_seqlens=seen.get("cu_seqlens")))
 
 
 def _concrete(x: Any) -> bool:
@@ -331,11 +332,12 @@ def _forward(problem, backend, device, arrays):
     config = module.default_config(problem, device)
     if problem.op == "recurrent":
         return module.step(problem, arrays, config), None
-    mixing = _mixes(module, problem, config)
-    found = quarantine.isolate(problem, arrays) if mixing else None
-    result, saved = module.forward(problem, found.arrays if mixing else arrays, config)
-    if mixing:
+    if _mixes(module, problem, config):
+        found = quarantine.isolate(problem, arrays)
+        result, saved = module.forward(problem, found.arrays, config)
         result = quarantine.spoil_results(problem, result, found)
+    else:
+        result, saved = module.forward(problem, arrays, config)
     axes = _varying(arrays.q)  # a custom call's results know nothing of mesh axes
     return type(result)(*(x if x is None or _varying(x) == axes else _vary(x, axes - _varying(x)) for x in result)), saved
 

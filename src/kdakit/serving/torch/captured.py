@@ -103,14 +103,14 @@ class CapturedCalls:
         graph, logits = self._graph(step)
         made = Captured(slots, tokens, logits, graph, list(drafts))
         if kind == "verify":
-            made.accepted = torch.zeros_like(slots)
-            made.commit, _ = self._graph(lambda: self._commit(made))
+            made.accepted = accepted = torch.zeros_like(slots)
+            made.commit, _ = self._graph(lambda: self._commit(made, accepted))
         return made
 
-    def _commit(self, made: Captured) -> None:
+    def _commit(self, made: Captured, accepted: Tensor) -> None:
         for pool, draft in zip(self.pools, made.drafts, strict=True):
             draft.spent = False  # which of its replays has been committed is CapturedDraft's to know
-            commit(pool, draft, made.accepted)
+            commit(pool, draft, accepted)
 
     def _graph(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """`step` warmed up on a stream of its own, captured; nobody's slots take part."""

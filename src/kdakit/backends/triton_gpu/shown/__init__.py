@@ -90,6 +90,8 @@ def waits(problem: Problem, chip: Chip) -> str | None:
     """Why the problem is not for this chip yet; None: what it launches has been shown, as it is or with wider heads, or nobody asks."""
     if config.UNCHECKED or config.INTERPRETED:
         return None
+    if not shown(chip.name):
+        return _without_a_table(problem, chip)
     absent = missing(problem, chip)
     if not absent or wider(problem, chip) != (0, 0):
         return None
@@ -98,16 +100,15 @@ def waits(problem: Problem, chip: Chip) -> str | None:
             "KDAKIT_UNCHECKED=1 allows it")  # fmt: skip
 
 
-class Everything(dict):
-    """The table of a chip that was compared with float64 before there were tables: every form counts as shown."""
-
-    def get(self, name: Any, default: Any = 0) -> Any:
-        return LEAST
+# Chips whose named cases (`make gpu-cases`) have been compared with float64: enough until they have a table.
+COMPARED = ("sm_90",)
 
 
-# Chips without a table whose kernels were held against float64 case by case and by random problems of all sizes, on an earlier version of
-# some of them. A table, as soon as a campaign writes one, takes the place of this.
-COMPARED_BEFORE = ("sm_90",)
+def _without_a_table(problem: Problem, chip: Chip) -> str | None:
+    """`waits` on a chip that no campaign has been recorded for: gradients, where not even the named cases have been compared."""
+    if chip.name in COMPARED or not problem.needs_grad:
+        return None
+    return f"gradients on {chip.name} have not been compared with float64 on such a GPU; KDAKIT_UNCHECKED=1 allows them"
 
 
 @lru_cache
@@ -115,7 +116,7 @@ def shown(chip: str) -> dict[str, int]:
     """{form: problems that were right} of a chip; empty where none has been tried."""
     file = FOLDER / f"{chip}.json"
     if not file.exists():
-        return Everything() if chip in COMPARED_BEFORE else {}
+        return {}
     table = json.loads(file.read_text())
     return {f"{kernel} {rest}": count for kernel, found in table["forms"].items() for rest, count in found.items()}
 
@@ -134,7 +135,7 @@ def dump(chip: str, sources: list[str], counts: dict[str, int]) -> str:
 def summary(chip: Chip) -> dict[str, str]:
     """{dtype and call: how many kinds of problem (padded K and V, gate, normalised keys) run as they are, with wider heads, or wait}."""
     if not shown(chip.name):
-        named = "all run, as compared before there were tables" if chip.name in COMPARED_BEFORE else "KDAKIT_UNCHECKED=1 allows them"
+        named = "the named cases have been compared with float64" if chip.name in COMPARED else "gradients wait for KDAKIT_UNCHECKED=1"
         return {"every call": f"no campaign of random problems has been recorded for such a chip; {named}"}
     sizes, told = (16, 32, 64, 128, 256), {}
     for dtype, call in itertools.product(("bfloat16", "float16", "float32"), ("forward", "gradients", "step")):

@@ -49,7 +49,7 @@ def _backward(grads, needed, x, weight, gate, bias, eps):
             given = dict(x=x, gate=None if gate is None else gate.contiguous(), weight=weight.contiguous(), bias=bias)
             run(**given, dy=d_y, dx=d_x, dgate=d_gate, shares=shares)
             kernels.sums(strips, heads, V, bias is not None)(shares=shares, d_weight=d_weight, d_bias=d_bias)
-    return [d_x, d_weight, d_gate, d_bias if bias is None else d_bias.to(bias.dtype)]
+    return [d_x, d_weight, d_gate, None if bias is None or d_bias is None else d_bias.to(bias.dtype)]
 
 
 def _heads(x: Tensor, gate: Tensor | None) -> int:
