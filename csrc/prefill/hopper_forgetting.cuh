@@ -14,40 +14,20 @@ namespace kda::hopper {
 constexpr float kForgotten = 0x1p-40f, kPromising = 0x1p-8f;  // where one chunk's bound is above the second, no other is looked at
 constexpr int kTries = 3;                                       // chunks
 
-// Where a block judges: two tiles and decays at the start of its shared memory, a barrier and sums at `scratch`.
-struct Judge {
-  uint8_t* shared;
-  int scratch;
-};
-constexpr int kJudgeBytes = 16 + 16 * 4;
-
-// The bound of one chunk's matrix, by the first JUDGES threads; all threads of the block ask. `turn` counts the block's questions.
+// The bound of one chunk's matrix, by the first JUDGES threads; all threads of the block ask. `scratch`: JUDGES / 16 floats.
 template <int JUDGES>
-__device__ __forceinline__ float bound(const uint8_t* record, const Judge& judge, int turn) {
+__device__ __forceinline__ float bound(const uint8_t* record, float* scratch) {
   constexpr int kPerToken = JUDGES / kChunk, kUnits = 16 / kPerToken, kWarps = JUDGES / 32;  // units of 16 bytes
   const int thread = threadIdx.x, lane = thread % 32;
-  const uint32_t smem = shared_address(judge.shared), barrier = smem + judge.scratch;
-  auto* sums = reinterpret_cast<float*>(judge.shared + judge.scratch + 16);
-  if (thread == 0) {
-    if (turn == 0) {
-      barrier_init(barrier, 1);
-      barrier_init_fence();
-    }
-    barrier_arrive_expect(barrier, 2 * kTileBytes + kHead * 4);
-    bulk_load(smem, record + kKIn, kTileBytes, barrier);
-    bulk_load(smem + kTileBytes, record + kKSolved, kTileBytes, barrier);
-    bulk_load(smem + 2 * kTileBytes, record + kRecordDecay, kHead * 4, barrier);
-  }
   __syncthreads();
-  barrier_wait(barrier, turn & 1);
   if (thread < JUDGES) {
-    const int token = thread / kPerToken, first = thread % kPerToken * kUnits, at = first / 8 * 8192 + token * 128;
+    const int token = thread / kPerToken, first = thread % kPerToken * kUnits, at = first / 8 * 8192 + token * 128 + first % 8 * 16;
     float squares[2] = {};
 #pragma unroll
     for (int which = 0; which < 2; ++which)
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {  // neighbours begin with different units, which lie in different banks
-        const uint4 x = load_shared(smem + which * kTileBytes + at + (first % 8 + (i + token) % kUnits) * 16);
+      for (int i = 0; i < kUnits; ++i) {
+        const uint4 x = *reinterpret_cast<const uint4*>(record + (which ? kKSolved : kKIn) + at + i * 16);
         const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j)
@@ -58,28 +38,27 @@ __device__ __forceinline__ float bound(const uint8_t* record, const Judge& judge
 #pragma unroll
       for (int step = 1; step < kPerToken; step *= 2) squares[which] += __shfl_xor_sync(~0u, squares[which], step);
     float sum = sqrtf(squares[0]) * sqrtf(squares[1]);
-    float largest = thread < kHead ? reinterpret_cast<const float*>(judge.shared + 2 * kTileBytes)[thread] : 0.0f;
+    float largest = thread < kHead ? reinterpret_cast<const float*>(record + kRecordDecay)[thread] : 0.0f;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       if (step >= kPerToken) sum += __shfl_xor_sync(~0u, sum, step);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     }
-    if (lane == 0) sums[thread / 32] = sum, sums[kWarps + thread / 32] = largest;
+    if (lane == 0) scratch[thread / 32] = sum, scratch[kWarps + thread / 32] = largest;
   }
   __syncthreads();
   float sum = 0.0f, largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) sum += sums[i], largest = fmaxf(largest, sums[kWarps + i]);
-  __syncthreads();  // the sums are read, and the tiles: the next copies may come
+  for (int i = 0; i < kWarps; ++i) sum += scratch[i], largest = fmaxf(largest, scratch[kWarps + i]);
   return 1.0001f * (sum + largest);  // and what these sums were rounded by
 }
 
 // How many of the last `chunks` chunks, records `step` bytes apart, decide about the state after them; 0: all. NaN decides for all.
 template <int JUDGES>
-__device__ __forceinline__ int deciding(const uint8_t* last, int64_t step, int chunks, const Judge& judge) {
+__device__ __forceinline__ int deciding(const uint8_t* last, int64_t step, int chunks, float* scratch) {
   float product = 1.0f;
   for (int i = 0; i < min(chunks, kTries); ++i) {
-    const float one = bound<JUDGES>(last - i * step, judge, i);
+    const float one = bound<JUDGES>(last - i * step, scratch);
     product *= one;
     if (product < kForgotten) return i + 1;
     if (!(one < kPromising)) return 0;

@@ -12,7 +12,7 @@ constexpr int kGroups = 2, kFetchers = 128, kThreads = kGroups * 128 + kFetchers
 // A stage: k_in, k_solved, decay, values.
 constexpr int kSolvedAt = kTileBytes, kDecayAt = 2 * kTileBytes, kValuesAt = (kDecayAt + kHead * 4 + 1023) / 1024 * 1024;
 constexpr int kValuesPitch = kHead * 2 + 16, kStage = kValuesAt + kChunk * kValuesPitch;
-constexpr int kBarriers = kStages * kStage, kScratch = kBarriers + 2 * kStages * 8, kBytes = kScratch + kJudgeBytes;
+constexpr int kBarriers = kStages * kStage, kScratch = kBarriers + 2 * kStages * 8, kBytes = kScratch + 16 * 4;
 static_assert(kStage % 1024 == 0 && kBytes <= 232448 && kGroups * 2 * 16384 <= kStages * kStage, "");
 
 struct Task {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constan
   const uint8_t* records = static_cast<const uint8_t*>(p.workspace) + (first_slot(p, n) * p.HV + head) * kRecordBytes;
   const int64_t step = p.HV * kRecordBytes;
   const int last = own.first + own.count - 1;
-  const int few = deciding<kGroups * 128>(records + last * step, step, own.count, {shared, kScratch});
+  const int few = deciding<kGroups * 128>(records + last * step, step, own.count, reinterpret_cast<float*>(shared + kScratch));
   if (!matrix && threadIdx.x == 0) links_of(p).forgets(row, part) = few > 0;
   if (matrix && few > 0) return;
   const int first = few > 0 ? last + 1 - few : own.first;

@@ -28,7 +28,7 @@ struct Layout {
   static constexpr int out = stages * stage;
   static constexpr int barriers = out + GROUPS * 2 * kOutBytes;
   static constexpr int scratch = barriers + 2 * stages * 8;
-  static constexpr int bytes = scratch + (GROUPS == 1 ? kJudgeBytes : 0);
+  static constexpr int bytes = scratch + (GROUPS == 1 ? 8 * 4 : 0);
 };
 
 template <int GROUPS>
@@ -44,14 +44,14 @@ struct Task {
 };
 
 // Of two parts: how many chunks before the second decide about the state there; 0: all, and there is one part.
-__device__ __forceinline__ int parted(const HopperForward& p, const uint8_t* records, int chunks, const Judge& judge) {
+__device__ __forceinline__ int parted(const HopperForward& p, const uint8_t* records, int chunks, float* scratch) {
   const int64_t step = p.HV * kRecordBytes;
   const int length = part_of(chunks, 2, 0).count;
-  return length < chunks ? deciding<128>(records + (length - 1) * step, step, length, judge) : 0;
+  return length < chunks ? deciding<128>(records + (length - 1) * step, step, length, scratch) : 0;
 }
 
 template <int GROUPS>
-__device__ __forceinline__ Task task_of(const HopperForward& p, const Judge& judge) {
+__device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) {
   constexpr int kBlocks = kHead / (GROUPS * kSlice);
   const int parts = GROUPS == 1 ? p.parts : 1, part = blockIdx.x / kBlocks % parts;
   const int64_t i = blockIdx.x / kBlocks / parts, n = i / p.HV, head = i - n * p.HV;
@@ -61,7 +61,7 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, const Judge& jud
   Part own = part_of(chunks, parts, part);
   int links = 0, silent = 0;
   if (parts == 2) {
-    silent = parted(p, static_cast<const uint8_t*>(p.workspace) + record * kRecordBytes, chunks, judge);
+    silent = parted(p, static_cast<const uint8_t*>(p.workspace) + record * kRecordBytes, chunks, scratch);
     if (silent == 0) own = {0, part == 0 ? chunks : 0, part == 0};
     if (part == 0) silent = 0;
     own.first -= silent, own.count += silent;
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
   for (int i = 0; i < L::stages; ++i) clear_squares<kThreads<GROUPS>>(smem + i * L::stage, threadIdx.x);
   fence_async();
   __syncthreads();
-  const Task task = task_of<GROUPS>(p, {shared, L::scratch});
+  const Task task = task_of<GROUPS>(p, reinterpret_cast<float*>(shared + L::scratch));
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");

@@ -40,8 +40,8 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
 extern "C" int kda_emulate_deciding(const uint8_t *last, int64_t step, int chunks, int order) {
   int found[384];
   emulate::run_block(0, 384, order, [&] {
-    const int few = deciding<256>(last, step, chunks, {memory, 65536});
-    const int again = deciding<128>(last, step, chunks, {memory, 65536});
+    const int few = deciding<256>(last, step, chunks, reinterpret_cast<float *>(memory));
+    const int again = deciding<128>(last, step, chunks, reinterpret_cast<float *>(memory));
     found[threadIdx.x] = few == again ? few : -1;
   });
   for (int thread = 1; thread < 384; ++thread)

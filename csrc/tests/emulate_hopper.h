@@ -126,21 +126,6 @@ inline uint2 load_shared_pair(uint32_t address) {
   return x;
 }
 
-inline uint4 load_shared(uint32_t address) {
-  uint4 x;
-  memcpy(&x, memory + address, 16);
-  return x;
-}
-
-inline void barrier_init(uint32_t, uint32_t) {}
-inline void barrier_init_fence() {}
-inline void barrier_arrive_expect(uint32_t, uint32_t) {}
-inline void barrier_wait(uint32_t, uint32_t) {}  // a copy is there at once: the block meets between the copy and the wait
-inline void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t) {
-  emulate::check_aligned(from, "cp.async.bulk");
-  memcpy(memory + to, from, bytes);
-}
-
 inline void fence_async() {}
 inline void let_next_kernel_start() {}
 inline void named_barrier(int barrier, int threads) { emulate::wait_named(barrier, threads); }

@@ -198,6 +198,9 @@ int main(int count, char **words) {
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return puts("no CUDA device"), 77;
   CUDA(cudaGetDeviceProperties(&device, 0));
   if (device.major != 9 || device.minor != 0) return puts("the bfloat16 kernels need compute capability 9.0"), 77;
-  for (size_t i = 0; i < sizeof PROBLEMS / sizeof *PROBLEMS; ++i) bad += check(&PROBLEMS[i], !(count > 1 && !strcmp(words[1], "unset")));
+  /* Parts read records by ordinary loads that the copy engine wrote, which initcheck does not see. */
+  const int unset = count > 1 && !strcmp(words[1], "unset");
+  for (size_t i = 0; i < sizeof PROBLEMS / sizeof *PROBLEMS; ++i)
+    if (!unset || PROBLEMS[i].parts == 0) bad += check(&PROBLEMS[i], !unset);
   return bad ? 1 : 0;
 }
