@@ -321,7 +321,7 @@ def test_bench_times_writes_and_renders(tmp_path, capsys):
     words = ["--shape", "1x64x1x16", "--mode", "fwd", "decode", "--repeat", "3", "--seconds", "1"]
     assert main(["bench", *words, "--backend", *backends(), "--json", str(record), "--plot", str(chart)]) == 0
     out = capsys.readouterr().out
-    assert "median ms" in out and "fwd B1 T64 H1 K16" in out and "decode B1 H1 K16" in out
+    assert "median ms" in out and "forward, 64 tokens, 1 head of 16" in out and "one token, 1 head of 16" in out
     data = json.loads(record.read_text())
     assert {"machine", "versions", "commit", "command", "date", "settings"} <= set(data)
     assert len(data["results"]) == 2 * len(backends())

@@ -20,7 +20,7 @@ def build(framework: str, config: ModelConfig, weights: dict[str, np.ndarray] | 
     """The model on its device in its dtype; float32 on the CPU (PyTorch) or on the first device (JAX) without a place."""
     models = importlib.import_module(f"kdakit.models.{framework}")
     if framework == "jax":
-        return models.KimiLinear(config, weights=weights, dtype="float32" if place is None else place.dtype)
+        return models.KimiLinear(config, weights=weights, dtype=None if place is None else place.dtype)
     model = models.KimiLinear(config, weights=weights)
     if place is None:
         return model

@@ -70,11 +70,11 @@ class KimiLinear(nnx.Module):
     """The language model. The same seed gives the same weights as in kdakit.models.torch.
 
     checkpoint_activations: keep only each block's input for the backward, and compute the rest again. weights: instead of the seed's.
-    dtype: of activations and products; parameters are float32, and cast where they multiply.
+    dtype: of activations and products, the parameters' own if None: they stay as they are, and are cast where they multiply.
     """
 
     def __init__(
-        self, config: ModelConfig, seed: int = 0, checkpoint_activations: bool = False, backend: str = "auto", dtype: str = "float32",
+        self, config: ModelConfig, seed: int = 0, checkpoint_activations: bool = False, backend: str = "auto", dtype: str | None = None,
         weights: dict[str, np.ndarray] | None = None,
     ):  # fmt: skip
         self.config, self.checkpoint_activations, self.dtype = config, checkpoint_activations, dtype
@@ -98,7 +98,7 @@ class KimiLinear(nnx.Module):
         check_tokens(tokens.shape, None if attention_mask is None else attention_mask.shape, cu_seqlens is not None)
         rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
         embeddings = self.model.embeddings.weight[...]
-        x = embeddings[rows.arrange(tokens)].astype(self.dtype)
+        x = embeddings[rows.arrange(tokens)].astype(self.dtype or embeddings.dtype)
         run = nnx.remat(Block.__call__) if self.checkpoint_activations else Block.__call__
         following = []
         for i, block in enumerate(self.model.layers):

@@ -30,7 +30,7 @@ class Learner:
         self, config: ModelConfig, optimizer: AdamW, seed: int = 0, backend: str = "auto", mesh: Any = None, place: Place | None = None,
         accumulate: int = 1, weights: dict[str, np.ndarray] | None = None,
     ):  # fmt: skip
-        dtype = "float32" if place is None else place.dtype
+        dtype = None if place is None else place.dtype
         graph, state = nnx.split(KimiLinear(config, seed=seed, backend=backend, dtype=dtype, weights=weights))
         if place is not None and mesh is None:
             state = jax.device_put(state, place.device)
