@@ -47,11 +47,11 @@ def section_of(i_d, D0, D1, D2, p_0, p_1, p_2, BD: tl.constexpr, UNIT: tl.conste
     """Of the i_d-th block of channels: where its section begins, how wide it is, the block's first channel in it, and its tensor."""
     D0, D1, D2 = D0 * UNIT, D1 * UNIT, D2 * UNIT
     n0, n1 = tl.cdiv(D0, BD), tl.cdiv(D1, BD)
-    base, width, first, p = D0 * 0, D0, i_d * BD, p_0
-    if i_d >= n0 + n1:
-        base, width, first, p = D0 + D1, D2, (i_d - n0 - n1) * BD, p_2
-    elif i_d >= n0:
-        base, width, first, p = D0, D1, (i_d - n0) * BD, p_1
+    second, third = i_d >= n0, i_d >= n0 + n1  # selections, not branches: AMD's compiler takes no pointers out of these
+    base = tl.where(third, D0 + D1, tl.where(second, D0, 0))
+    width = tl.where(third, D2, tl.where(second, D1, D0))
+    first = (i_d - tl.where(third, n0 + n1, tl.where(second, n0, 0))) * BD
+    p = tl.where(third, p_2, tl.where(second, p_1, p_0))
     return base, width, first, p
 
 

@@ -85,10 +85,12 @@ def norm_sums_kernel(p_shares, p_d_weight, p_d_bias, S, HV, V, COLUMNS: tl.const
     Grid: (cdiv(V, COLUMNS) + cdiv(HV * V, COLUMNS),), without a bias the first alone.
     """
     i_c, rows, width, p_out = tl.program_id(0), S * HV, V, p_d_weight
-    if HAS_BIAS:  # noqa: SIM102 - the compiler decides the one, the device the other
-        if i_c >= tl.cdiv(V, COLUMNS):
-            i_c, rows, width, p_out = i_c - tl.cdiv(V, COLUMNS), S, HV * V, p_d_bias
-            p_shares += tl.cast(S, tl.int64) * HV * V
+    if HAS_BIAS:
+        second = i_c >= tl.cdiv(V, COLUMNS)
+        i_c -= tl.where(second, tl.cdiv(V, COLUMNS), 0)
+        rows, width = tl.where(second, S, rows), tl.where(second, HV * V, width)
+        p_out = tl.where(second, p_d_bias, p_out)
+        p_shares += tl.where(second, tl.cast(S, tl.int64) * HV * V, 0)
     o_c, o_r = i_c * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     b_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, rows, ROWS):
