@@ -465,7 +465,7 @@ def test_scaling_measures_each_point_in_its_own_process(tmp_path, capsys):
     words = ["--scaling", "--backend", "torch_native", "--shape", "1x64x1x16", "--lengths", "64", "128", "--mode", "fwd", "--repeat", "1"]
     assert main(["bench", *words, "--plot", str(chart)]) == 0
     out = capsys.readouterr().out
-    assert "time grows as T^" in out and "peak MiB" in out
+    assert "time grows as T^" in out and "peak memory MiB" in out
     assert chart.exists()
 
 

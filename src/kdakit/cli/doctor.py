@@ -39,12 +39,15 @@ def run(args) -> int:
 def write_tables(path: str) -> None:
     """Rewrite those generated sections of a Markdown file that this command knows."""
     from kdakit.measure import generated
+    from kdakit.measure.choices import UsageError
 
     known = {"support": support_markdown, "contract": contract_markdown}
-    for name in generated.sections(path):
-        if name in known:
-            generated.write(path, name, known[name]())
-            print(f"wrote the {name} table of {path}")
+    found = [name for name in generated.sections(path) if name in known]
+    if not found:
+        raise UsageError(f"{path} must have a section '<!-- generated: NAME -->' of {', '.join(known)}, and has none")
+    for name in found:
+        generated.write(path, name, known[name]())
+        print(f"wrote the {name} table of {path}")
 
 
 def contract_markdown() -> str:
