@@ -17,8 +17,8 @@ GATES = {
 CHIP = config.CHIPS["sm_90"]
 
 
-def problem(dtype, K, V, gate="softplus", l2norm=True, op="chunk", grad=True):
-    options = GATES[gate] | {"use_qk_l2norm_in_kernel": l2norm, "chunk_size": 64}
+def problem(dtype, K, V, gate="softplus", l2norm=True, op="chunk", grad=True, given_beta=False):
+    options = GATES[gate] | {"use_qk_l2norm_in_kernel": l2norm, "chunk_size": 64, "use_beta_sigmoid_in_kernel": not given_beta}
     case = Case("form", "", T=1, H=1, HV=1, K=K, V=V, A_log=gate == "softplus", options=options)
     return case.problem(dtype, op, grad)
 
@@ -64,6 +64,16 @@ def test_chips_without_a_table(monkeypatch):
         waits = shown.waits(problem("bfloat16", 128, 128), config.CHIPS[name])
         assert waits is None if name == "sm_90" else f"gradients on {name} have not been compared" in waits
         assert shown.waits(problem("bfloat16", 128, 128, grad=False), config.CHIPS[name]) is None
+
+
+def test_gradients_of_a_given_beta_wait_without_a_table(monkeypatch):
+    """Their kernels are newer than what the named cases have shown; float32's are not."""
+    monkeypatch.setattr(config, "UNCHECKED", False)
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(shown, "shown", lambda chip: {})
+    for dtype, waits in (("bfloat16", True), ("float16", True), ("float32", False)):
+        assert (shown.waits(problem(dtype, 128, 128, given_beta=True), CHIP) is not None) == waits
+        assert shown.waits(problem(dtype, 128, 128, given_beta=True, grad=False), CHIP) is None
 
 
 def test_the_file(tmp_path):
