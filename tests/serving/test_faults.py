@@ -312,6 +312,6 @@ def test_submitting_and_cancelling_from_other_threads(model, alone):
 
 def test_soak(capsys):
     """Faults in every fifth turn."""
-    done = soak.main(["--requests", "40", "--slots", "5", "--every", "4", "--seed", "4"])
+    done = soak.main(["--requests", "60", "--slots", "5", "--every", "4", "--seed", "5"])
     assert done.raised >= 5 and done.refused and done.engine.counts.cancelled and done.engine.counts.failed
     assert "no slot lost" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_sizes_are_checked(native):
         (dict(gate=7), "gate must be 0, 1 or 2, got 7"),
         (dict(batch=2, cu_seqlens=256, sequences=1), "batch must be 1 with cu_seqlens, got 2"),
         (dict(batch=1 << 20, tokens=1 << 20), "2\\^31 - 1 blocks"),
-        (dict(batch=1 << 39, tokens=1 << 39), "2\\^63 elements"),
+        (dict(batch=1 << 39, tokens=1 << 39), "2\\^60 elements"),
     ):
         with pytest.raises(library.NativeError, match=message):
             native.workspace_size(arguments(**changes))
