@@ -16,7 +16,7 @@ from typing import Any
 from kdakit.problem import Problem
 
 FREE = ("least", "prepare", "chain", "row")  # the others are too small to be seen in whole calls
-STEPS = (1.3, 1.1, 1.03, 1.01)
+STEPS = (1.3, 1.1, 1.03, 1.01, 1.1, 1.03, 1.01, 1.003)  # again from large ones: what moved last may let others move
 LEAST = 3
 Form = Callable[[Problem, dict[str, float]], float]
 
