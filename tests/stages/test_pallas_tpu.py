@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kdakit import accuracy, reference
+from kdakit import accuracy
 from kdakit.cases import CASES, FUSED, Case
 from kdakit.measure import checking
 from kdakit.problem import DIFFERENTIABLE, Arrays
@@ -87,10 +87,10 @@ def test_no_races_and_nothing_uninitialised(case, dtype, op, seed, eager):
     pltpu.reset_tpu_interpret_mode_state()
     found = run(case, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager), dtype, op, grad=op == "chunk")
     assert not races_found()
+    if case is STATES:  # of three chunks; the fourth slot is none's
+        assert not found["states"][:, 3:].any()
+        found["states"] = found["states"][:, :3]
     assert_right(case, found, dtype, op, grad=op == "chunk")
-    if case is STATES:
-        want = reference.forward(case.problem(), case.arrays()).states  # three chunks; the fourth slot is none's
-        assert accuracy.error(found["states"][:, :3], want) <= accuracy.tolerance(0.0, "float32") and not found["states"][:, 3:].any()
 
 
 # Without gradients packed calls with states take a kernel of their own: sequences that begin and end at edges of chunks and blocks and in

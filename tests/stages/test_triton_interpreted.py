@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
-from kdakit.backends.triton_gpu import call  # noqa: E402
+from kdakit.backends.triton_gpu import call, widened  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
 from kdakit.backends.triton_gpu.host import forward  # noqa: E402
 from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
@@ -336,10 +336,10 @@ def test_intermediate_states(name):
     assert accuracy.error(got.double().numpy(), truth) < 1e-6
 
 
-def gradients(case, dtype, arrays, changes=()):
-    """{name: gradient} of a case's cotangents, the forward's results with them."""
+def gradients(case, dtype, arrays, changes=(), form=()):
+    """{name: gradient} of a case's cotangents, the forward's results with them; in another form than the chosen one."""
     problem = case.problem(dtype, needs_grad=True).replace(**dict(changes))
-    config = triton_gpu.default_config(problem, "cpu")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), **dict(form))
     result, kept = triton_gpu.forward(problem, arrays, config)
     specs = triton_gpu.saved_specs(problem, "cpu")
     assert [(tuple(x.shape), str(x.dtype)) for x in kept] == [(shape, f"torch.{d}") for shape, d in specs]
@@ -374,12 +374,14 @@ def test_gradients_of_normed_keys_against_float64(case):
 
 @interpreter
 def test_gradients_with_every_gate_at_its_bound():
-    """A bounded gate's gradient is a sum in which most terms cancel; here, e^-5 of them is left, at every token."""
+    """A bounded gate's gradient is a sum in which most terms cancel; here, e^-5 of them is left, at every token. And d_beta is little more
+    than one number, the last token's, a sum over 16 channels in which terms cancel: rows rounded to bfloat16 lose 1.8 % of it."""
     case = MODEL[0]
     values = case.arrays("bfloat16")
     values.g[...] = -5
     arrays = tensors(case, "bfloat16")
-    assert_right(case, "bfloat16", values, gradients(case, "bfloat16", arrays._replace(g=torch.full_like(arrays.g, -5))))
+    arrays = arrays._replace(g=torch.full_like(arrays.g, -5))
+    assert_right(case, "bfloat16", values, gradients(case, "bfloat16", arrays, form=dict(exact_last=True).items()))
 
 
 @interpreter
@@ -413,9 +415,9 @@ def test_gradients_have_no_scale_of_their_own():
 @interpreter
 def test_gradients_across_checkpoints(monkeypatch):
     """States are replayed from checkpoints, here one for every second slot, wherever in a sequence that lies."""
-    for choose in ("choose", "chosen"):
-        usual = getattr(triton_gpu, choose)
-        monkeypatch.setattr(triton_gpu, choose, lambda problem, chip, usual=usual: dataclasses.replace(usual(problem, chip), checkpoint=2))
+    for module, name in ((triton_gpu, "choose"), (widened, "config_for")):
+        usual = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda problem, chip, usual=usual: dataclasses.replace(usual(problem, chip), checkpoint=2))
     case = FEW["chunk128"]
     assert_right(case, "float32", case.arrays("float32"), gradients(case, "float32", tensors(case, "float32")))
 
@@ -438,6 +440,16 @@ def test_kept_intermediates_give_the_same_bits():
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
+@interpreter
+def test_gradients_with_exact_last_rows():
+    """Only d_beta and what comes of pairs change, and of no sequence but in its last chunk; packed, with empty sequences."""
+    case = FEW["varlen_fused"]
+    arrays = tensors(case, "bfloat16")
+    plain, exact = (gradients(case, "bfloat16", arrays, form=dict(exact_last=on).items()) for on in (False, True))
+    assert not torch.equal(plain["beta"], exact["beta"]) and torch.equal(plain["v"], exact["v"]) and torch.equal(plain["o"], exact["o"])
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), exact)
+
+
 @pytest.mark.parametrize("name, dtype", [("varlen_fused", "bfloat16"), ("no_final", "float32")])
 def test_launches_known_ahead(name, dtype, monkeypatch):
     """What a first call compiles at once is what it, and its backward, then launch."""
@@ -451,8 +463,10 @@ def test_launches_known_ahead(name, dtype, monkeypatch):
     monkeypatch.setattr(launch, "launch", look)
     gradients(case, dtype, arrays)
     known = [(kernel, list(map(launch.specialised, args)), constants, options) for kernel, args, constants, options in known]
-    only_longer = [x for x in known if x[0].__name__ in ("parts_kernel", "combine_kernel") or x[2].get("PART") == "first"]
-    assert [x for x in known if x not in only_longer] == launched and len(launched) >= 7
+    assert all(x in known for x in launched) and len(launched) >= 7
+    for kernel, _, constants, _ in (x for x in known if x not in launched):
+        longer = kernel.__name__ in ("parts_kernel", "combine_kernel") or constants.get("PART") == "first"
+        assert longer or constants["HAS_FINAL"] is False, kernel  # or a loss that is made of the outputs alone
 
 
 def test_no_length_in_any_choice():

@@ -66,6 +66,7 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         HAS_LOWER=problem.needs_grad,
         HAS_CHECKPOINTS=problem.needs_grad,
         HAS_FIRST=corrected(problem),
+        HAS_LOST=config.exact_last,
         BOUNDED=config.bounded,
         BY_TOKEN=config.by_token,
         FLOOR=config.floor,

@@ -76,6 +76,7 @@ class Config:
     restore_warps: int = 4
     step_block_v: int = 32
     step_warps: int = 2
+    exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta. No GPU has run it yet
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
 

@@ -19,6 +19,12 @@ def round_to(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def rounded_off(x, DTYPE: tl.constexpr):
+    """What rounding to DTYPE takes from x, rounded itself."""
+    return round_to(x - round_to(x, DTYPE).to(tl.float32), DTYPE)
+
+
+@triton.jit
 def stored_operand(x, DTYPE: tl.constexpr):
     """A stored tile as an operand of DTYPE."""
     return x.to(tl.float32).to(DTYPE)

@@ -28,6 +28,7 @@ class Replayed(NamedTuple):
     first: torch.Tensor  # [N, HV, 2, C, KP]  what rounding took from k_in and q_decayed of the first chunks
     states: torch.Tensor  # [slots, HV, VP, KP]  before each chunk
     r: torch.Tensor  # [B, T, HV, V]  v - k_in S
+    r_lost: torch.Tensor  # [N, HV, C, VP]  what rounding took from r of the last chunks
 
 
 def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
@@ -35,10 +36,15 @@ def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ..
     slots = chunk_slots(problem, C)
     first = problem.N if corrected(problem) else 0
     shapes = [(slots, HV, 3, C, KP), (slots, HV, KP), (slots, HV, 3, C), (first, HV, 2, C, KP), (slots, HV, VP, KP)]
-    shapes += [(problem.B, problem.T, HV, problem.V)]
+    shapes += [(problem.B, problem.T, HV, problem.V), last_shape(problem, config)]
     lost = "float32" if problem.dtype == "float16" else problem.dtype  # strong decays underflow in float16
-    dtypes = (problem.dtype, "float32", "float32", lost, problem.dtype, problem.dtype)
+    dtypes = (problem.dtype, "float32", "float32", lost, problem.dtype, problem.dtype, problem.dtype)
     return list(zip(shapes, dtypes, strict=True))
+
+
+def last_shape(problem: Problem, config: Config) -> tuple[int, ...]:
+    """Of what rounding takes from rows of the last chunks."""
+    return problem.N if config.exact_last else 0, problem.HV, config.chunk, padded(problem.V)
 
 
 def k_solved(x: Replayed, config: Config) -> torch.Tensor:
@@ -101,6 +107,7 @@ def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoint
             factors=out.factors,
             states=out.states,
             r=out.r,
+            r_lost=out.r_lost,
         )
 
 
@@ -109,6 +116,7 @@ class Reversed(NamedTuple):
 
     d_states: torch.Tensor  # [slots, HV, VP, KP]  dS' after each chunk
     d_v: torch.Tensor  # [B, T, HV, V]
+    y_lost: torch.Tensor  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
     alone: torch.Tensor | None  # what the gradient of a given beta needs
     d_initial: torch.Tensor | None
 
@@ -118,6 +126,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
+    y_lost = torch.empty(last_shape(problem, config), dtype=d_v.dtype, device=device)
     d_initial, alone = None, None
     if problem.options.beta == "given":
         alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
@@ -135,10 +144,11 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
             d_final=d_final,
             d_states=d_states,
             d_v=d_v,
+            y_lost=y_lost,
             alone=alone,
             d_initial=d_initial,
         )
-    return Reversed(d_states, d_v, alone, d_initial)
+    return Reversed(d_states, d_v, y_lost, alone, d_initial)
 
 
 def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: Reversed, config: Config) -> None:
@@ -189,6 +199,8 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
             d_tiles=out.d_tiles,
             scales=out.scales,
             alone=back.alone,
+            y_lost=back.y_lost,
+            r_lost=y.r_lost,
             d_decay=out.d_decay,
         )
     return out

@@ -84,6 +84,15 @@ def exact_d_decay(
 
 
 @triton.jit
+def load_beta_y(p_d_v, p_alone, o_row, o_i, m_i, m_alone, o_v, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr):
+    """beta y, or y for rows m_alone, [R, BV]."""
+    b_beta_y = load_rows(p_d_v, o_row, m_i, o_v, V, BV)
+    if GIVEN:
+        b_beta_y = tl.where(m_alone[:, None], load_rows(p_alone, o_i * VP, m_alone, o_v, V, BV), b_beta_y)
+    return b_beta_y
+
+
+@triton.jit
 def pair_products(p_d_o, p_d_v, p_alone, p_r, o_row, o_i, m_i, m_alone, o_rc, m_c, V: tl.constexpr, VP: tl.constexpr, BV: tl.constexpr,
                   R: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """d_o r^T and beta y r^T, or y r^T for rows m_alone, [R, R]: rows in the order of `span_tokens`, columns in that of `row_tokens`."""
@@ -92,11 +101,24 @@ def pair_products(p_d_o, p_d_v, p_alone, p_r, o_row, o_i, m_i, m_alone, o_rc, m_
         o_v = i_v + tl.arange(0, BV)
         b_r = tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV))
         b_Pq = product_add(load_rows(p_d_o, o_row, m_i, o_v, V, BV), b_r, b_Pq, PRECISION)
-        b_beta_y = load_rows(p_d_v, o_row, m_i, o_v, V, BV)
-        if GIVEN:
-            b_beta_y = tl.where(m_alone[:, None], load_rows(p_alone, o_i * VP, m_alone, o_v, V, BV), b_beta_y)
+        b_beta_y = load_beta_y(p_d_v, p_alone, o_row, o_i, m_i, m_alone, o_v, V, VP, BV, GIVEN)
         b_Pk = product_add(b_beta_y, b_r, b_Pk, PRECISION)
     return b_Pq, b_Pk
+
+
+@triton.jit
+def add_lost_pairs(b_Pk, p_d_v, p_alone, p_y_lost, p_r, p_r_lost, o_row, o_i, m_i, m_alone, o_rc, o_c, m_c, V: tl.constexpr,
+                   VP: tl.constexpr, BV: tl.constexpr, GIVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """b_Pk [R, R] + what rounding took from it: y_lost r^T + beta y r_lost^T. The last token's d_beta is a sum over V in which terms
+    cancel, and where gates forget all else, it is all there is."""
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_r = tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV))
+        b_Pk = product_add(load_rows(p_y_lost, o_i * VP, m_i, o_v, V, BV), b_r, b_Pk, PRECISION)
+        b_r = tl.trans(load_rows(p_r_lost, o_c * VP, m_c, o_v, V, BV))
+        b_beta_y = load_beta_y(p_d_v, p_alone, o_row, o_i, m_i, m_alone, o_v, V, VP, BV, GIVEN)
+        b_Pk = product_add(b_beta_y, b_r, b_Pk, PRECISION)
+    return b_Pk
 
 
 @triton.jit
@@ -146,11 +168,12 @@ def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexp
 @kernel
 def products_kernel(
     p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_d_states, p_r, p_d_o, p_initial, p_d_final,
-    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_alone, p_d_decay,
+    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_alone, p_y_lost, p_r_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr, BY_TOKEN: tl.constexpr,
+    HAS_FINAL: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r, of which d_v holds beta y, and where a given beta is tiny p_alone
     y (see `reverse`), S before and dS' after the chunk:
@@ -200,6 +223,13 @@ def products_kernel(
     b_Pq, b_Pk = pair_products(
         p_d_o, p_d_v, p_alone, p_r, o_row, o_i, m_i, m_alone, o_rc, m_c, V, VP, BV, R, BETA == "given", PRECISION, STAGES
     )
+    if HAS_LOST:  # noqa: SIM102 - the one is known when this is compiled
+        if start + C >= eos:
+            i_last = (i_n * HV + i_h) * C * VP
+            b_Pk = add_lost_pairs(
+                b_Pk, p_d_v, p_alone, p_y_lost + i_last, p_r, p_r_lost + i_last, o_row, o_i, m_i, m_alone, o_rc, o_c, m_c, V, VP, BV,
+                BETA == "given", PRECISION,
+            )  # fmt: skip
     p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
     b_Aq = times_solved(b_Pq, X, GRADIENT_DTYPE, PRECISION) * b_norm_q[:, None]
     if BY_TOKEN:

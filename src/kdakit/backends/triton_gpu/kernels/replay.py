@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
-from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -19,11 +19,12 @@ from kdakit.problem import Problem
 
 @triton.jit
 def replay_states(
-    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, b_S, length, HV, s_vt, o_v, m_v, chunks,
+    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, p_r_lost, b_S, length, HV, s_vt, o_v, m_v, chunks,
     V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r."""
+    """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r.
+    HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
     o_t = row_tokens(C, HALF, GROUP)
@@ -45,6 +46,9 @@ def replay_states(
         tl.store(p_state, b_Sn, mask=m_v[:, None])
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         tl.store(p_r, round_to(tl.trans(b_r), DTYPE), mask=m_cv)
+        if HAS_LOST:
+            m_last = m_cv & (length - i_c * C <= C)
+            tl.store(p_r_lost + o_t[:, None] * VP + o_v[None, :], rounded_off(tl.trans(b_r), DTYPE), mask=m_last)
         b_S = product_add(round_to(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
@@ -57,11 +61,11 @@ def replay_states(
 
 @kernel
 def replay_kernel(
-    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r,
+    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, p_r_lost,
     T, N, NT, HV, CHECKPOINT, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head: the chunks from a checkpoint, or from the sequence's start, to the next checkpoint or the end. The states
     before every chunk and r = v - k_in S, serial only within the segment.
@@ -87,9 +91,9 @@ def replay_kernel(
         b_S += tl.load(p_initial + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
     replay_states(
         p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
-        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V, b_S, eos - start,
-        HV, s_vt, o_v, m_v, chunks,
-        V, KP, VP, C, HALF, GROUP, ALIGN, PRECISION, STAGES,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V,
+        p_r_lost + (i_n * HV + i_h) * C * VP, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
+        V, KP, VP, C, HALF, GROUP, ALIGN, HAS_LOST, PRECISION, STAGES,
     )  # fmt: skip
 
 

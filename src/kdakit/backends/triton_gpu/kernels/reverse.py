@@ -10,7 +10,7 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.gate import tiny_strength
-from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off, stored_operand
 from kdakit.backends.triton_gpu.device.program import first_slot, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -29,11 +29,11 @@ def scaled_product(a, b, PRECISION: tl.constexpr):
 
 @kernel
 def reverse_kernel(
-    p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_alone, p_d_initial,
+    p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_y_lost, p_alone, p_d_initial,
     T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LOST: tl.constexpr, BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, from the last to the first, with dS' the gradient of the state after it:
 
@@ -41,6 +41,7 @@ def reverse_kernel(
 
     y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
     state. Where beta is the caller's own it may be 0, and its gradient needs y: alone [slot, HV, C, VP] gets that of such tokens.
+    HAS_LOST: y_lost [N, HV, C, VP] gets what rounding takes from either in a sequence's last chunk.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -96,6 +97,12 @@ def reverse_kernel(
         if BETA == "given":
             m_alone = m_cv & tiny_strength(b_beta, DTYPE)[:, None]
             tl.store(p_alone + i_at * C * VP + o_t[:, None] * VP + o_v[None, :], round_to(tl.trans(b_y), DTYPE), mask=m_alone)
+        if HAS_LOST:
+            b_taken = b_beta
+            if BETA == "given":
+                b_taken = tl.where(tiny_strength(b_beta, DTYPE), 1.0, b_beta)
+            b_lost = rounded_off(tl.trans(b_y * b_taken[None, :]), DTYPE)
+            tl.store(p_y_lost + i_nh * C * VP + o_t[:, None] * VP + o_v[None, :], b_lost, mask=m_cv & (i == 0))
         b_dS = product_add(round_to(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
     if HAS_INITIAL:
         tl.store(p_d_initial + o_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
