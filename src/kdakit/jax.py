@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from kdakit import dispatch, quarantine
+from kdakit.mesh_axes import all_varying, vary, varying
 from kdakit.problem import (
     DIFFERENTIABLE,
     Arrays,
@@ -305,20 +306,8 @@ def _concrete(x: Any) -> bool:
 
 def _varying_together(arrays: Arrays) -> Arrays:
     """Inside shard_map every array varies over the same mesh axes, so that the gradient of a replicated one is summed over them."""
-    everything: frozenset = frozenset().union(*(_varying(x) for x in arrays if x is not None))
-    return Arrays(*(x if x is None or _varying(x) == everything else _vary(x, everything - _varying(x)) for x in arrays))
-
-
-def _varying(x) -> frozenset:
-    """The mesh axes over which x varies; the attribute has changed its place between versions of JAX."""
-    kind: Any = jax.typeof(x)
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-
-
-def _vary(x, axes: frozenset):
-    namespace: Any = lax
-    names = tuple(sorted(axes))
-    return namespace.pcast(x, names, to="varying") if hasattr(lax, "pcast") else namespace.pvary(x, names)
+    everything = all_varying(arrays)
+    return Arrays(*(None if x is None else vary(x, everything) for x in arrays))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -338,8 +327,8 @@ def _forward(problem, backend, device, arrays):
         result = quarantine.spoil_results(problem, result, found)
     else:
         result, saved = module.forward(problem, arrays, config)
-    axes = _varying(arrays.q)  # a custom call's results know nothing of mesh axes
-    return type(result)(*(x if x is None or _varying(x) == axes else _vary(x, axes - _varying(x)) for x in result)), saved
+    axes = varying(arrays.q)  # a custom call's results know nothing of mesh axes
+    return type(result)(*(None if x is None else vary(x, axes) for x in result)), saved
 
 
 def _kda_forward(problem, backend, device, arrays):

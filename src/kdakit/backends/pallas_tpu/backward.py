@@ -21,9 +21,10 @@ from jax.experimental import pallas as pl
 
 from kdakit.backends.pallas_tpu.fused import Head, Inputs, Matrices, Rows, activate, apply_matrices, chunk_decay, state_block, step_rows
 from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
-from kdakit.backends.pallas_tpu.heads import dot, read_heads, row_slices, row_sums, write_heads
+from kdakit.backends.pallas_tpu.heads import dot, read_heads, row_slices, row_sums, write_heads, write_zeros
 from kdakit.backends.pallas_tpu.intra import make_masks, operand
 from kdakit.backends.pallas_tpu.intra_backward import pair_products_backward
+from kdakit.backends.pallas_tpu.sequences import own_tokens, where_tokens
 from kdakit.backends.pallas_tpu.state import from_start, read_state, to_end
 from kdakit.backends.pallas_tpu.tile import Tile
 
@@ -141,35 +142,38 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
         def _():
             out.d_gate[...] = jnp.zeros_like(out.d_gate)
 
-    rows = step_rows(tile, T, inputs, table, step)
-    masks = make_masks(tile, rows.same)
-    heads = activate(tile, inputs, rows)
-    d_o = read_heads(tile, given.d_o, rows.valid)
-    matrices = [Matrices(*(given.matrices[0, 0, n, m] for m in range(3))) for n in range(tile.heads // tile.group)]
-    values = None
-    if given.values is not None:
-        values = [[given.values[0, 0, h, n].astype(jnp.float32) for h in range(tile.heads)] for n in range(2)]
-    S, d_S = ([ref[h] for h in range(tile.heads)] for ref in (given.states.at[0, 0], d_state))
-    found = [missed[0][h] for h in range(tile.heads)] if missed else None
-    flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o, values, found)
-    for h, flow in enumerate(flows):
-        d_state[h] = flow.d_state
-    d_q, d_k, d_g = [], [], []
-    collected = pair_products_backward(tile, heads, flows, masks, rows, inputs.members[...], given.collect[...])
-    for head, flow, d, x in zip(heads, flows, d_o, collected, strict=True):
-        own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
-        d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
-        d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))
-        d_g.append(x.d_g)
-    _write(tile, inputs, out, rows, table, step, heads, (d_q, d_k, [f.d_v for f in flows], d_g, [f.d_beta for f in flows]))
+    def work():
+        rows = step_rows(tile, T, inputs, table, step)
+        masks = make_masks(tile, rows.same)
+        heads = activate(tile, inputs, rows)
+        d_o = read_heads(tile, given.d_o, rows.valid)
+        matrices = [Matrices(*(given.matrices[0, 0, n, m] for m in range(3))) for n in range(tile.heads // tile.group)]
+        values = None
+        if given.values is not None:
+            values = [[given.values[0, 0, h, n].astype(jnp.float32) for h in range(tile.heads)] for n in range(2)]
+        S, d_S = ([ref[h] for h in range(tile.heads)] for ref in (given.states.at[0, 0], d_state))
+        found = [missed[0][h] for h in range(tile.heads)] if missed else None
+        flows = state_flow(tile, heads, matrices, rows, S, d_S, d_o, values, found)
+        for h, flow in enumerate(flows):
+            d_state[h] = flow.d_state
+        d_q, d_k, d_g = [], [], []
+        collected = pair_products_backward(tile, heads, flows, masks, rows, inputs.members[...], given.collect[...])
+        for head, flow, d, x in zip(heads, flows, d_o, collected, strict=True):
+            own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
+            d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
+            d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))
+            d_g.append(x.d_g)
+        _write(tile, inputs, out, rows, table, step, heads, (d_q, d_k, [f.d_v for f in flows], d_g, [f.d_beta for f in flows]))
 
-    if out.d_initial is not None:
+        if out.d_initial is not None:
 
-        @pl.when(first)
-        def _():
-            for h, flow in enumerate(flows):
-                whole = d_state[h] + _lost(tile, flow) if missed else d_state[h]
-                out.d_initial[0, h] = state_block(tile, whole)
+            @pl.when(first)
+            def _():
+                for h, flow in enumerate(flows):
+                    whole = d_state[h] + _lost(tile, flow) if missed else d_state[h]
+                    out.d_initial[0, h] = state_block(tile, whole)
+
+    where_tokens(table, step, work, lambda: _write_zeros(tile, T, out, table, step))
 
 
 def _lost(tile: Tile, flow: Flow):
@@ -195,6 +199,19 @@ def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, 
     columns = jnp.concatenate(d_beta, axis=1).T  # [heads, C]
     d_rows = activate_beta_backward(tile, inputs.beta[0, 0], columns)
     if table is not None:
-        token = lax.broadcasted_iota(jnp.int32, d_rows.shape, 1)
-        d_rows = jnp.where((token >= table.low[step]) & (token < table.high[step]), d_rows, out.d_beta[0, 0])
+        d_rows = jnp.where(_own_columns(table, step, d_rows.shape), d_rows, out.d_beta[0, 0])
     out.d_beta[0, 0] = d_rows
+
+
+def _write_zeros(tile: Tile, T: int, out: Gradients, table, step) -> None:
+    """For tokens that are nobody's."""
+    for ref in out[:4]:
+        write_zeros(tile, ref, own_tokens(tile, T, table, step))
+    d_rows = out.d_beta[0, 0]
+    out.d_beta[0, 0] = jnp.where(_own_columns(table, step, d_rows.shape), 0.0, d_rows)
+
+
+def _own_columns(table, step, shape):
+    """[heads, C]: the step's tokens."""
+    token = lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (token >= table.low[step]) & (token < table.high[step])

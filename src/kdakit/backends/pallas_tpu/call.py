@@ -30,7 +30,7 @@ from kdakit.backends.pallas_tpu.launch import (
     whole_operand,
 )
 from kdakit.backends.pallas_tpu.packed import packed_kernel, scratch_shapes
-from kdakit.backends.pallas_tpu.sequences import states_of_chunks
+from kdakit.backends.pallas_tpu.sequences import offsets, states_of_chunks
 from kdakit.backends.pallas_tpu.step import TOKENS, step_kernel
 from kdakit.backends.pallas_tpu.tile import Config, steps_hold_sequences
 from kdakit.problem import Arrays, Problem
@@ -71,7 +71,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
     states = None
     if o.return_intermediate_states:
         states = out["states"][..., : problem.V, : problem.K].astype(problem.dtype)
-        states = states if launch.table is None else states_of_chunks(problem, launch.table, arrays.cu_seqlens, t.C, states)
+        states = states if launch.table is None else states_of_chunks(problem, launch.table, offsets(arrays.cu_seqlens, problem.T), t.C, states)
         states = states if o.state_v_first else states.swapaxes(-1, -2)
     saved = Saved(**{n: checkpoint_name(out[n], f"kda_{n}") for n in Saved._fields if n in out}) if keep else None
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
@@ -160,7 +160,7 @@ def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state) -> Ar
         d_initial = _unpadded(problem, out["d_initial"])
         if problem.varlen == "cu_seqlens":
             passed = jnp.zeros((), d_initial.dtype) if d_final_state is None else d_final_state.astype(d_initial.dtype)
-            d_initial = jnp.where((jnp.diff(arrays.cu_seqlens) > 0)[:, None, None, None], d_initial, passed)
+            d_initial = jnp.where(_with_tokens(problem, arrays), d_initial, passed)
     d_beta = from_token_rows(out["d_beta"], problem.T)
     found = (d_q, d_k, out["d_v"][..., : problem.V], out["d_g"][..., : problem.K], d_beta, d_A_log, d_dt_bias, d_initial)
     return Arrays(*(None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in zip(arrays[:8], found, strict=True)))
@@ -202,4 +202,9 @@ def _final_states(problem: Problem, arrays: Arrays, final):
     if problem.varlen != "cu_seqlens":
         return final
     before = jnp.zeros((), final.dtype) if arrays.initial_state is None else arrays.initial_state
-    return jnp.where((jnp.diff(arrays.cu_seqlens) > 0)[:, None, None, None], final, before)
+    return jnp.where(_with_tokens(problem, arrays), final, before)
+
+
+def _with_tokens(problem: Problem, arrays: Arrays):
+    """[N, 1, 1, 1]: which sequences of a packed call have any."""
+    return (jnp.diff(offsets(arrays.cu_seqlens, problem.T)) > 0)[:, None, None, None]

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, gate_pieces, log_decay, normalise
-from kdakit.backends.pallas_tpu.heads import column, groups_of, read_heads, write_heads
+from kdakit.backends.pallas_tpu.heads import column, groups_of, read_heads, write_heads, write_zeros
 from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverses
-from kdakit.backends.pallas_tpu.sequences import own_tokens
+from kdakit.backends.pallas_tpu.sequences import own_tokens, where_tokens
 from kdakit.backends.pallas_tpu.state import apply_group, from_start, next_state, read_state, to_end
 from kdakit.backends.pallas_tpu.tile import Tile
 
@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
     beta: Any  # [1, 1, heads, C]
     members: Any = None  # [sums, pieces * C]; the token recurrence needs none
     gate: Any = None  # [heads, 2, K]: exp(A_log), dt_bias
-    segments: Any = None  # [1, 1, 2, C]: each token's segment, counted from the first token's; whether that starts one
+    segments: Any = None  # [1, 1, 2, C]: each token's segment, counted from the first token's, or -1; whether that starts one
     initial: Any = None  # [1, heads, K, V] or [1, heads, V, K]; in `packed` all states, in HBM
 
 
@@ -82,6 +82,7 @@ def step_rows(tile: Tile, T: int, inputs: Inputs, table, step) -> Rows:
     row = inputs.segments[0, 0, 0:1, :]  # [1, C] float32
     ids = column(row)  # [C, 1]
     fresh = inputs.segments[0, 0, 1:2, :1]  # [1, 1]: 1 if the first token starts a segment
+    valid = ids >= 0 if tile.packed else valid
     last = row[:, tile.C - 1 :]
     enter = (ids == 0) & (fresh == 0)
     keep = jnp.where((last == 0) & (fresh == 0), 1.0, 0.0)
@@ -159,8 +160,11 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
         for h in range(tile.heads):
             state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if inputs.initial is None else state_block(tile, inputs.initial[0, h])
 
-    rows = step_rows(tile, T, inputs, table, step)
-    chunk_step(tile, inputs, out, state, rows, None if table is None else rows.valid)
+    def work():
+        rows = step_rows(tile, T, inputs, table, step)
+        chunk_step(tile, inputs, out, state, rows, None if table is None else rows.valid)
+
+    where_tokens(table, step, work, lambda: write_zeros(tile, out.o, own_tokens(tile, T, table, step)))
 
     if out.final is not None:
 

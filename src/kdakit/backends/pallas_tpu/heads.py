@@ -44,6 +44,12 @@ def write_heads(tile, ref, values: list, rows=None) -> None:
         view[_rows_of(ref, n)] = x
 
 
+def write_zeros(tile, ref, rows) -> None:
+    """Where `rows` [C, 1] is True, of every head."""
+    _, C, heads, K = ref.shape
+    write_heads(tile, ref, [jnp.zeros((C, K), jnp.float32)] * heads, rows)
+
+
 def unpack(words) -> tuple:
     """The two float32 heads of [C, K] words: the even one in the low half."""
     return _float(words << 16), _float(words & jnp.uint32(HIGH_HALF))

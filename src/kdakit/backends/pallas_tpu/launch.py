@@ -11,8 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kdakit.backends.pallas_tpu.gate import member_matrix
-from kdakit.backends.pallas_tpu.sequences import Chunks, Table, chunk_starts, make_chunks, make_table, packed_ids, segment_rows
+from kdakit.backends.pallas_tpu.interpreter import apart, interpret_mode
+from kdakit.backends.pallas_tpu.sequences import Chunks, Table, chunk_starts, make_chunks, make_table, offsets, packed_ids, segment_rows
 from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded, steps_hold_sequences
+from kdakit.mesh_axes import all_varying, result_like, vary
 from kdakit.problem import Arrays, Problem
 
 VMEM_LIMIT = 100 * 2**20
@@ -38,11 +40,12 @@ def make_launch(problem: Problem, arrays: Arrays, config: Config, tokens: int | 
     tile = make_tile(problem, config, tokens)
     table, steps = None, -(-problem.T // tile.C)
     if tile.tables:
-        edges = chunk_starts(problem, arrays.cu_seqlens) if problem.options.return_intermediate_states else None
-        table = make_table(arrays.cu_seqlens, problem.T, tile.C, edges)
+        cu = offsets(arrays.cu_seqlens, problem.T)
+        edges = chunk_starts(problem, cu) if problem.options.return_intermediate_states else None
+        table = make_table(cu, problem.T, tile.C, edges)
         steps = table.block.shape[0]
     elif steps_hold_sequences(problem):
-        table = make_chunks(arrays.cu_seqlens, problem.T, tile.C)
+        table = make_chunks(offsets(arrays.cu_seqlens, problem.T), problem.T, tile.C)
     return Launch(problem, tile, config, table, (problem.B, -(-problem.HV // tile.heads), steps))
 
 
@@ -79,8 +82,9 @@ def input_operands(launch: Launch, arrays: Arrays) -> dict[str, Operand]:
         found["gate"] = Operand(gate_rows(p, t, arrays), (t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (h, 0, 0))
     found["members"] = constant(jnp.asarray(member_matrix(t), jnp.bfloat16))
     if t.segments and launch.table is None:
-        ids = packed_ids(arrays.cu_seqlens, p.T) if p.varlen == "cu_seqlens" else arrays.segment_ids
-        found["segments"] = Operand(segment_rows(ids, t.C), (1, 1, 2, t.C), lambda b, h, s, chunk, sequence: (b, chunk, 0, 0))
+        cu = offsets(arrays.cu_seqlens, p.T) if t.packed else None
+        rows = segment_rows(arrays.segment_ids, t.C) if cu is None else segment_rows(packed_ids(cu, p.T), t.C, cu[-1])
+        found["segments"] = Operand(rows, (1, 1, 2, t.C), lambda b, h, s, chunk, sequence: (b, chunk, 0, 0))
     if arrays.initial_state is not None:
         found["initial"] = state_operand(launch, pad_state(t, arrays.initial_state))
     return found
@@ -156,15 +160,19 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
         out_specs=[spec(x) for x in outputs.values()], scratch_shapes=scratch,
     )  # fmt: skip
     bound = partial(_bound, kernel, names, type(launch.table), len(table))
+    arrays, results = [*table, *(x.value for x in inputs.values())], [x.value for x in outputs.values()]
+    axes, mode = all_varying(arrays), interpret_mode(launch.config)
+    arrays = [vary(x, axes) for x in arrays]
     call = pl.pallas_call(
-        bound, name=name, grid_spec=grid_spec, out_shape=[x.value for x in outputs.values()],
+        bound, name=name, grid_spec=grid_spec, out_shape=results if mode is True else [result_like(arrays[0], x.shape, x.dtype) for x in results],
         input_output_aliases={len(table) + names[0].index(i): names[1].index(o) for i, o in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
         ),
-        interpret=interpret_mode(launch.config),
+        interpret=mode,
     )  # fmt: skip
-    return dict(zip(names[1], call(*table, *(x.value for x in inputs.values())), strict=True))
+    out = [vary(x, axes) for x in apart(call, results, *arrays)] if mode is True else call(*arrays)
+    return dict(zip(names[1], out, strict=True))
 
 
 def _bound(kernel, names, kind, tables: int, *refs):
@@ -174,17 +182,6 @@ def _bound(kernel, names, kind, tables: int, *refs):
     inputs = dict(zip(names[0], refs[tables : ends[0]], strict=True))
     outputs = dict(zip(names[1], refs[ends[0] : ends[1]], strict=True))
     kernel(table, inputs, outputs, refs[ends[1] :])
-
-
-def interpret_mode(config: Config):
-    if not config.interpret:
-        return False
-    if config.race_seed is None:
-        return pltpu.InterpretParams()
-    return pltpu.InterpretParams(
-        detect_races=True, random_seed=config.race_seed, uninitialized_memory="nan",
-        dma_execution_mode="eager" if config.eager_dma else "on_wait",
-    )  # fmt: skip
 
 
 def shape_of(value_shape, dtype):

@@ -3,7 +3,8 @@
 A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found
 once, sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own
 state: a third of a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial
-one while the chunk's products are found, and a final one while the next chunks are at work.
+one while the chunk's products are found, and a final one while the next chunks are at work. Tokens behind the last sequence are as one more
+sequence, which has no states and outputs zeros.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from kdakit.backends.pallas_tpu.fused import (
     state_block,
 )
 from kdakit.backends.pallas_tpu.gate import Decays, activate_beta
-from kdakit.backends.pallas_tpu.heads import groups_of, read_heads, write_heads
+from kdakit.backends.pallas_tpu.heads import groups_of, read_heads, write_heads, write_zeros
 from kdakit.backends.pallas_tpu.intra import Factors, make_masks
-from kdakit.backends.pallas_tpu.sequences import Chunks, own_tokens
+from kdakit.backends.pallas_tpu.sequences import Chunks
 from kdakit.backends.pallas_tpu.state import from_start, next_state, read_state, to_end
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
@@ -69,7 +70,8 @@ class Step(NamedTuple):
     inputs: Inputs
     out: Outputs
     kept: Scratch
-    starts: Any  # [N + 1]
+    starts: Any  # [N + 2]
+    block: Any  # of heads
     token: Any  # the chunk's first
     begin: Any
     end: Any
@@ -84,6 +86,10 @@ class Step(NamedTuple):
 
     def ends(self, sequence):
         return self.starts[sequence + 1] <= self.token + self.tile.C
+
+    def real(self, sequence):
+        """Whether it is one, and not the tokens that are nobody's."""
+        return sequence < self.starts.shape[0] - 2
 
     def slot(self, sequence):
         """The one that the last sequence but one has left; or the last, if there is but one."""
@@ -103,12 +109,12 @@ class Step(NamedTuple):
         return pltpu.make_async_copy(self.kept.leaving, self._own(self.out.final, sequence), self.kept.left)
 
     def _own(self, states, sequence):
-        return states.at[sequence, pl.ds(pl.program_id(1) * self.tile.heads, self.tile.heads)]
+        return states.at[sequence, pl.ds(self.block * self.tile.heads, self.tile.heads)]
 
     def call(self, sequence, condition) -> None:
         """Begin to copy its initial state."""
         if self.inputs.initial is not None:
-            pl.when(condition)(lambda: self.arrival(sequence).start())
+            pl.when(condition & self.real(sequence))(lambda: self.arrival(sequence).start())
 
     def leave(self, condition) -> None:
         """Wait for the final state that is being copied, if there is one."""
@@ -119,10 +125,10 @@ def packed_kernel(tile: Tile, T: int, chunks: Chunks, inputs: dict, outputs: dic
     """Blocks by name, but states: all of them, in HBM."""
     number, steps = pl.program_id(2), pl.num_programs(2)
     token, begin, after = number * tile.C, chunks.first[number], chunks.first[number + 1]
-    N = chunks.starts.shape[0] - 1
-    end = after + jnp.where((after < N) & (chunks.starts[after] < token + tile.C), 1, 0)  # the next chunk's first has tokens here too
-    step = Step(tile, Inputs(**inputs), Outputs(**outputs), Scratch(*scratch), chunks.starts, token, begin, end)
-    inside = (end - begin == 1) & jnp.logical_not(step.begins(begin) | step.ends(begin))
+    most = chunks.starts.shape[0] - 1  # N + 1
+    end = after + jnp.where((after < most) & (chunks.starts[jnp.minimum(after, most)] < token + tile.C), 1, 0)  # it has tokens here too
+    step = Step(tile, Inputs(**inputs), Outputs(**outputs), Scratch(*scratch), chunks.starts, pl.program_id(1), token, begin, end)
+    inside = (end - begin == 1) & jnp.logical_not(step.begins(begin) | step.ends(begin)) & step.real(begin)
 
     @pl.when(number == 0)
     def _():
@@ -137,7 +143,8 @@ def packed_kernel(tile: Tile, T: int, chunks: Chunks, inputs: dict, outputs: dic
         step.call(begin, step.begins(begin))
         if step.slots == 2:
             step.call(begin + 1, begin + 1 < end)
-        _put_down(step, own_tokens(tile, T, None, number))
+        here = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
+        pl.when(step.real(begin))(lambda: _put_down(step, here + token < chunks.starts[most - 1]))
         lax.fori_loop(begin, end, lambda sequence, _: _visit(step, sequence), None)
 
     if step.out.final is not None:
@@ -178,7 +185,7 @@ def _visit(step: Step, sequence) -> None:
     tile, inputs, out, kept = step.tile, step.inputs, step.out, step.kept
     low, high = step.edges(sequence)
 
-    @pl.when(step.begins(sequence))
+    @pl.when(step.begins(sequence) & step.real(sequence))
     def _():
         if inputs.initial is not None:
             step.arrival(sequence).wait()
@@ -187,11 +194,13 @@ def _visit(step: Step, sequence) -> None:
             kept.state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if given is None else given
 
     step.call(sequence + step.slots, sequence + step.slots < step.end)
-    pl.when(low < high)(lambda: _tokens(step, low, high))
+    pl.when((low < high) & step.real(sequence))(lambda: _tokens(step, low, high))
+    token = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
+    pl.when((low < high) & jnp.logical_not(step.real(sequence)))(lambda: write_zeros(tile, out.o, (token >= low) & (token < high)))
 
     if out.final is not None:
 
-        @pl.when(step.ends(sequence))
+        @pl.when(step.ends(sequence) & step.real(sequence))
         def _():
             step.leave(True)
             for h in range(tile.heads):

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from kdakit.backends.pallas_tpu.fused import Inputs, Outputs
 from kdakit.backends.pallas_tpu.gate import activate_beta, log_decay, normalise
-from kdakit.backends.pallas_tpu.heads import read_heads, write_heads
-from kdakit.backends.pallas_tpu.sequences import own_tokens
+from kdakit.backends.pallas_tpu.heads import read_heads, write_heads, write_zeros
+from kdakit.backends.pallas_tpu.sequences import own_tokens, where_tokens
 from kdakit.backends.pallas_tpu.tile import Tile
 
 TOKENS = 8  # per step, at most
@@ -33,28 +33,31 @@ def step_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch)
             given = None if inputs.initial is None else inputs.initial[0, h].astype(jnp.float32)
             state[h] = jnp.zeros((tile.K, tile.V), jnp.float32) if given is None else _k_first(tile, given)
 
-    valid = own_tokens(tile, T, table, step)
-    q, k, v, g = (read_heads(tile, ref, valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
-    beta = activate_beta(tile, inputs.beta[0, 0])  # [heads, C]
-    keep, own = _kept(tile, inputs), None if valid is None else jnp.where(valid, 1.0, 0.0)
-    outputs = []
-    for h in range(tile.heads):
-        a, bias = (None, None) if inputs.gate is None else (inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :])
-        gate = log_decay(tile, g[h], a, bias)
-        gate = gate if valid is None else jnp.where(valid, gate, 0.0)
-        rows = [normalise(tile, q[h])[0] * tile.scale, normalise(tile, k[h])[0], jnp.exp(gate)]
-        columns = jnp.concatenate(rows, axis=0).T  # [K, 3 C]
-        S, o = state[h], []
-        for i in range(tile.C):
-            q_i, k_i, decay = (columns[:, n * tile.C + i : n * tile.C + i + 1] for n in range(3))  # [K, 1]
-            S = S * decay if keep is None else jnp.where(keep[i] > 0, S * decay, 0.0)  # a new segment forgets NaN too
-            error = v[h][i : i + 1] - jnp.sum(k_i * S, axis=0, keepdims=True)  # [1, V]
-            write = beta[h : h + 1, i : i + 1] * error
-            S = S + k_i * (write if own is None else jnp.where(own[i : i + 1] > 0, write, 0.0))
-            o.append(jnp.sum(q_i * S, axis=0, keepdims=True))
-        state[h] = S
-        outputs.append(jnp.concatenate(o, axis=0))
-    write_heads(tile, out.o, outputs, None if table is None else valid)
+    def work():
+        valid = own_tokens(tile, T, table, step)
+        q, k, v, g = (read_heads(tile, ref, valid) for ref in (inputs.q, inputs.k, inputs.v, inputs.g))
+        beta = activate_beta(tile, inputs.beta[0, 0])  # [heads, C]
+        keep, own = _kept(tile, inputs), None if valid is None else jnp.where(valid, 1.0, 0.0)
+        outputs = []
+        for h in range(tile.heads):
+            a, bias = (None, None) if inputs.gate is None else (inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :])
+            gate = log_decay(tile, g[h], a, bias)
+            gate = gate if valid is None else jnp.where(valid, gate, 0.0)
+            rows = [normalise(tile, q[h])[0] * tile.scale, normalise(tile, k[h])[0], jnp.exp(gate)]
+            columns = jnp.concatenate(rows, axis=0).T  # [K, 3 C]
+            S, o = state[h], []
+            for i in range(tile.C):
+                q_i, k_i, decay = (columns[:, n * tile.C + i : n * tile.C + i + 1] for n in range(3))  # [K, 1]
+                S = S * decay if keep is None else jnp.where(keep[i] > 0, S * decay, 0.0)  # a new segment forgets NaN too
+                error = v[h][i : i + 1] - jnp.sum(k_i * S, axis=0, keepdims=True)  # [1, V]
+                write = beta[h : h + 1, i : i + 1] * error
+                S = S + k_i * (write if own is None else jnp.where(own[i : i + 1] > 0, write, 0.0))
+                o.append(jnp.sum(q_i * S, axis=0, keepdims=True))
+            state[h] = S
+            outputs.append(jnp.concatenate(o, axis=0))
+        write_heads(tile, out.o, outputs, None if table is None else valid)
+
+    where_tokens(table, step, work, lambda: write_zeros(tile, out.o, own_tokens(tile, T, table, step)))
 
     if out.final is not None:
 

@@ -30,6 +30,7 @@ class Tile:
     bounded: bool  # the gate's bound and the operand's precision allow exp(-sum) over a block of 16
     ragged: bool  # some steps hold tokens that are not theirs
     segments: bool  # a chunk may hold several segments
+    packed: bool  # these are sequences, and tokens behind the last are nobody's
     tables: bool  # packed: steps come from tables, one sequence each
     state_v_first: bool
     gate: str
@@ -102,7 +103,8 @@ def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Ti
         C=C, K=padded(problem.K), V=padded(problem.V), heads=config.heads, dtype=dtype,
         operand="bfloat16" if narrow else "float32",
         bounded=narrow and o.lower_bound is not None and -o.lower_bound * BLOCK <= 80,
-        ragged=tables or problem.T % C != 0, segments=bool(problem.varlen) and not tables, tables=tables,
+        ragged=tables or problem.T % C != 0, segments=bool(problem.varlen) and not tables,
+        packed=problem.varlen == "cu_seqlens" and not tables, tables=tables,
         state_v_first=o.state_v_first, gate=o.gate, lower_bound=o.lower_bound, l2norm=o.l2norm, beta=o.beta, scale=o.scale,
         strided=not config.interpret,
     )  # fmt: skip
