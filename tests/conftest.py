@@ -21,6 +21,7 @@ FLAGS = "--xla_backend_optimization_level=0"
 if importlib.util.find_spec("jax") and importlib.metadata.version("jax").startswith("0.10."):  # XLA aborts at a flag that it does not know
     FLAGS += " --xla_cpu_use_fusion_emitters=false"  # compiles twice as fast
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+os.environ.setdefault("KDAKIT_INTERPRETER", "tpu")  # TPU kernels: memory that nobody has written is NaN, an index outside an array an error
 
 
 @pytest.fixture(autouse=True, scope="session")

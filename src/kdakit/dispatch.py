@@ -104,6 +104,12 @@ CONTRACT = {
         "JAX: whether sequences or heads meet in one product, so that what is not finite must be kept out of it. Default: no.",
         _always(False),
     ),
+    "folds": Name(
+        "bool",
+        "JAX: whether its kernels cannot be mapped, so that mapped calls become a larger batch. All that its `forward` saves then begins "
+        "with B, and its `backward` takes `parts=`: gradients of A_log and dt_bias in so many parts of the batch. Default: no.",
+        False,
+    ),
     "forms": Name(
         "(problem, device) -> [str]",
         "What it launches for such a problem, as the table of what a chip has shown names it. Default: nothing that is asked for there.",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kdakit import dispatch, quarantine
+from kdakit import dispatch, jax_mapped, jax_sharding, quarantine
 from kdakit.mesh_axes import all_varying, vary, varying
 from kdakit.problem import (
     DIFFERENTIABLE,
@@ -274,13 +275,30 @@ def _array(name: str, value: Any) -> Any:
 def _run(problem: Problem, arrays: Arrays, backend: str):
     device = _device(arrays.q)
     _check_values(problem, arrays, device)
-    return _kda(problem, backend, device, _varying_together(arrays._replace(cu_seqlens_cpu=None)))
+    arrays = arrays._replace(cu_seqlens_cpu=None)
+    backend = _on_mesh(problem, arrays, backend, device)
+    return jax_sharding.over_mesh(problem, arrays, lambda problem, arrays: _kda(problem, backend, device, _varying_together(arrays)))
+
+
+def _on_mesh(problem: Problem, arrays: Arrays, backend: str, device: str) -> str:
+    """`backend`, unless it has kernels that cannot run where the arrays lie: then an error, or 'xla' in the place of 'auto'."""
+    reason = jax_sharding.unsplit(arrays)
+    if reason is None or not dispatch.select("jax", problem, device, backend).folds:
+        return backend
+    if backend != "auto":
+        raise ValueError(f"backend {backend!r} cannot run this call: {reason} ({problem})")
+    warnings.warn(f"backend='auto' takes 'xla', because {reason}", RuntimeWarning, stacklevel=4)
+    return "xla"
 
 
 def _device(array: Any) -> str:
-    """The platform on which the call will run: where a concrete q is, else where JAX computes by default."""
+    """The platform on which the call will run: where a concrete q is, that of a traced one's mesh, else where JAX computes by default."""
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         return next(iter(array.devices())).platform
+    for mesh in (jax.sharding.get_abstract_mesh(), getattr(jax.typeof(array).sharding, "mesh", None)):
+        platform = getattr(getattr(mesh, "abstract_device", None), "platform", None)
+        if platform is not None:
+            return platform
     return jax.default_backend()
 
 
@@ -316,19 +334,31 @@ def _kda(problem: Problem, backend: str, device: str, arrays: Arrays):
 
 
 def _forward(problem, backend, device, arrays):
-    """The backend's result and what it saved for its backward; the token recurrence saves nothing."""
+    """The backend's result and what it saved for its backward; the token recurrence saves nothing.
+
+    What is saved comes with a flag where the backend ran on arrays that need not be finite: whether they were not, and it ran again.
+    """
     module = dispatch.select("jax", problem, device, backend)
     config = module.default_config(problem, device)
     if problem.op == "recurrent":
-        return module.step(problem, arrays, config), None
-    if _mixes(module, problem, config):
+        return jax_mapped.step(module, problem, arrays, config), (None, None)
+
+    def apart():
         found = quarantine.isolate(problem, arrays)
-        result, saved = module.forward(problem, found.arrays, config)
-        result = quarantine.spoil_results(problem, result, found)
+        result, saved = jax_mapped.forward(module, problem, found.arrays, config)
+        return quarantine.spoil_results(problem, result, found), saved
+
+    lost = None
+    if not _mixes(module, problem, config):
+        result, saved = jax_mapped.forward(module, problem, arrays, config)
+    elif not _looks_afterwards(module, device):
+        result, saved = apart()
     else:
-        result, saved = module.forward(problem, arrays, config)
+        first = jax_mapped.forward(module, problem, arrays, config)
+        lost = quarantine.any_lost(first[0].o)  # which every token depends on that could spoil another's
+        result, saved = quarantine.again_if(lost, first, apart)
     axes = varying(arrays.q)  # a custom call's results know nothing of mesh axes
-    return type(result)(*(None if x is None else vary(x, axes) for x in result)), saved
+    return type(result)(*(None if x is None else vary(x, axes) for x in result)), (saved, lost)
 
 
 def _kda_forward(problem, backend, device, arrays):
@@ -337,21 +367,34 @@ def _kda_forward(problem, backend, device, arrays):
 
 
 def _kda_backward(problem, backend, device, residuals, cotangents):
-    arrays, saved = residuals
+    arrays, (saved, lost) = residuals
     d_o, d_final_state, _ = cotangents
     problem = problem.replace(op="chunk", needs_grad=True)
     module = dispatch.differentiates(dispatch.select("jax", problem, device, backend))
     config = module.default_config(problem, device)
     if not _mixes(module, problem, config):
-        return (module.backward(problem, arrays, saved, d_o, d_final_state, config),)
-    found, d_o, d_final_state = quarantine.isolate_backward(problem, quarantine.isolate(problem, arrays), d_o, d_final_state)
-    gradients = module.backward(problem, found.arrays, saved, d_o, d_final_state, config)
-    return (quarantine.spoil_gradients(problem, gradients, found),)
+        return (jax_mapped.backward(module, problem, arrays, saved, d_o, d_final_state, config),)
+
+    def apart():
+        found, own_d_o, own_d_final = quarantine.isolate_backward(problem, quarantine.isolate(problem, arrays), d_o, d_final_state)
+        gradients = jax_mapped.backward(module, problem, found.arrays, saved, own_d_o, own_d_final, config)
+        return quarantine.spoil_gradients(problem, gradients, found)
+
+    if lost is None:
+        return (apart(),)
+    gradients = jax_mapped.backward(module, problem, arrays, saved, d_o, d_final_state, config)
+    return (quarantine.again_if(lost | quarantine.any_lost(gradients.beta), gradients, apart),)  # all of d_o goes into d_beta
 
 
 def _mixes(module, problem: Problem, config) -> bool:
     """Whether something not finite could leave its sequence or head in this backend's products."""
     return problem.T > 0 and problem.B > 0 and module.mixes(problem, config)
+
+
+def _looks_afterwards(module, device: str) -> bool:
+    """Kernels that XLA cannot see into run first, and again if something was not finite: to look at all inputs beforehand would double what
+    they move. Not in an interpreter, where a second kernel takes longer to compile than the first to run."""
+    return module.folds and module.interpreted(device) is None
 
 
 _kda.defvjp(_kda_forward, _kda_backward)

@@ -4,6 +4,9 @@ There NaN times zero would be NaN for all. So such a backend gets zeros in place
 that depend on them become NaN afterwards: outputs of a head from such a token to the end of its sequence, its final state, and in the
 backward the gradients of the whole sequence. All other results are the bits that they would be without. A log-decay of -inf forgets, as it
 does elsewhere. For JAX.
+
+That reads and writes all inputs once more. Where they are to be moved once, a backend runs on what it gets, and again, in this way, if its
+results tell that something was not finite: whatever is not shows in them.
 """
 
 from __future__ import annotations
@@ -24,6 +27,16 @@ class Quarantine(NamedTuple):
     bad: Any  # [B, T, HV]  tokens that hold something not finite
     starts: Any  # [B, T]  tokens that begin a sequence
     states: Any  # [N, HV]  initial states that do
+
+
+def any_lost(x):
+    """Whether anything is not finite."""
+    return ~jnp.isfinite(x).all()
+
+
+def again_if(lost, found, again):
+    """`found`, or again() if `lost`: a loop that runs once or not at all, since it, unlike a condition, passes arrays on without a copy."""
+    return lax.while_loop(lambda carry: carry[0], lambda carry: (carry[0] & False, again()), (lost, found))[1]
 
 
 def isolate(problem: Problem, arrays: Arrays) -> Quarantine:

@@ -25,9 +25,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kdakit import jax as local
+from kdakit.jax_sharding import split
 from kdakit.problem import MAX_HEAD_DIM
 
-__all__ = ["Context", "chunk_kda", "previous_tokens", "sharded_chunk_kda"]
+__all__ = ["Context", "chunk_kda", "previous_tokens", "sharded_chunk_kda", "split"]
 
 
 def chunk_kda(

@@ -71,7 +71,9 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, S
     states = None
     if o.return_intermediate_states:
         states = out["states"][..., : problem.V, : problem.K].astype(problem.dtype)
-        states = states if launch.table is None else states_of_chunks(problem, launch.table, offsets(arrays.cu_seqlens, problem.T), t.C, states)
+        states = (
+            states if launch.table is None else states_of_chunks(problem, launch.table, offsets(arrays.cu_seqlens, problem.T), t.C, states)
+        )
         states = states if o.state_v_first else states.swapaxes(-1, -2)
     saved = Saved(**{n: checkpoint_name(out[n], f"kda_{n}") for n in Saved._fields if n in out}) if keep else None
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final, states), saved
@@ -91,10 +93,13 @@ def _packed(launch: Launch, arrays: Arrays) -> Result:
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final)
 
 
-def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config) -> Arrays:
-    """Gradients of sum(o * d_o) + sum(final_state * d_final_state), each in its input's dtype; None where there is no input."""
+def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config, parts: int | None = None) -> Arrays:
+    """Gradients of sum(o * d_o) + sum(final_state * d_final_state), each in its input's dtype; None where there is no input.
+
+    `parts`: those of A_log and dt_bias come apart, [parts, ..], for as many equal parts of the batch.
+    """
     if problem.T == 0 or problem.B == 0:
-        return _no_gradients(problem, arrays, d_final_state)
+        return _no_gradients(problem, arrays, d_final_state, parts)
     if saved is None:  # after a token recurrence
         saved = forward(problem.replace(needs_grad=True), arrays, config)[1]
     launch = make_launch(problem, arrays, config)
@@ -122,7 +127,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     if arrays.initial_state is not None and t.operand == "bfloat16":
         scratch.append(pltpu.VMEM((t.heads, 1, t.K), jnp.float32))
     out = run(launch, partial(backward_kernel, t, problem.T), "kda_backward", inputs, outputs, scratch, reverse=True)
-    return _gradients(problem, arrays, out, d_final_state)
+    return _gradients(problem, arrays, out, d_final_state, parts)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
@@ -147,15 +152,16 @@ def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
     return Result(out["o"][..., : problem.V].astype(problem.dtype), final)
 
 
-def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state) -> Arrays:
+def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state, parts: int | None) -> Arrays:
     """The kernel's outputs without padding, groups and batches added up, in the dtypes of the inputs."""
     d_q, d_k = (out[n][..., : problem.K] for n in ("d_q", "d_k"))
     if problem.group > 1:
         d_q, d_k = (x.reshape(*x.shape[:2], problem.H, problem.group, problem.K).sum(3) for x in (d_q, d_k))
     d_A_log = d_dt_bias = d_initial = None
     if "d_gate" in out:
-        d_gate = out["d_gate"][..., : problem.K].sum(0)  # [HV, 2, K]
-        d_A_log, d_dt_bias = d_gate[:, 0].sum(-1), d_gate[:, 1]
+        d_gate = out["d_gate"][..., : problem.K]  # [B, HV, 2, K]
+        d_gate = d_gate.sum(0) if parts is None else d_gate.reshape(parts, -1, *d_gate.shape[1:]).sum(1)
+        d_A_log, d_dt_bias = d_gate[..., 0, :].sum(-1), d_gate[..., 1, :]
     if arrays.initial_state is not None:
         d_initial = _unpadded(problem, out["d_initial"])
         if problem.varlen == "cu_seqlens":
@@ -163,11 +169,17 @@ def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state) -> Ar
             d_initial = jnp.where(_with_tokens(problem, arrays), d_initial, passed)
     d_beta = from_token_rows(out["d_beta"], problem.T)
     found = (d_q, d_k, out["d_v"][..., : problem.V], out["d_g"][..., : problem.K], d_beta, d_A_log, d_dt_bias, d_initial)
-    return Arrays(*(None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in zip(arrays[:8], found, strict=True)))
+    shapes = [() if x is None else (*_parts(n, parts), *x.shape) for n, x in enumerate(arrays[:8])]
+    return Arrays(*(None if x is None else d.reshape(s).astype(x.dtype) for x, d, s in zip(arrays[:8], found, shapes, strict=True)))
 
 
-def _no_gradients(problem: Problem, arrays: Arrays, d_final_state) -> Arrays:
-    zeros = [None if x is None else jnp.zeros_like(x) for x in arrays[:8]]
+def _parts(field: int, parts: int | None) -> tuple[int, ...]:
+    """The leading axis of a gradient: that of a gate parameter may come in parts."""
+    return () if parts is None or Arrays._fields[field] not in ("A_log", "dt_bias") else (parts,)
+
+
+def _no_gradients(problem: Problem, arrays: Arrays, d_final_state, parts: int | None) -> Arrays:
+    zeros = [None if x is None else jnp.zeros_like(x, shape=(*_parts(n, parts), *x.shape)) for n, x in enumerate(arrays[:8])]
     if zeros[7] is not None and d_final_state is not None:
         zeros[7] = d_final_state.astype(zeros[7].dtype)
     return Arrays(*zeros)

@@ -1,0 +1,145 @@
+"""TPU kernels on 8 host devices, interpreted: batch and heads split in every way that JAX knows, tokens too. A process of its own."""
+
+import os
+import re
+import sys
+import time
+
+import jax
+import kernel_calls as calls
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kdakit.jax import chunk_kda, fused_recurrent_kda
+from kdakit.parallel.jax import sharded_chunk_kda, split
+
+KERNELS = dict(backend="pallas_tpu")
+SHORT = calls.OPTIONS | dict(chunk_size=16)
+ACROSS = re.compile(r"all-gather|all-to-all|collective-permute|reduce-scatter")  # sums of a parameter's gradient are no exchange
+
+
+def mesh_of(*sizes, kind=AxisType.Auto):
+    return jax.make_mesh(sizes, ("data", "model")[-len(sizes) :], axis_types=(kind,) * len(sizes))
+
+
+def specs_of(given, batch, heads, keys=True):
+    tokens = P(batch, None, heads)
+    named = dict.fromkeys(("v", "g", "beta"), tokens) | dict.fromkeys("qk", tokens if keys else P(batch))
+    named |= dict(A_log=P(heads), dt_bias=P(heads), initial_state=P(batch, heads), cu_seqlens=P())
+    return {name: named[name] for name in given}
+
+
+def placed(given, mesh, specs):
+    return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
+
+
+def check(where, run, given, options=SHORT, arguments=None, exchanges=False):
+    start = time.perf_counter()
+    compiled = jax.jit(run).lower(given if arguments is None else arguments, *calls.cotangents(given)).compile()
+    calls.close(
+        compiled(given if arguments is None else arguments, *calls.cotangents(given)), calls.truth(given, options_of(options)), where
+    )
+    assert exchanges or not ACROSS.search(compiled.as_text()), f"{where}: something travels"
+    print(f"{where}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def options_of(options):
+    return {name: x for name, x in options.items() if name != "chunk_size"}
+
+
+def chunk(**given):
+    return chunk_kda(**given, **KERNELS)
+
+
+def explicit_types():
+    """Axes of the kind Explicit: jit with NamedSharding, nothing more said."""
+    given = calls.inputs(1, B=4, H=2, HV=4)
+    mesh = mesh_of(4, 2, kind=AxisType.Explicit)
+    check("explicit", calls.all_of(chunk, SHORT), given, arguments=placed(given, mesh, specs_of(given, "data", "model")))
+
+
+def auto_types():
+    """Axes of the kind Auto: packed sequences with padding, heads split, two value heads of one key on two devices."""
+    given = calls.inputs(2, T=40, H=1, HV=2, lengths=(11, 0, 22))
+    mesh = mesh_of(1, 2)
+    arguments = placed(given, mesh, specs_of(given, None, "model", keys=False))
+    try:
+        jax.jit(calls.all_of(chunk, SHORT)).lower(arguments, *calls.cotangents(given))
+    except ValueError as error:
+        assert "split(batch=.., heads=..)" in str(error)
+    else:
+        raise AssertionError("a kernel on a mesh that nobody has explained")
+    with split(batch="data", heads="model"):
+        check("auto, packed", calls.all_of(chunk, SHORT), given, arguments=arguments)
+
+
+def manual():
+    """shard_map with its default checks, gradients of what is replicated included."""
+    given = calls.inputs(3, B=2, H=2, HV=4)
+    specs = specs_of(given, "data", "model") | dict(A_log=P("model"), dt_bias=P("model"))
+    results = P("data", None, "model"), P("data", "model")
+
+    def call(**given):
+        local = lambda x: chunk_kda(**x, **calls.OPTIONS, chunk_size=16, **KERNELS)
+        return jax.shard_map(local, mesh=mesh_of(2, 2), in_specs=(specs,), out_specs=results)(given)
+
+    check("shard_map", calls.all_of(lambda **x: call(**{n: x[n] for n in specs}), SHORT), given)
+
+
+def recurrence():
+    """The token recurrence, forward, in a mesh whose axis does not divide the batch."""
+    given = calls.inputs(4, B=3, T=3, H=8, HV=8)
+    mesh = mesh_of(8)
+    step = jax.jit(lambda x: fused_recurrent_kda(**x, **calls.OPTIONS, **KERNELS))
+    with split(batch="model"):
+        whole = step(placed(given, mesh, specs_of(given, None, None)))
+    with split(heads="model"):
+        cut = step(placed(given, mesh, specs_of(given, None, "model")))
+    assert cut[0].sharding.spec[2] == "model" and step._cache_size() == 2
+    want = calls.truth(given)
+    for got in (whole, cut):
+        calls.close(dict(zip(("o", "final_state"), got, strict=True)), {n: want[n] for n in ("o", "final_state")}, "step")
+
+
+def tokens():
+    """Context parallel over the kernels: states travel, tokens do not."""
+    given = calls.inputs(5, B=1, T=38, H=1, HV=2)
+    call = sharded_chunk_kda(mesh_of(1, 4), context="model")
+    check("context", calls.all_of(lambda **x: call(**x, **KERNELS), SHORT), given, exchanges=True)
+
+
+def layer():
+    """A layer with its parameters split by heads, its batch by rows."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from kdakit.layers.jax import KimiDeltaAttention
+    from kdakit.parallel.heads import parameter_specs
+
+    graph, state = nnx.split(
+        KimiDeltaAttention(hidden_size=16, head_dim=8, num_heads=2, num_v_heads=4, backend="pallas_tpu", rngs=nnx.Rngs(0))
+    )
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 16)), jnp.float32)
+
+    def loss(state, x, backend):
+        made = nnx.merge(graph, state)
+        made.backend = backend
+        return (made(x)[0] ** 2).mean()
+
+    want = jax.jit(jax.value_and_grad(lambda s, x: loss(s, x, "xla")))(state, x)
+    mesh = mesh_of(2, 2)
+    flat = nnx.to_flat_state(state)
+    specs = parameter_specs((".".join(map(str, path)) for path, _ in flat), axis="model").values()
+    moved = [(path, p.replace(jax.device_put(p[...], NamedSharding(mesh, s)))) for (path, p), s in zip(flat, specs, strict=True)]
+    with split(batch="data", heads="model"):
+        run = jax.jit(jax.value_and_grad(lambda s, x: loss(s, x, "pallas_tpu")))
+        got = run(nnx.from_flat_state(dict(moved)), jax.device_put(x, NamedSharding(mesh, P("data"))))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-4 * np.linalg.norm(b) + 1e-9
+
+
+if __name__ == "__main__":
+    assert os.environ.get("KDAKIT_INTERPRETER") != "tpu" and len(jax.devices()) == 8
+    for name in sys.argv[1:]:
+        globals()[name]()
