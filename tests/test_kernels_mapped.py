@@ -33,7 +33,7 @@ def check_each(got, rows):
 
 
 def test_gradients_of_each_call():
-    """Calls that share keys, states and gate parameters: one larger batch; two maps, one inside the other; each gradient is its call's own."""
+    """Calls that share keys, states and gate parameters: one larger batch. A map in a map; each gradient is its call's own."""
     shared = calls.inputs(0, B=2)
     rows = [calls.inputs(seed, B=2) | {name: shared[name] for name in ("k", "initial_state", "A_log", "dt_bias")} for seed in range(1, 5)]
     axes = {name: None if name in ("k", "initial_state", "A_log", "dt_bias") else 0 for name in shared}

@@ -61,6 +61,17 @@ def test_pallas_tpu(case):
     not_finite.check(case, "float32", runs("pallas_tpu", case), values=(np.nan, -np.inf) if FULL else (np.nan,), gradients=FULL)
 
 
+@pytest.mark.parametrize("case", [SEGMENTS] + [ROWS, FUSED_PACKED] * FULL, ids=lambda c: c.name)
+def test_pallas_tpu_that_looks_afterwards(case, monkeypatch):
+    """As on a TPU: the kernels run on what they get, and again where something was not finite; gradients too."""
+    pytest.importorskip("jax")
+    from kdakit.backends import pallas_tpu
+
+    monkeypatch.delenv("KDAKIT_INTERPRETER", raising=False)
+    monkeypatch.setattr(pallas_tpu, "interpreted", lambda device: None)
+    not_finite.check(case, "float32", runs("pallas_tpu", case), values=(np.nan, -np.inf) if FULL else (np.nan,), gradients=True)
+
+
 @pytest.mark.parametrize("backend", ["torch_native", "xla", "pallas_tpu"])
 @pytest.mark.parametrize("case", [PACKED, SEGMENTS], ids=lambda c: c.name)
 def test_token_recurrence(backend, case):

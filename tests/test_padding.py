@@ -112,6 +112,58 @@ def test_jax(seed, op):
         np.testing.assert_allclose(d, expected[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
+NONSENSE = ([0, 200, 300, -5], [5, 3, 2, 1], [0, -1, 2**31 - 1, 7], [60, 65, 70, 80])
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_tables_of_frameworks(states):
+    """Under jit, one program for all: padding of any length, tables with more rows than sequences, no sequence at all; and tables that
+    break the rules, which mean what their offsets clipped to 0 .. T and made ascending do. The TPU interpreter stops at any index outside
+    an array; with and without states, and with the gradient, kernels are others."""
+    jax = pytest.importorskip("jax")
+    import kernel_calls as calls
+
+    from kdakit.jax import chunk_kda
+
+    T = 70
+    given = calls.inputs(0, T=T, lengths=(0, 0, 0))
+    given = given if states else {n: x for n, x in given.items() if n != "initial_state"}
+    options = calls.OPTIONS | {"output_final_state": states}
+    d_o, d_final = calls.cotangents(calls.inputs(0, T=T, lengths=(0, 0, 0)))
+
+    def loss(x, cu):
+        o, final = chunk_kda(**x, cu_seqlens=cu, **options, backend="pallas_tpu", chunk_size=32)
+        return (o * d_o).sum() + (0 if final is None else (final * d_final).sum()), (o, final)
+
+    forward = jax.jit(lambda x, cu: loss(x, cu)[1])
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    floats = {n: x for n, x in given.items() if n != "cu_seqlens"}
+    for table in ([0, 11, 11, 40], [0, 32, 64, 64], [0, 70, 70, 70], [0, 0, 0, 0], *NONSENSE):
+        cu = np.maximum.accumulate(np.clip([0, *table[1:]], 0, T)).astype(np.int32)
+        spoiled = {n: x.copy() for n, x in floats.items()}
+        for name in ("q", "k", "v", "g", "beta"):
+            spoiled[name][:, cu[-1] :] = np.nan
+        want = truth_of(floats | {"cu_seqlens": cu}, options, d_o, d_final)
+        d, results = gradient(spoiled, np.asarray(table, np.int32))
+        for o, final in (results, forward(spoiled, np.asarray(table, np.int32))):
+            got = {"o": o} | ({"final_state": final} if states else {})
+            calls.close(got, {n: want[n] for n in got}, table)
+        calls.close(d, {n: want[n] for n in floats}, table)
+        assert not np.asarray(o)[:, cu[-1] :].any() and not any(np.asarray(d[n])[:, cu[-1] :].any() for n in ("q", "k", "v", "g", "beta"))
+
+
+def truth_of(given, options, d_o, d_final):
+    from kdakit.problem import Arrays, make_options, make_problem
+
+    arrays = Arrays(**{n: x if n == "cu_seqlens" else x.astype(np.float64) for n, x in given.items()})
+    problem = make_problem("recurrent", arrays, make_options(arrays, **options), needs_grad=True)
+    found = reference.forward(problem, arrays)
+    d_final = None if found.final_state is None else d_final.astype(np.float64)
+    gradients = reference.backward(problem, arrays, d_o.astype(np.float64), d_final)
+    named = {"o": found.o} | ({} if found.final_state is None else {"final_state": found.final_state})
+    return named | {n: getattr(gradients, n) for n in given if n != "cu_seqlens"}
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter already")
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "test_torch and triton_gpu-1-chunk"]

@@ -1,6 +1,6 @@
 """vmap of a backend whose kernels cannot be mapped: mapped calls become one of a larger batch, or a loop.
 
-Rows of a batch know nothing of each other, so a mapped axis goes into B at no cost, and so does what a forward saves, whose first axis is B.
+Rows of a batch know nothing of each other, so a mapped axis goes into B at no cost; so does what a forward saves, whose first axis is B.
 Where it cannot, because packed sequences have no batch or because each call has gate parameters of its own, calls run one after the other,
 as a grid does on a TPU's core. The rules hold under any number of vmaps, inside a gradient and around it.
 """

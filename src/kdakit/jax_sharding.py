@@ -43,7 +43,7 @@ def split(batch: str | Axes | None = None, heads: str | Axes | None = None, mesh
 
     It is read where a call is traced: put it around the call, the layer, or the first call of the jitted function. The mesh is the one of
     the call's arrays, or that of `jax.set_mesh`, unless given. An axis that does not divide B, or the heads, splits nothing there; packed
-    sequences have no batch to split. Inside shard_map, axes that are manual already are left alone.
+    sequences have no batch to split. Inside shard_map it says nothing.
     """
     if _said is None:
         raise NotImplementedError(f"split needs jax >= 0.8, got {jax.__version__}: use jax.shard_map")
@@ -61,9 +61,7 @@ def over_mesh(problem: Problem, arrays: Arrays, call):
     if found is None:
         return call(problem, arrays)
     mesh, batch, heads = found.mesh, found.batch, found.heads
-    free = _free_axes(mesh)
     size = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
-    batch, heads = (tuple(axis for axis in axes if axis in free) for axes in (batch, heads))
     batch = batch if problem.varlen != "cu_seqlens" and problem.B % size(batch) == 0 else ()
     heads = heads if _heads_fit(problem, size(heads)) else ()
     shared = size(heads) > problem.H  # several devices have value heads of one q and k
@@ -79,14 +77,12 @@ def over_mesh(problem: Problem, arrays: Arrays, call):
 
     arrays = arrays._replace(A_log=_shaped(arrays.A_log, (problem.HV,)), dt_bias=_shaped(arrays.dt_bias, (problem.HV, problem.K)))
     given = Arrays(*(None if x is None else spec for x, spec in zip(arrays, specs, strict=True)))
-    explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    if explicit:
-        arrays = Arrays(
-            *(None if x is None else jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(arrays, given, strict=True))
-        )
+    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        pairs = zip(arrays, given, strict=True)
+        arrays = Arrays(*(None if x is None else jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in pairs))
     o = problem.options
     wanted = (results[0], results[1] if o.output_final_state else None, results[2] if o.return_intermediate_states else None)
-    return jax.shard_map(local, mesh=mesh, in_specs=(given,), out_specs=wanted, axis_names=free)(arrays)
+    return jax.shard_map(local, mesh=mesh, in_specs=(given,), out_specs=wanted)(arrays)
 
 
 def unsplit(arrays: Arrays) -> str | None:
@@ -94,27 +90,29 @@ def unsplit(arrays: Arrays) -> str | None:
     mesh = _mesh(arrays)
     if mesh is None or _found(arrays) is not None:
         return None
-    free = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis in _free_axes(mesh) and mesh.shape[axis] > 1}
+    manual = _manual_axes()
+    free = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in manual and mesh.shape[axis] > 1}
     if not free:
         return None
+    if manual:
+        return f"it is inside a shard_map that leaves the axes {free} to jit, and no compiler splits its kernels: make them manual too"
     return (
-        f"the arrays lie on a mesh with {free} devices and no compiler splits its kernels: say which axes split batch and heads, with "
+        f"the arrays lie on a mesh of {free} devices, and no compiler splits its kernels: say which axes split batch and heads, with "
         f"`with kdakit.parallel.jax.split(batch=.., heads=..)`, or call it inside shard_map"
     )
 
 
 def _found(arrays: Arrays) -> Split | None:
-    """How the call is to be split; None: not at all, because there is one device or all axes are manual, or because nobody knows."""
+    """How the call is to be split; None: not at all, because there is one device or a shard_map around, or because nobody knows."""
     mesh, said = _mesh(arrays), None if _said is None else _said.value
     if said is not None and said.mesh is not None:
         mesh = said.mesh
-    if mesh is None or math.prod(mesh.shape[axis] for axis in _free_axes(mesh)) == 1:
+    if mesh is None or mesh.size == 1 or _manual_axes():
         return None
     if said is not None:
         return said._replace(mesh=mesh)
     batch, heads = _read(arrays)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if batch or heads or all(types[axis] == AxisType.Explicit for axis in _free_axes(mesh)):
+    if batch or heads or all(kind == AxisType.Explicit for kind in mesh.axis_types):
         return Split(batch, heads, mesh)
     return None
 
@@ -149,11 +147,10 @@ def _read(arrays: Arrays) -> tuple[Axes, Axes]:
     return found[0], found[1]
 
 
-def _free_axes(mesh: Any) -> frozenset:
-    """Those that are not manual here."""
+def _manual_axes() -> frozenset:
+    """Those of the shard_map around the call."""
     around = jax.sharding.get_abstract_mesh()
-    manual = set() if around.empty else set(around.manual_axes)
-    return frozenset(axis for axis in mesh.axis_names if axis not in manual)
+    return frozenset() if around.empty else frozenset(around.manual_axes)
 
 
 def _heads_fit(problem: Problem, devices: int) -> bool:

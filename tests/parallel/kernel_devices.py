@@ -34,18 +34,13 @@ def placed(given, mesh, specs):
     return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
 
 
-def check(where, run, given, options=SHORT, arguments=None, exchanges=False):
+def check(where, run, given, arguments=None, exchanges=False):
     start = time.perf_counter()
-    compiled = jax.jit(run).lower(given if arguments is None else arguments, *calls.cotangents(given)).compile()
-    calls.close(
-        compiled(given if arguments is None else arguments, *calls.cotangents(given)), calls.truth(given, options_of(options)), where
-    )
+    arguments = (given if arguments is None else arguments, *calls.cotangents(given))
+    compiled = jax.jit(run).lower(*arguments).compile()
+    calls.close(compiled(*arguments), calls.truth(given), where)
     assert exchanges or not ACROSS.search(compiled.as_text()), f"{where}: something travels"
     print(f"{where}: {time.perf_counter() - start:.1f} s", flush=True)
-
-
-def options_of(options):
-    return {name: x for name, x in options.items() if name != "chunk_size"}
 
 
 def chunk(**given):
@@ -85,6 +80,27 @@ def manual():
         return jax.shard_map(local, mesh=mesh_of(2, 2), in_specs=(specs,), out_specs=results)(given)
 
     check("shard_map", calls.all_of(lambda **x: call(**{n: x[n] for n in specs}), SHORT), given)
+
+
+def partly_manual():
+    """shard_map over one axis, the other left to jit: no kernel can be split so; `xla` can."""
+    given = calls.inputs(6, B=2, H=2, HV=4)
+    specs = {name: P("data") if x.ndim > 1 else P() for name, x in given.items()}
+    mesh = mesh_of(2, 2)
+
+    def run(backend):
+        local = lambda x: chunk_kda(**x, **SHORT, backend=backend)
+        call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P("data"), axis_names={"data"})
+        with split(heads="model"):
+            return jax.jit(call).lower(placed(given, mesh, specs_of(given, "data", "model")))
+
+    try:
+        run("pallas_tpu")
+    except ValueError as error:
+        assert "make them manual too" in str(error)
+    else:
+        raise AssertionError("a kernel where some axes are manual and others are not")
+    run("xla")
 
 
 def recurrence():

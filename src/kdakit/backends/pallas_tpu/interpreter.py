@@ -1,8 +1,8 @@
 """Kernels without a TPU, in one of two interpreters.
 
-Pallas' own turns a kernel into XLA operations: quick, without effects, so that a call can be differentiated, mapped, split over devices and
-checkpointed as on a TPU. The TPU interpreter simulates memories, copies and semaphores, fills with NaN what nobody has written, and stops at
-an index outside an array; its callbacks forbid `jax.checkpoint` and calls on several devices. KDAKIT_INTERPRETER=tpu asks for it.
+Pallas' own turns a kernel into XLA operations: quick, and without effects, so that a call can be mapped, split over devices, checkpointed
+as on a TPU. The TPU interpreter simulates memories, copies and semaphores, fills with NaN what nobody has written, and stops at an index
+outside an array; its callbacks forbid `jax.checkpoint` and calls on several devices. KDAKIT_INTERPRETER=tpu asks for it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -163,8 +164,9 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
     arrays, results = [*table, *(x.value for x in inputs.values())], [x.value for x in outputs.values()]
     axes, mode = all_varying(arrays), interpret_mode(launch.config)
     arrays = [vary(x, axes) for x in arrays]
+    shapes = [result_like(np.zeros(()) if mode is True else arrays[0], x.shape, x.dtype) for x in results]
     call = pl.pallas_call(
-        bound, name=name, grid_spec=grid_spec, out_shape=results if mode is True else [result_like(arrays[0], x.shape, x.dtype) for x in results],
+        bound, name=name, grid_spec=grid_spec, out_shape=shapes,
         input_output_aliases={len(table) + names[0].index(i): names[1].index(o) for i, o in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT

@@ -67,7 +67,7 @@ def make_table(cu_seqlens, T: int, C: int, edges=None) -> Table:
     block = jnp.where(used, starts, T - 1) // C
     token = jnp.maximum(jnp.minimum(starts, cu[-1] - 1), 0)  # one that a sequence has, if any has one
     sequence = jnp.minimum(jnp.searchsorted(cu[1:], token, side="right", method="compare_all"), N - 1).astype(jnp.int32)
-    real, empty = starts < cu[-1], (cu[-1] == 0) & (starts == 0)  # without any token, the last sequence's state passes through the first visit
+    real, empty = starts < cu[-1], (cu[-1] == 0) & (starts == 0)  # without any token the last sequence passes through the first visit
     number = lambda x: (used & (real & x | empty)).astype(jnp.int32)
     low, high = (jnp.where(used, x - block * C, 0) for x in (starts, ends))
     first, last = number(starts == cu[sequence]), number(ends == cu[sequence + 1])
