@@ -89,6 +89,8 @@ inline void mma_half(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   mma(c, a, b0, b1, [](uint32_t x) { return unpack_half(x); });
 }
 
+inline void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) { mma_bf16(c, {a0, a1, 0, 0}, b, 0); }
+
 inline uint32_t load_shared_word(uint32_t address) {
   uint32_t x;
   memcpy(&x, memory + address, 4);

@@ -1,0 +1,128 @@
+// A block of the gradient kernel: its threads, its shared memory, and how the next chunk comes into it.
+//
+// Sixteen warps. Warp w has the block of 16 tokens b = w % 4 and the slice of 32 channels n = w / 4, in two layouts:
+//   as results of mma.sync, lane l: tokens l / 4 and l / 4 + 8, channels 8 t + 2 (l % 4) + {0, 1}, t = 0 .. 3
+//   by token, lane l: the eight tokens of group l / 16, channels 2 (l % 16) + {0, 1}: sums over tokens stay in registers
+#pragma once
+#include "../prefill/hopper_sequences.cuh"
+#include "../prefill/hopper_ptx.cuh"
+#include "hopper_gradient.h"
+
+namespace kda::hopper {
+
+constexpr int kGradientWarps = 16, kGradientThreads = kGradientWarps * 32;
+constexpr int kGroups = kChunk / 8;  // of eight tokens
+
+// Tiles have rows of 256 bytes, 16-byte unit u of row r at u ^ (r % 8); pairs and float16 `lower` rows of 128 bytes.
+constexpr int kAtS = 0, kAtDS = kAtS + 32768, kAtDO = kAtDS + 32768, kAtDV = kAtDO + 16384, kAtR = kAtDV + 16384;
+constexpr int kAtLower = kAtR + 16384, kAtFactors = kAtLower + 16384;  // twice: the next chunk's come while this one's are in use
+constexpr int kAtVNew = kAtFactors + 2 * 768;
+constexpr int kAtRowsQ = kAtVNew + 16384, kAtRowsK = kAtRowsQ + 16384, kAtColumns = kAtRowsK + 16384, kAtPairs = kAtColumns + 16384;
+constexpr int kAtSums = kAtPairs + 16384, kAtSteps = kAtSums + 4096, kAtToEnd = kAtSteps + 4096;  // [groups][128] float32 each
+constexpr int kAtDots = kAtToEnd + 4096;                                                           // [2][64][4 slices] float32
+constexpr int kAtTotals = kAtDots + 2048, kAtDDecay = kAtTotals + 2048, kAtDiagonal = kAtDDecay + 512, kAtLargest = kAtDiagonal + 256;
+constexpr int kGradientBytes = kAtLargest + 64;
+static_assert(kGradientBytes <= 232448, "one block on a multiprocessor");
+// Once tiles are used up: a patch per warp in which results of mma.sync change to tokens. Two sums per group go over steps and to_end.
+constexpr int kPatchPitch = 40 * 4, kPatch = 16 * kPatchPitch;
+static_assert(kGradientWarps * kPatch <= 3 * 16384, "patches lie in the tiles' place");
+
+struct Seat {
+  uint32_t smem;
+  uint8_t* bytes;  // the same
+  int thread, lane, warp, block, slice;
+
+  __device__ __forceinline__ float* floats(int at) const { return reinterpret_cast<float*>(bytes + at); }
+  __device__ __forceinline__ int group() const { return 2 * block + lane / 16; }           // by token
+  __device__ __forceinline__ int channel() const { return 32 * slice + 2 * (lane % 16); }  // by token, the first of two
+  __device__ __forceinline__ int result_row(int r) const { return 16 * block + lane / 4 + 8 * (r / 2); }
+  __device__ __forceinline__ int result_channel(int t) const { return 32 * slice + 8 * t + 2 * (lane % 4); }
+};
+
+__device__ __forceinline__ float2 load_two(const float* at) { return *reinterpret_cast<const float2*>(at); }
+__device__ __forceinline__ uint32_t tile_at(int row, int unit) { return row * 256 + ((unit ^ (row & 7)) << 4); }
+// The two channels from `channel` on of a row.
+__device__ __forceinline__ uint32_t word_at(int row, int channel) { return tile_at(row, channel >> 3) + (channel & 7) * 2; }
+__device__ __forceinline__ uint32_t pair_at(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }  // [128 rows][64]
+
+// The row of `lower` and `factors` that holds a token.
+__device__ __forceinline__ int row_of(int token, int group) {
+  const int t = token & 31;
+  return group == 1 ? token : (token & 32) + t % group * (32 / group) + t / group;
+}
+
+struct Chunk {
+  int64_t item, token;  // slot * HV + head; the first token's row of a [B, T, HV, ..] tensor
+  Span span;
+  int head;
+  bool first, last;  // of its sequence
+};
+
+// The next chunk from `item` on that holds tokens; item >= items: there is none. Of those that hold none, shares are zero.
+__device__ __forceinline__ Chunk chunk_from(const HopperGradient& p, int64_t item, int64_t items, int64_t step, const Seat& at) {
+  Chunk c{item, 0, {0, 0, 0}, 0, false, false};
+  for (; c.item < items; c.item += step) {
+    const auto slot = static_cast<uint32_t>(c.item / p.in.HV);
+    c.head = static_cast<int>(c.item - slot * p.in.HV);
+    c.span = chunk_span(p.in, slot, at.lane);
+    if (c.span.length > 0) break;
+    if (at.thread < kHead) {
+      if (p.A_shares) p.A_shares[c.item * kHead + at.thread] = 0.0f;
+      if (p.bias_shares) p.bias_shares[c.item * kHead + at.thread] = 0.0f;
+    }
+  }
+  c.token = (c.span.batch * p.in.T + c.span.first) * p.in.HV + c.head;
+  return c;
+}
+
+__device__ __forceinline__ void fetch_square(uint32_t to, const uint8_t* from, int rows, const Seat& at) {  // rows of 256 bytes
+  const int row = at.thread / 16, unit = at.thread % 16;
+#pragma unroll 4
+  for (int i = 0; i < rows; i += kGradientThreads / 16) copy_async(to + tile_at(row + i, unit), from + (row + i) * 256 + unit * 16, 16);
+}
+__device__ __forceinline__ void fetch_tokens(uint32_t to, const void* tensor, const HopperGradient& p, const Chunk& c, const Seat& at) {
+  const int row = at.thread / 16, unit = at.thread % 16;
+  const uint8_t* from = static_cast<const uint8_t*>(tensor) + c.token * 256 + unit * 16;
+#pragma unroll
+  for (int i = 0; i < kChunk; i += kGradientThreads / 16) {
+    const bool inside = row + i < c.span.length;
+    copy_async(to + tile_at(row + i, unit), inside ? from + (row + i) * p.in.HV * 256 : from, inside ? 16 : 0);
+  }
+}
+
+// All that the products of a chunk need, asynchronously. `turn`: which of two places its factors take.
+__device__ __forceinline__ void fetch_chunk(const HopperGradient& p, const Chunk& c, int turn, const Seat& at) {
+  fetch_tokens(at.smem + kAtR, p.r, p, c, at);
+  fetch_tokens(at.smem + kAtDV, p.d_v, p, c, at);
+  fetch_tokens(at.smem + kAtDO, p.d_o, p, c, at);
+  const auto* lower = static_cast<const uint8_t*>(p.lower) + c.item * (p.lower_float32 ? 16384 : 8192);
+  if (p.lower_float32)
+    fetch_square(at.smem + kAtLower, lower, kChunk, at);
+  else
+    copy_async(at.smem + kAtLower + pair_at(at.thread / 8, at.thread % 8), lower + at.thread * 16, 16);
+  if (at.thread < 48)
+    copy_async(at.smem + kAtFactors + turn * 768 + at.thread * 16, reinterpret_cast<const uint8_t*>(p.factors + c.item * 192) + at.thread * 16,
+               16);
+  fetch_square(at.smem + kAtDS, static_cast<const uint8_t*>(p.d_states) + c.item * 32768, kHead, at);
+  fetch_square(at.smem + kAtS, static_cast<const uint8_t*>(p.states) + c.item * 32768, kHead, at);
+}
+
+// The warp's own q and k, 16 tokens and 32 channels, where their decayed rows will lie.
+__device__ __forceinline__ void fetch_keys(const HopperGradient& p, const Chunk& c, const Seat& at) {
+  const int key_head = p.in.H == p.in.HV ? c.head : c.head / static_cast<int>(p.in.HV / p.in.H);
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    const TokenStrides& s = which ? p.in.k_strides : p.in.q_strides;
+    const auto* base = static_cast<const uint8_t*>(which ? p.in.k : p.in.q) +
+                       2 * (c.span.batch * s.batch + c.span.first * s.token + key_head * s.head + 32 * at.slice + at.lane % 4 * 8);
+#pragma unroll
+    for (int i = 0; i < 16; i += 8) {
+      const int row = 16 * at.block + i + at.lane / 4;
+      const bool inside = row < c.span.length;
+      copy_async(at.smem + (which ? kAtRowsK : kAtRowsQ) + tile_at(row, 4 * at.slice + at.lane % 4), inside ? base + 2 * row * s.token : base,
+                 inside ? 16 : 0);
+    }
+  }
+}
+
+}  // namespace kda::hopper

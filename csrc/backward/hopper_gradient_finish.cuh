@@ -1,0 +1,146 @@
+// From the gradients of decayed rows and columns to those of the inputs. By token, with u_i = q_i d_q_i + k_i d_k_i as a row - as a column,
+// the pair of a token with itself left out, a gate's gradient is
+//
+//   d_g_m = sum_{i >= m} u_i + sum_j k_decayed_j d_k_decayed_j + decay d_decay
+//
+// in which the pairs that a gate does not lie between cancel but for float32 sums. A gate that was raised to the floor has the share of its
+// gradient that it has of the decay.
+#pragma once
+#include "hopper_gradient_pairs.cuh"
+
+namespace kda::hopper {
+
+using ByToken = float[8][2];
+
+// Results of mma.sync to a lane's tokens, within the warp.
+__device__ __forceinline__ void by_token(ByToken& y, const Results& x, const Seat& at) {
+  uint8_t* patch = at.bytes + kAtRowsQ + at.warp * kPatch;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *reinterpret_cast<float2*>(patch + (at.lane / 4 + 8 * half) * kPatchPitch + (8 * t + 2 * (at.lane % 4)) * 4) =
+          make_float2(x[t][2 * half], x[t][2 * half + 1]);
+  __syncwarp();
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    const float2 z = *reinterpret_cast<const float2*>(patch + (8 * (at.lane / 16) + t) * kPatchPitch + at.lane % 16 * 8);
+    y[t][0] = z.x, y[t][1] = z.y;
+  }
+  __syncwarp();
+}
+
+// Sums over 16 lanes of 16 numbers each; lane l keeps number l % 16.
+__device__ __forceinline__ float sum_of_lanes(float (&x)[16], int lane) {
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2)
+#pragma unroll
+    for (int i = 0; i < step; ++i) {
+      const bool upper = lane & step;
+      const float mine = upper ? x[i + step] : x[i], other = upper ? x[i] : x[i + step];
+      x[i] = mine + __shfl_xor_sync(~0u, other, step);
+    }
+  return x[0];
+}
+
+// d_q and d_k become gradients of normalised q and k, d_c what each token and those after it in its group have to do with the gates; both
+// still divided by the chunk's power of two. What lies along q and k, and the groups' sums, go to shared memory.
+__device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const float* factors, float unit, ByToken& d_q,
+                                            ByToken& d_k, ByToken& d_c, const Seat& at) {
+  float run[2] = {}, along[16];
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    const int row = 8 * at.group() + t, from = row_of(row, p.group);
+    const Factors y(x, run, t, factors[kChunk + from], factors[2 * kChunk + from]);
+    const float diagonal = at.floats(kAtDiagonal)[row] * unit;
+    along[t] = along[8 + t] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float rows_q = c ? high(y.rows_q) : low(y.rows_q), rows_k = c ? high(y.rows_k) : low(y.rows_k);
+      const float columns = c ? high(y.columns) : low(y.columns);
+      const float u = fmaf(rows_q, d_q[t][c], fmaf(rows_k, d_k[t][c], -columns * d_c[t][c]));
+      d_q[t][c] = fmaf(y.row[c], d_q[t][c], diagonal * y.k[c]);
+      d_k[t][c] = fmaf(y.row[c], d_k[t][c], fmaf(y.column[c], d_c[t][c], diagonal * y.q[c]));
+      d_c[t][c] = u;
+      along[t] = fmaf(y.q[c], d_q[t][c], along[t]), along[8 + t] = fmaf(y.k[c], d_k[t][c], along[8 + t]);
+    }
+  }
+#pragma unroll
+  for (int t = 6; t >= 0; --t) d_c[t][0] += d_c[t + 1][0], d_c[t][1] += d_c[t + 1][1];
+  *reinterpret_cast<float2*>(at.floats(kAtSums) + at.group() * kHead + at.channel()) = make_float2(d_c[0][0], d_c[0][1]);
+  const float sum = sum_of_lanes(along, at.lane);
+  at.floats(kAtDots)[((at.lane & 8) * 8 + 8 * at.group() + at.lane % 8) * 4 + at.slice] = sum;
+}
+
+// What all gates of the lane's group get from the state and from later groups.
+__device__ __forceinline__ void later_shares(float (&all)[2], const Tokens& x, float unit, const Seat& at) {
+  const float2 d = load_two(at.floats(kAtDDecay) + at.channel());
+  all[0] = exp2_fast(x.all[0]) * (d.x * unit), all[1] = exp2_fast(x.all[1]) * (d.y * unit);
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    const float2 z = load_two(at.floats(kAtTotals) + b * kHead + at.channel());
+    all[0] += z.x, all[1] += z.y;
+  }
+#pragma unroll 1
+  for (int i = kGroups - 1; i > at.group(); --i) {
+    const float2 z = load_two(at.floats(kAtSums) + i * kHead + at.channel());
+    all[0] += z.x, all[1] += z.y;
+  }
+}
+
+__device__ __forceinline__ void write_two(void* to, int64_t at, bool wide, float x, float y) {
+  if (wide)
+    *reinterpret_cast<float2*>(static_cast<float*>(to) + at) = make_float2(x, y);
+  else
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to) + at) = pack_bf16(x, y);
+}
+
+// d_q, d_k, d_g of the lane's tokens; sums over them of the gradients of the gate's parameters go to shared memory.
+template <Gate GATE, bool BOUNDED, bool G32>
+__device__ __forceinline__ void write_gradients(const HopperGradient& p, const Chunk& c, const Tokens& x, const float* factors, float unit,
+                                                float back, const ByToken& d_q, const ByToken& d_k, const ByToken& d_c, const Seat& at) {
+  const GateOf<GATE> gate(p.in, c.head, at.channel());
+  float all[2], bias[2] = {}, A[2] = {};
+  later_shares(all, x, unit, at);
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    const int row = 8 * at.group() + t, from = row_of(row, p.group);
+    if (row >= c.span.length) continue;
+    const float norm_q = factors[kChunk + from], norm_k = factors[2 * kChunk + from];
+    const float4 y = *reinterpret_cast<const float4*>(at.floats(kAtDots) + row * 4);
+    const float4 z = *reinterpret_cast<const float4*>(at.floats(kAtDots) + (kChunk + row) * 4);
+    const float along_q = p.in.l2norm ? ((y.x + y.y) + (y.z + y.w)) * norm_q : 0.0f;
+    const float along_k = p.in.l2norm ? ((z.x + z.y) + (z.z + z.w)) * norm_k : 0.0f;
+    const int64_t to = (c.token + row * p.in.HV) * kHead + at.channel();
+    const float fq = norm_q * back, fk = norm_k * back;
+    write_two(p.d_q, to, p.wide, (d_q[t][0] - low(x.q[t]) * along_q) * fq, (d_q[t][1] - high(x.q[t]) * along_q) * fq);
+    write_two(p.d_k, to, p.wide, (d_k[t][0] - low(x.k[t]) * along_k) * fk, (d_k[t][1] - high(x.k[t]) * along_k) * fk);
+    const float2 raw = load_gate<G32>(p, c, at, t);
+    float d_g[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float g = i ? raw.y : raw.x;
+      float d = (d_c[t][i] + all[i]) * back;
+      if (!BOUNDED && x.g[t][i] <= kGateFloor) d *= exp2_fast(gate.log2_decay(g, i) - kGateFloor);
+      const float2 found = gate.backward(g, d, i);
+      d_g[i] = found.x, bias[i] += found.x, A[i] += found.y;
+    }
+    write_two(p.d_g, to, G32, d_g[0], d_g[1]);
+  }
+  const int to = at.group() * kHead + at.channel();
+  if (p.bias_shares) *reinterpret_cast<float2*>(at.floats(kAtSteps) + to) = make_float2(bias[0], bias[1]);
+  if (p.A_shares) *reinterpret_cast<float2*>(at.floats(kAtToEnd) + to) = make_float2(A[0], A[1]);
+}
+
+// The chunk's shares of d_A_log and d_dt_bias, one channel of one of them per thread.
+__device__ __forceinline__ void write_shares(const HopperGradient& p, const Chunk& c, const Seat& at) {
+  float* to = at.thread < kHead ? p.bias_shares : p.A_shares;
+  if (at.thread >= 2 * kHead || !to) return;
+  const float* from = at.floats(at.thread < kHead ? kAtSteps : kAtToEnd) + at.thread % kHead;
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) sum += from[i * kHead];
+  to[c.item * kHead + at.thread % kHead] = sum;
+}
+
+}  // namespace kda::hopper
