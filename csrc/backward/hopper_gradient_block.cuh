@@ -18,13 +18,14 @@ constexpr int kAtS = 0, kAtDS = kAtS + 32768, kAtDO = kAtDS + 32768, kAtDV = kAt
 constexpr int kAtLower = kAtR + 16384, kAtFactors = kAtLower + 16384;  // twice: the next chunk's come while this one's are in use
 constexpr int kAtVNew = kAtFactors + 2 * 768;
 constexpr int kAtRowsQ = kAtVNew + 16384, kAtRowsK = kAtRowsQ + 16384, kAtColumns = kAtRowsK + 16384, kAtPairs = kAtColumns + 16384;
-constexpr int kAtSums = kAtPairs + 16384, kAtSteps = kAtSums + 4096, kAtToEnd = kAtSteps + 4096;  // [groups][128] float32 each
-constexpr int kAtDots = kAtToEnd + 4096;                                                           // [2][64][4 slices] float32
-constexpr int kAtTotals = kAtDots + 2048, kAtDDecay = kAtTotals + 2048, kAtDiagonal = kAtDDecay + 512, kAtLargest = kAtDiagonal + 256;
+constexpr int kAtSums = kAtPairs + 16384, kAtSteps = kAtSums + 4096, kAtAhead = kAtSteps + 4096;  // [groups][128] float32 each
+constexpr int kAtDots = kAtAhead + 4096;                                                           // [2][64][4 slices] float32
+constexpr int kAtDDecay = kAtDots + 2048, kAtDiagonal = kAtDDecay + 512, kAtLargest = kAtDiagonal + 256;
 constexpr int kGradientBytes = kAtLargest + 64;
 static_assert(kGradientBytes <= 232448, "one block on a multiprocessor");
-// Once tiles are used up: a patch per warp in which results of mma.sync change to tokens. Two sums per group go over steps and to_end.
+// Once tiles are used up: a patch per warp in which results of mma.sync change to tokens; then sums per group.
 constexpr int kPatchPitch = 40 * 4, kPatch = 16 * kPatchPitch;
+constexpr int kAtBiasShares = kAtColumns, kAtAShares = kAtColumns + 4096;
 static_assert(kGradientWarps * kPatch <= 3 * 16384, "patches lie in the tiles' place");
 
 struct Seat {

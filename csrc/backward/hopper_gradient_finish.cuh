@@ -1,9 +1,10 @@
 // From the gradients of decayed rows and columns to those of the inputs. By token, with u_i = q_i d_q_i + k_i d_k_i as a row - as a column,
 // the pair of a token with itself left out, a gate's gradient is
 //
-//   d_g_m = sum_{i >= m} u_i + sum_j k_decayed_j d_k_decayed_j + decay d_decay
+//   d_g_m = sum_{i >= m} u_i + sum_{j < m} k_decayed_j d_k_decayed_j + decay d_decay
 //
-// in which the pairs that a gate does not lie between cancel but for float32 sums. A gate that was raised to the floor has the share of its
+// in which the pairs that a gate does not lie between cancel but for float32 sums; columns have no part of the state in u, which would be
+// far larger than what is left where every gate is strong. A gate that was raised to the floor has the share of its
 // gradient that it has of the decay.
 #pragma once
 #include "hopper_gradient_pairs.cuh"
@@ -43,16 +44,17 @@ __device__ __forceinline__ float sum_of_lanes(float (&x)[16], int lane) {
   return x[0];
 }
 
-// d_q and d_k become gradients of normalised q and k, d_c what each token and those after it in its group have to do with the gates; both
-// still divided by the chunk's power of two. What lies along q and k, and the groups' sums, go to shared memory.
+// d_q and d_k become gradients of normalised q and k, d_c what its group's tokens give to each gate; all still divided by the chunk's power
+// of two. What lies along q and k, and what groups give to gates of earlier ones and of later ones, go to shared memory.
 __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const float* factors, float unit, ByToken& d_q,
                                             ByToken& d_k, ByToken& d_c, const Seat& at) {
-  float run[2] = {}, along[16];
+  float run[2] = {}, along[16], ahead[8][2];
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const int row = 8 * at.group() + t, from = row_of(row, p.group);
     const Factors y(x, run, t, factors[kChunk + from], factors[2 * kChunk + from]);
     const float diagonal = at.floats(kAtDiagonal)[row] * unit;
+    const uint32_t state_part = load_shared_word(at.smem + kAtVNew + word_at(row, at.channel()));
     along[t] = along[8 + t] = 0.0f;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -60,30 +62,35 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
       const float columns = c ? high(y.columns) : low(y.columns);
       const float u = fmaf(rows_q, d_q[t][c], fmaf(rows_k, d_k[t][c], -columns * d_c[t][c]));
       d_q[t][c] = fmaf(y.row[c], d_q[t][c], diagonal * y.k[c]);
-      d_k[t][c] = fmaf(y.row[c], d_k[t][c], fmaf(y.column[c], d_c[t][c], diagonal * y.q[c]));
+      const float to_end = exp2_fast(x.rest[c] - y.s[c]) * (c ? high(state_part) : low(state_part));
+      d_k[t][c] = fmaf(y.row[c], d_k[t][c], fmaf(y.column[c], d_c[t][c], fmaf(diagonal, y.q[c], to_end)));
+      ahead[t][c] = y.k[c] * to_end;
       d_c[t][c] = u;
       along[t] = fmaf(y.q[c], d_q[t][c], along[t]), along[8 + t] = fmaf(y.k[c], d_k[t][c], along[8 + t]);
     }
   }
 #pragma unroll
   for (int t = 6; t >= 0; --t) d_c[t][0] += d_c[t + 1][0], d_c[t][1] += d_c[t + 1][1];
-  *reinterpret_cast<float2*>(at.floats(kAtSums) + at.group() * kHead + at.channel()) = make_float2(d_c[0][0], d_c[0][1]);
+  const int own = at.group() * kHead + at.channel();
+  *reinterpret_cast<float2*>(at.floats(kAtSums) + own) = make_float2(d_c[0][0], d_c[0][1]);
+  float before[2] = {};
+#pragma unroll
+  for (int t = 0; t < 8; ++t)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) d_c[t][c] += before[c], before[c] += ahead[t][c];
+  *reinterpret_cast<float2*>(at.floats(kAtAhead) + own) = make_float2(before[0], before[1]);
   const float sum = sum_of_lanes(along, at.lane);
   at.floats(kAtDots)[((at.lane & 8) * 8 + 8 * at.group() + at.lane % 8) * 4 + at.slice] = sum;
 }
 
-// What all gates of the lane's group get from the state and from later groups.
-__device__ __forceinline__ void later_shares(float (&all)[2], const Tokens& x, float unit, const Seat& at) {
+// What all gates of the lane's group get from the state and from the other groups.
+__device__ __forceinline__ void shares_of_all(float (&all)[2], const Tokens& x, float unit, const Seat& at) {
   const float2 d = load_two(at.floats(kAtDDecay) + at.channel());
   all[0] = exp2_fast(x.all[0]) * (d.x * unit), all[1] = exp2_fast(x.all[1]) * (d.y * unit);
-#pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    const float2 z = load_two(at.floats(kAtTotals) + b * kHead + at.channel());
-    all[0] += z.x, all[1] += z.y;
-  }
 #pragma unroll 1
-  for (int i = kGroups - 1; i > at.group(); --i) {
-    const float2 z = load_two(at.floats(kAtSums) + i * kHead + at.channel());
+  for (int i = 0; i < kGroups; ++i) {
+    if (i == at.group()) continue;
+    const float2 z = load_two(at.floats(i > at.group() ? kAtSums : kAtAhead) + i * kHead + at.channel());
     all[0] += z.x, all[1] += z.y;
   }
 }
@@ -101,7 +108,7 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, const C
                                                 float back, const ByToken& d_q, const ByToken& d_k, const ByToken& d_c, const Seat& at) {
   const GateOf<GATE> gate(p.in, c.head, at.channel());
   float all[2], bias[2] = {}, A[2] = {};
-  later_shares(all, x, unit, at);
+  shares_of_all(all, x, unit, at);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const int row = 8 * at.group() + t, from = row_of(row, p.group);
@@ -128,15 +135,15 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, const C
     write_two(p.d_g, to, G32, d_g[0], d_g[1]);
   }
   const int to = at.group() * kHead + at.channel();
-  if (p.bias_shares) *reinterpret_cast<float2*>(at.floats(kAtSteps) + to) = make_float2(bias[0], bias[1]);
-  if (p.A_shares) *reinterpret_cast<float2*>(at.floats(kAtToEnd) + to) = make_float2(A[0], A[1]);
+  if (p.bias_shares) *reinterpret_cast<float2*>(at.floats(kAtBiasShares) + to) = make_float2(bias[0], bias[1]);
+  if (p.A_shares) *reinterpret_cast<float2*>(at.floats(kAtAShares) + to) = make_float2(A[0], A[1]);
 }
 
 // The chunk's shares of d_A_log and d_dt_bias, one channel of one of them per thread.
 __device__ __forceinline__ void write_shares(const HopperGradient& p, const Chunk& c, const Seat& at) {
   float* to = at.thread < kHead ? p.bias_shares : p.A_shares;
   if (at.thread >= 2 * kHead || !to) return;
-  const float* from = at.floats(at.thread < kHead ? kAtSteps : kAtToEnd) + at.thread % kHead;
+  const float* from = at.floats(at.thread < kHead ? kAtBiasShares : kAtAShares) + at.thread % kHead;
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) sum += from[i * kHead];

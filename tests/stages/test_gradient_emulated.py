@@ -112,6 +112,7 @@ def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):
     """Gradients by the name of their input, of all but v and the initial state."""
     o, B, T, H, HV, N = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.N
     d_o, d_final = cotangents
+    d_final = d_final if o.output_final_state else None
     made = stages(problem, arrays, d_o, d_final, np.float16 if o.l2norm else np.float32)
     slots, rows = len(made["lower"]), row_order(group)
     lower = np.ascontiguousarray(made["lower"][:, :, rows][:, :, :, rows])
