@@ -24,22 +24,6 @@ __device__ __forceinline__ float largest_of_warp(float x) {
   return x;
 }
 
-// Which tokens of which sequence; which of its ends a chunk has matters only where the caller's own states are there.
-__device__ __forceinline__ int64_t place(const HopperGradient& p, Chunk& c) {
-  int64_t n = c.span.batch, start = 0, end = p.in.T;
-  if (p.in.cu_seqlens && (p.in.initial_state || p.d_final)) {
-    int64_t low = 0, high = p.in.N;  // boundary(low) <= first < boundary(high)
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      if (boundary(p.in, middle) <= c.span.first) low = middle;
-      else high = middle;
-    }
-    n = low, start = boundary(p.in, low), end = boundary(p.in, low + 1);
-  }
-  c.first = c.span.first == start, c.last = c.span.first + c.span.length == end;
-  return n * p.in.HV + c.head;
-}
-
 }  // namespace
 
 template <Gate GATE, bool BOUNDED, bool G32>
@@ -54,13 +38,12 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __g
   Chunk c = chunk_from(p, blockIdx.x, items, gridDim.x, at);
   if (c.item < items) fetch_chunk(p, c, 0, at);
   for (int turn = 0; c.item < items; turn ^= 1) {
-    const int64_t state = place(p, c);
     const float* factors = at.floats(kAtFactors + turn * 768);
     copy_async_wait();
     __syncthreads();
     fetch_keys(p, c, at);
     make_v_new(p, c, factors, at);
-    decay_products(p, c, state, at);
+    decay_products(p, c, at);
     __syncthreads();
     write_d_beta(p, c, factors, at);
     float pairs_q[2][4] = {}, pairs_k[2][4] = {};
@@ -78,17 +61,19 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __g
     copy_async_wait();
     make_tiles(p, x, factors, at);
     __syncthreads();
-    Chunk next = chunk_from(p, c.item + gridDim.x, items, gridDim.x, at);
+    const Chunk next = chunk_from(p, c.item + gridDim.x, items, gridDim.x, at);
     if (next.item < items) fetch_chunk(p, next, turn ^ 1, at);
     keep_state_part(d_c, at);
     row_pairs<BOUNDED>(d_q, d_k, at);
     column_pairs<BOUNDED>(d_c, at);
+    Keys keys;
+    load_keys(p, c, keys, at);
     __syncthreads();
     ByToken by_q, by_k, by_c;
     by_token(by_q, d_q, at), by_token(by_k, d_k, at), by_token(by_c, d_c, at);
-    undo_decays(p, x, factors, unit, by_q, by_k, by_c, at);
+    undo_decays(p, x, keys, factors, unit, by_q, by_k, by_c, at);
     __syncthreads();
-    write_gradients<GATE, BOUNDED, G32>(p, c, x, factors, unit, back, by_q, by_k, by_c, at);
+    write_gradients<GATE, BOUNDED, G32>(p, c, x, keys, factors, unit, back, by_q, by_k, by_c, at);
     if (p.A_shares || p.bias_shares) {
       __syncthreads();
       write_shares(p, c, at);

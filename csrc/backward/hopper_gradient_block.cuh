@@ -53,26 +53,31 @@ __device__ __forceinline__ int row_of(int token, int group) {
 }
 
 struct Chunk {
-  int64_t item, token;  // slot * HV + head; the first token's row of a [B, T, HV, ..] tensor
-  Span span;
-  int head;
-  bool first, last;  // of its sequence
+  int64_t item;                     // slot * HV + head
+  int batch, first, length, head;  // tokens first .. first + length of a batch row
+
+  // The first token's row of a [B, T, HV, ..] tensor, and its offset in elements of one with strides.
+  __device__ __forceinline__ int64_t token(const HopperForward& p) const { return (batch * p.T + first) * p.HV + head; }
+  __device__ __forceinline__ int64_t offset(const TokenStrides& s, int of_head) const {
+    return batch * s.batch + first * s.token + of_head * s.head;
+  }
+  __device__ __forceinline__ int key_head(const HopperForward& p) const { return p.H == p.HV ? head : head / static_cast<int>(p.HV / p.H); }
 };
 
 // The next chunk from `item` on that holds tokens; item >= items: there is none. Of those that hold none, shares are zero.
 __device__ __forceinline__ Chunk chunk_from(const HopperGradient& p, int64_t item, int64_t items, int64_t step, const Seat& at) {
-  Chunk c{item, 0, {0, 0, 0}, 0, false, false};
+  Chunk c{item, 0, 0, 0, 0};
   for (; c.item < items; c.item += step) {
     const auto slot = static_cast<uint32_t>(c.item / p.in.HV);
     c.head = static_cast<int>(c.item - slot * p.in.HV);
-    c.span = chunk_span(p.in, slot, at.lane);
-    if (c.span.length > 0) break;
+    const Span span = chunk_span(p.in, slot, at.lane);
+    c.batch = static_cast<int>(span.batch), c.first = static_cast<int>(span.first), c.length = static_cast<int>(span.length);
+    if (c.length > 0) break;
     if (at.thread < kHead) {
       if (p.A_shares) p.A_shares[c.item * kHead + at.thread] = 0.0f;
       if (p.bias_shares) p.bias_shares[c.item * kHead + at.thread] = 0.0f;
     }
   }
-  c.token = (c.span.batch * p.in.T + c.span.first) * p.in.HV + c.head;
   return c;
 }
 
@@ -83,10 +88,10 @@ __device__ __forceinline__ void fetch_square(uint32_t to, const uint8_t* from, i
 }
 __device__ __forceinline__ void fetch_tokens(uint32_t to, const void* tensor, const HopperGradient& p, const Chunk& c, const Seat& at) {
   const int row = at.thread / 16, unit = at.thread % 16;
-  const uint8_t* from = static_cast<const uint8_t*>(tensor) + c.token * 256 + unit * 16;
+  const uint8_t* from = static_cast<const uint8_t*>(tensor) + c.token(p.in) * 256 + unit * 16;
 #pragma unroll
   for (int i = 0; i < kChunk; i += kGradientThreads / 16) {
-    const bool inside = row + i < c.span.length;
+    const bool inside = row + i < c.length;
     copy_async(to + tile_at(row + i, unit), inside ? from + (row + i) * p.in.HV * 256 : from, inside ? 16 : 0);
   }
 }
@@ -101,27 +106,25 @@ __device__ __forceinline__ void fetch_chunk(const HopperGradient& p, const Chunk
     fetch_square(at.smem + kAtLower, lower, kChunk, at);
   else
     copy_async(at.smem + kAtLower + pair_at(at.thread / 8, at.thread % 8), lower + at.thread * 16, 16);
-  if (at.thread < 48)
-    copy_async(at.smem + kAtFactors + turn * 768 + at.thread * 16, reinterpret_cast<const uint8_t*>(p.factors + c.item * 192) + at.thread * 16,
-               16);
+  const auto* factors = reinterpret_cast<const uint8_t*>(p.factors + c.item * 3 * kChunk);
+  if (at.thread < 48) copy_async(at.smem + kAtFactors + turn * 768 + at.thread * 16, factors + at.thread * 16, 16);
   fetch_square(at.smem + kAtDS, static_cast<const uint8_t*>(p.d_states) + c.item * 32768, kHead, at);
   fetch_square(at.smem + kAtS, static_cast<const uint8_t*>(p.states) + c.item * 32768, kHead, at);
 }
 
 // The warp's own q and k, 16 tokens and 32 channels, where their decayed rows will lie.
 __device__ __forceinline__ void fetch_keys(const HopperGradient& p, const Chunk& c, const Seat& at) {
-  const int key_head = p.in.H == p.in.HV ? c.head : c.head / static_cast<int>(p.in.HV / p.in.H);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     const TokenStrides& s = which ? p.in.k_strides : p.in.q_strides;
     const auto* base = static_cast<const uint8_t*>(which ? p.in.k : p.in.q) +
-                       2 * (c.span.batch * s.batch + c.span.first * s.token + key_head * s.head + 32 * at.slice + at.lane % 4 * 8);
+                       2 * (c.offset(s, c.key_head(p.in)) + 32 * at.slice + at.lane % 4 * 8);
 #pragma unroll
     for (int i = 0; i < 16; i += 8) {
       const int row = 16 * at.block + i + at.lane / 4;
-      const bool inside = row < c.span.length;
-      copy_async(at.smem + (which ? kAtRowsK : kAtRowsQ) + tile_at(row, 4 * at.slice + at.lane % 4), inside ? base + 2 * row * s.token : base,
-                 inside ? 16 : 0);
+      const bool inside = row < c.length;
+      const uint32_t to = at.smem + (which ? kAtRowsK : kAtRowsQ) + tile_at(row, 4 * at.slice + at.lane % 4);
+      copy_async(to, inside ? base + 2 * row * s.token : base, inside ? 16 : 0);
     }
   }
 }

@@ -13,6 +13,26 @@ namespace kda::hopper {
 
 using ByToken = float[8][2];
 
+struct Keys {  // q and k of a lane's tokens as they lie in memory, once more: there are too few registers to keep them
+  uint32_t q[8], k[8];
+};
+__device__ __forceinline__ void load_keys(const HopperGradient& p, const Chunk& c, Keys& x, const Seat& at) {
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    const TokenStrides& s = which ? p.in.k_strides : p.in.q_strides;
+    const auto* from = static_cast<const uint16_t*>(which ? p.in.k : p.in.q) + c.offset(s, c.key_head(p.in)) +
+                       8 * at.group() * s.token + at.channel();
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+      (which ? x.k : x.q)[t] = 8 * at.group() + t < c.length ? __ldg(reinterpret_cast<const uint32_t*>(from + t * s.token)) : 0;
+  }
+}
+
+// Where a lane's first token and channels lie in its warp's patch.
+__device__ __forceinline__ uint8_t* patch_of(const Seat& at) {
+  return at.bytes + kAtRowsQ + at.warp * kPatch + at.lane / 16 * 8 * kPatchPitch + at.lane % 16 * 8;
+}
+
 // Results of mma.sync to a lane's tokens, within the warp.
 __device__ __forceinline__ void by_token(ByToken& y, const Results& x, const Seat& at) {
   uint8_t* patch = at.bytes + kAtRowsQ + at.warp * kPatch;
@@ -25,34 +45,40 @@ __device__ __forceinline__ void by_token(ByToken& y, const Results& x, const Sea
   __syncwarp();
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const float2 z = *reinterpret_cast<const float2*>(patch + (8 * (at.lane / 16) + t) * kPatchPitch + at.lane % 16 * 8);
+    const float2 z = *reinterpret_cast<const float2*>(patch_of(at) + t * kPatchPitch);
     y[t][0] = z.x, y[t][1] = z.y;
   }
   __syncwarp();
 }
 
 // Sums over 16 lanes of 16 numbers each; lane l keeps number l % 16.
-__device__ __forceinline__ float sum_of_lanes(float (&x)[16], int lane) {
+template <int N>
+__device__ __forceinline__ float sum_of_lanes(const float (&x)[N], int lane) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    constexpr int kStep = N / 2;
+    const bool upper = lane & kStep;
+    float y[kStep];
 #pragma unroll
-  for (int step = 8; step > 0; step /= 2)
-#pragma unroll
-    for (int i = 0; i < step; ++i) {
-      const bool upper = lane & step;
-      const float mine = upper ? x[i + step] : x[i], other = upper ? x[i] : x[i + step];
-      x[i] = mine + __shfl_xor_sync(~0u, other, step);
+    for (int i = 0; i < kStep; ++i) {
+      const float mine = upper ? x[i + kStep] : x[i], other = upper ? x[i] : x[i + kStep];
+      y[i] = mine + __shfl_xor_sync(~0u, other, kStep);
     }
-  return x[0];
+    return sum_of_lanes(y, lane);
+  }
 }
 
 // d_q and d_k become gradients of normalised q and k, d_c what its group's tokens give to each gate; all still divided by the chunk's power
 // of two. What lies along q and k, and what groups give to gates of earlier ones and of later ones, go to shared memory.
-__device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const float* factors, float unit, ByToken& d_q,
-                                            ByToken& d_k, ByToken& d_c, const Seat& at) {
-  float run[2] = {}, along[16], ahead[8][2];
+__device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const Keys& keys, const float* factors, float unit,
+                                            ByToken& d_q, ByToken& d_k, ByToken& d_c, const Seat& at) {
+  float run[2] = {}, along[16], ahead[2];
+  uint8_t* patch = patch_of(at);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const int row = 8 * at.group() + t, from = row_of(row, p.group);
-    const Factors y(x, run, t, factors[kChunk + from], factors[2 * kChunk + from]);
+    const Factors y(x, keys.q[t], keys.k[t], run, t, factors[kChunk + from], factors[2 * kChunk + from]);
     const float diagonal = at.floats(kAtDiagonal)[row] * unit;
     const uint32_t state_part = load_shared_word(at.smem + kAtVNew + word_at(row, at.channel()));
     along[t] = along[8 + t] = 0.0f;
@@ -64,10 +90,11 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
       d_q[t][c] = fmaf(y.row[c], d_q[t][c], diagonal * y.k[c]);
       const float to_end = exp2_fast(x.rest[c] - y.s[c]) * (c ? high(state_part) : low(state_part));
       d_k[t][c] = fmaf(y.row[c], d_k[t][c], fmaf(y.column[c], d_c[t][c], fmaf(diagonal, y.q[c], to_end)));
-      ahead[t][c] = y.k[c] * to_end;
+      ahead[c] = y.k[c] * to_end;
       d_c[t][c] = u;
       along[t] = fmaf(y.q[c], d_q[t][c], along[t]), along[8 + t] = fmaf(y.k[c], d_k[t][c], along[8 + t]);
     }
+    *reinterpret_cast<float2*>(patch + t * kPatchPitch) = make_float2(ahead[0], ahead[1]);  // the lane's own place
   }
 #pragma unroll
   for (int t = 6; t >= 0; --t) d_c[t][0] += d_c[t + 1][0], d_c[t][1] += d_c[t + 1][1];
@@ -75,12 +102,12 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
   *reinterpret_cast<float2*>(at.floats(kAtSums) + own) = make_float2(d_c[0][0], d_c[0][1]);
   float before[2] = {};
 #pragma unroll
-  for (int t = 0; t < 8; ++t)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) d_c[t][c] += before[c], before[c] += ahead[t][c];
+  for (int t = 0; t < 8; ++t) {
+    const float2 z = *reinterpret_cast<const float2*>(patch + t * kPatchPitch);
+    d_c[t][0] += before[0], d_c[t][1] += before[1], before[0] += z.x, before[1] += z.y;
+  }
   *reinterpret_cast<float2*>(at.floats(kAtAhead) + own) = make_float2(before[0], before[1]);
-  const float sum = sum_of_lanes(along, at.lane);
-  at.floats(kAtDots)[((at.lane & 8) * 8 + 8 * at.group() + at.lane % 8) * 4 + at.slice] = sum;
+  at.floats(kAtDots)[((at.lane & 8) * 8 + 8 * at.group() + at.lane % 8) * 4 + at.slice] = sum_of_lanes(along, at.lane);
 }
 
 // What all gates of the lane's group get from the state and from the other groups.
@@ -104,24 +131,25 @@ __device__ __forceinline__ void write_two(void* to, int64_t at, bool wide, float
 
 // d_q, d_k, d_g of the lane's tokens; sums over them of the gradients of the gate's parameters go to shared memory.
 template <Gate GATE, bool BOUNDED, bool G32>
-__device__ __forceinline__ void write_gradients(const HopperGradient& p, const Chunk& c, const Tokens& x, const float* factors, float unit,
-                                                float back, const ByToken& d_q, const ByToken& d_k, const ByToken& d_c, const Seat& at) {
+__device__ __forceinline__ void write_gradients(const HopperGradient& p, const Chunk& c, const Tokens& x, const Keys& keys, const float* factors,
+                                                float unit, float back, const ByToken& d_q, const ByToken& d_k, const ByToken& d_c, const Seat& at) {
   const GateOf<GATE> gate(p.in, c.head, at.channel());
   float all[2], bias[2] = {}, A[2] = {};
   shares_of_all(all, x, unit, at);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const int row = 8 * at.group() + t, from = row_of(row, p.group);
-    if (row >= c.span.length) continue;
+    if (row >= c.length) continue;
     const float norm_q = factors[kChunk + from], norm_k = factors[2 * kChunk + from];
     const float4 y = *reinterpret_cast<const float4*>(at.floats(kAtDots) + row * 4);
     const float4 z = *reinterpret_cast<const float4*>(at.floats(kAtDots) + (kChunk + row) * 4);
     const float along_q = p.in.l2norm ? ((y.x + y.y) + (y.z + y.w)) * norm_q : 0.0f;
     const float along_k = p.in.l2norm ? ((z.x + z.y) + (z.z + z.w)) * norm_k : 0.0f;
-    const int64_t to = (c.token + row * p.in.HV) * kHead + at.channel();
+    const int64_t to = (c.token(p.in) + row * p.in.HV) * kHead + at.channel();
     const float fq = norm_q * back, fk = norm_k * back;
-    write_two(p.d_q, to, p.wide, (d_q[t][0] - low(x.q[t]) * along_q) * fq, (d_q[t][1] - high(x.q[t]) * along_q) * fq);
-    write_two(p.d_k, to, p.wide, (d_k[t][0] - low(x.k[t]) * along_k) * fk, (d_k[t][1] - high(x.k[t]) * along_k) * fk);
+    const uint32_t q = keys.q[t], k = keys.k[t];
+    write_two(p.d_q, to, p.wide, (d_q[t][0] - low(q) * along_q) * fq, (d_q[t][1] - high(q) * along_q) * fq);
+    write_two(p.d_k, to, p.wide, (d_k[t][0] - low(k) * along_k) * fk, (d_k[t][1] - high(k) * along_k) * fk);
     const float2 raw = load_gate<G32>(p, c, at, t);
     float d_g[2];
 #pragma unroll

@@ -1,12 +1,12 @@
-// Through the decayed products of a chunk. With s the log2-decay from the chunk's start to a token and m a whole number, for each channel and
-// group of eight tokens, in the middle of what s goes through there, every pair is
+// Through the decayed products of a chunk. With s the log2-decay from the chunk's start to a token and m a whole number, for each channel
+// and group of eight tokens, in the middle of what s goes through there, every pair is
 //
 //   A[i,j] = (x_i 2^(s_i - m_i)) 2^(m_i - m_j) (k_j 2^(m_j - s_j))        x = q or k
 //
-// Log2-decays are raised to -29, so that factors stay within 2^116 for any gate, and pairs are divided by the power of two above the largest.
+// Log2-decays are raised to -29, so that factors stay within 2^117 for any gate, and pairs are divided by the power of two at the largest.
 // A warp goes through the groups from the farthest to its own and moves its sums from reference to reference by powers of two, which rounds
-// nothing: a step is 2^(m_i - m_(i-1)), at most 1; for any gate two, to the whole number x_i nearest to s at the boundary between the groups
-// and on from there, since one alone may underflow. So rows and columns take the same rounded factors, and what must cancel does.
+// nothing: a step is 2^(m_i - m_(i-1)), at most 1; for any gate two, to the whole number x_i nearest to s at the boundary between the
+// groups and on from there, since one alone may underflow. So rows and columns take the same rounded factors, and what must cancel does.
 #pragma once
 #include "hopper_gradient_products.cuh"
 
@@ -15,7 +15,6 @@ namespace kda::hopper {
 // Of a lane's eight tokens and two channels.
 struct Tokens {
   float g[8][2];          // log2-decay, not below kGateFloor
-  uint32_t q[8], k[8];    // as they are in memory
   float base[2], rest[2], all[2];  // log2-decay from m back to the group's start and on to the chunk's end; over the chunk
 
   __device__ __forceinline__ float exponent(float (&run)[2], int t, int c) const { return base[c] + (run[c] += g[t][c]); }
@@ -24,9 +23,10 @@ struct Tokens {
 template <bool G32>
 __device__ __forceinline__ float2 load_gate(const HopperGradient& p, const Chunk& c, const Seat& at, int t) {
   const int row = 8 * at.group() + t;
-  if (row >= c.span.length) return make_float2(0.0f, 0.0f);
+  if (row >= c.length) return make_float2(0.0f, 0.0f);
   const TokenStrides& s = p.in.g_strides;
-  const int64_t from = c.span.batch * s.batch + (c.span.first + row) * s.token + c.head * s.head + at.channel();
+  int64_t from = c.offset(s, c.head) + row * s.token + at.channel();
+  KDA_HIDE(from);  // read twice: what the first reading brought would take 16 registers in between
   if (G32) return __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(p.in.g) + from));
   const uint32_t x = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.in.g) + from));
   return make_float2(low(x), high(x));
@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_gates(const HopperGradient& p, const Chunk&
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const float2 raw = load_gate<G32>(p, c, at, t);
-    const bool inside = 8 * at.group() + t < c.span.length;
+    const bool inside = 8 * at.group() + t < c.length;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float y = inside ? gate.log2_decay(i ? raw.y : raw.x, i) : 0.0f;
@@ -80,8 +80,8 @@ struct Factors {  // of a token, two channels: normalised q and k, s - m and its
   float q[2], k[2], s[2], row[2], column[2];
   uint32_t rows_q, rows_k, columns;
 
-  __device__ __forceinline__ Factors(const Tokens& x, float (&run)[2], int t, float norm_q, float norm_k) {
-    q[0] = low(x.q[t]) * norm_q, q[1] = high(x.q[t]) * norm_q, k[0] = low(x.k[t]) * norm_k, k[1] = high(x.k[t]) * norm_k;
+  __device__ __forceinline__ Factors(const Tokens& x, uint32_t raw_q, uint32_t raw_k, float (&run)[2], int t, float norm_q, float norm_k) {
+    q[0] = low(raw_q) * norm_q, q[1] = high(raw_q) * norm_q, k[0] = low(raw_k) * norm_k, k[1] = high(raw_k) * norm_k;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       s[c] = x.exponent(run, t, c);
@@ -92,15 +92,15 @@ struct Factors {  // of a token, two channels: normalised q and k, s - m and its
   }
 };
 
-// q, k of the lane's tokens from the tiles, and their decayed tiles in the same place.
-__device__ __forceinline__ void make_tiles(const HopperGradient& p, Tokens& x, const float* factors, const Seat& at) {
+// From q and k of the lane's tokens their decayed tiles, in the same place.
+__device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens& x, const float* factors, const Seat& at) {
   float run[2] = {};
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const int row = 8 * at.group() + t, from = row_of(row, p.group);
     const uint32_t to = at.smem + word_at(row, at.channel());
-    x.q[t] = load_shared_word(to + kAtRowsQ), x.k[t] = load_shared_word(to + kAtRowsK);
-    const Factors y(x, run, t, factors[kChunk + from], factors[2 * kChunk + from]);
+    const uint32_t q = load_shared_word(to + kAtRowsQ), k = load_shared_word(to + kAtRowsK);
+    const Factors y(x, q, k, run, t, factors[kChunk + from], factors[2 * kChunk + from]);
     store_shared(to + kAtRowsQ, y.rows_q), store_shared(to + kAtRowsK, y.rows_k), store_shared(to + kAtColumns, y.columns);
   }
 }

@@ -10,7 +10,8 @@ namespace kda::hopper {
 
 using Results = float[4][4];  // 16 tokens, 32 channels: four C tiles side by side
 
-// 16 rows of a tile as an A operand, step s of 16 channels; 16 rows as columns of a B operand; 16 rows, two n-tiles of channels from `unit` on.
+// Of a tile: 16 rows as an A operand, step s of 16 channels; 16 rows as columns of a B operand; 16 rows as its depth, and two n-tiles of
+// channels from `unit` on.
 __device__ __forceinline__ void load_rows(uint32_t (&a)[4], uint32_t tile, int block, int s, int lane) {
   load_matrices(a, tile + tile_at(16 * block + (lane & 15), 2 * s + (lane >> 4)));
 }
@@ -71,7 +72,7 @@ __device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk&
   for (int half = 0; half < 2; ++half) {
     const int row = at.result_row(2 * half);
     const float beta = factors[row_of(row, p.group)];
-    const bool other = p.alone && too_small(beta) && row < c.span.length;
+    const bool other = p.alone && too_small(beta) && row < c.length;
     const auto* alone = static_cast<const uint32_t*>(p.alone) + (c.item * kChunk + row) * (kHead / 2);
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
@@ -91,21 +92,20 @@ __device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk&
 // d_beta of one token per thread, from the slices' shares of d_v . e.
 __device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chunk& c, const float* factors, const Seat& at) {
   const int row = at.thread;
-  if (row >= kChunk || row >= c.span.length) return;
+  if (row >= kChunk || row >= c.length) return;
   const float4 x = *reinterpret_cast<const float4*>(at.floats(kAtDots) + row * 4);
   float d = (x.x + x.y) + (x.z + x.w);
   if (p.in.beta_kind == Beta::given) {
     const float beta = factors[row_of(row, p.group)];
     d = d / (too_small(beta) ? 1.0f : beta);
   } else {  // of s = 1 / (1 + e^-x), or 2 s: (1 - s) d, where d has the strength in it
-    const int64_t from = c.span.batch * p.in.beta_strides.batch + (c.span.first + row) * p.in.beta_strides.token +
-                         c.head * p.in.beta_strides.head;
+    const int64_t from = c.offset(p.in.beta_strides, c.head) + row * p.in.beta_strides.token;
     const float y = p.in.beta_float32 ? static_cast<const float*>(p.in.beta)[from]
                                       : __bfloat162float(static_cast<const __nv_bfloat16*>(p.in.beta)[from]);
     const float e = exp2_fast(-fabsf(y) * kLog2e);
     d = (y >= 0.0f ? e : 1.0f) * d * reciprocal_fast(1.0f + e);
   }
-  const int64_t to = c.token + row * p.in.HV;
+  const int64_t to = c.token(p.in) + row * p.in.HV;
   if (p.in.beta_float32)
     static_cast<float*>(p.d_beta)[to] = d;
   else
@@ -176,11 +176,28 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, Results&
     for (int r = 0; r < 4; ++r) d_q[t][r] *= p.in.scale * unit, d_k[t][r] *= -unit, d_c[t][r] *= unit;
 }
 
+__device__ __forceinline__ int64_t sequence_of(const HopperForward& p, const Chunk& c) {
+  if (!p.cu_seqlens) return c.batch;
+  int64_t low = 0, high = p.N;  // boundary(low) <= first < boundary(high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (boundary(p, middle) <= c.first ? low : high) = middle;
+  }
+  return low;
+}
+
 // The warp's eight value channels of sum_v S dS', four key channels per lane, to `parts` [16][128] in the columns' place. At the ends of a
 // sequence S and dS' are as the caller gave them: short sequences have no rounding that this could hide behind.
-__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, int64_t state, const Seat& at) {
+__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
   float sum[4] = {};
-  const bool from_caller = c.first && p.in.initial_state, to_caller = c.last && p.d_final;
+  int64_t state = 0;
+  bool from_caller = false, to_caller = false;
+  if (p.in.initial_state || p.d_final) {
+    const int64_t n = sequence_of(p.in, c);
+    const Span span = sequence_span(p.in, n);
+    state = n * p.in.HV + c.head;
+    from_caller = p.in.initial_state && c.first == span.first, to_caller = p.d_final && c.first + c.length == span.first + span.length;
+  }
 #pragma unroll 2
   for (int i = 0; i < 8; ++i) {
     const int v = 8 * at.warp + i;

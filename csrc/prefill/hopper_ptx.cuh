@@ -37,6 +37,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 
 #define KDA_TOUCH(x) asm volatile("" : "+f"(x))  // the compiler forgets how it came by a float
+#define KDA_HIDE(x) asm volatile("" : "+l"(x))   // likewise of a 64-bit integer
 
 // Two bfloat16 in a register: the first in the low half.
 __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
