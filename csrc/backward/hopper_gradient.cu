@@ -33,52 +33,61 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __g
 #else
   extern __shared__ __align__(1024) uint8_t bytes[];
 #endif
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const Seat at{shared_address(bytes), bytes, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x % 32), warp, warp % 4, warp / 4};
+  Seat at = seat_of(bytes);
   Chunk c = chunk_from(p, blockIdx.x, items, gridDim.x, at);
   if (c.item < items) fetch_chunk(p, c, 0, at);
   for (int turn = 0; c.item < items; turn ^= 1) {
-    const float* factors = at.floats(kAtFactors + turn * 768);
     copy_async_wait();
+    store_chunk(c, turn, at);
     __syncthreads();
+    at = seat_of(bytes);
+    const float* factors = at.floats(kAtFactors + turn * 768);
     fetch_keys(p, c, at);
     make_v_new(p, c, factors, at);
     decay_products(p, c, at);
     __syncthreads();
+    at = seat_of(bytes), c = load_chunk(turn, at);
     write_d_beta(p, c, factors, at);
     float pairs_q[2][4] = {}, pairs_k[2][4] = {};
     const float largest = largest_of_warp(make_pairs(p, pairs_q, pairs_k, at));
     if (at.lane == 0) at.floats(kAtLargest)[at.warp] = largest;
     Tokens x;
     load_gates<GATE, BOUNDED, G32>(p, c, x, at);
+    store_sums(x, at);
     add_decay_products(at);
     __syncthreads();
+    at = seat_of(bytes), c = load_chunk(turn, at);
     const float back = power_of_largest(at), unit = __frcp_rn(back);
     store_pairs(pairs_q, pairs_k, unit, at);
     Results d_q = {}, d_k = {}, d_c = {};
     state_products(p, d_q, d_k, d_c, unit, at);
+    at = seat_of(bytes);
     refer<BOUNDED>(x, at);
     copy_async_wait();
     make_tiles(p, x, factors, at);
     __syncthreads();
-    const Chunk next = chunk_from(p, c.item + gridDim.x, items, gridDim.x, at);
-    if (next.item < items) fetch_chunk(p, next, turn ^ 1, at);
+    at = seat_of(bytes), c = load_chunk(turn, at);
+    if (const Chunk next = chunk_from(p, c.item + gridDim.x, items, gridDim.x, at); next.item < items) fetch_chunk(p, next, turn ^ 1, at);
+    at = seat_of(bytes);
     keep_state_part(d_c, at);
     row_pairs<BOUNDED>(d_q, d_k, at);
     column_pairs<BOUNDED>(d_c, at);
-    Keys keys;
-    load_keys(p, c, keys, at);
     __syncthreads();
+    at = seat_of(bytes), c = load_chunk(turn, at);
     ByToken by_q, by_k, by_c;
     by_token(by_q, d_q, at), by_token(by_k, d_k, at), by_token(by_c, d_c, at);
-    undo_decays(p, x, keys, factors, unit, by_q, by_k, by_c, at);
+    Keys keys;
+    load_keys(p, c, keys, at);
+    load_gates<GATE, BOUNDED, G32>(p, c, x, at);
+    undo_decays(p, x, keys, factors, back, by_q, by_k, by_c, at);
     __syncthreads();
-    write_gradients<GATE, BOUNDED, G32>(p, c, x, keys, factors, unit, back, by_q, by_k, by_c, at);
+    at = seat_of(bytes), c = load_chunk(turn, at);
+    write_gradients<GATE, BOUNDED, G32>(p, c, factors, back, by_q, by_k, by_c, at);
     if (p.A_shares || p.bias_shares) {
       __syncthreads();
       write_shares(p, c, at);
     }
-    c = next;
+    c = chunk_from(p, c.item + gridDim.x, items, gridDim.x, at);  // found once more, not kept in registers
   }
 }
 

@@ -21,7 +21,8 @@ constexpr int kAtRowsQ = kAtVNew + 16384, kAtRowsK = kAtRowsQ + 16384, kAtColumn
 constexpr int kAtSums = kAtPairs + 16384, kAtSteps = kAtSums + 4096, kAtAhead = kAtSteps + 4096;  // [groups][128] float32 each
 constexpr int kAtDots = kAtAhead + 4096;                                                           // [2][64][4 slices] float32
 constexpr int kAtDDecay = kAtDots + 2048, kAtDiagonal = kAtDDecay + 512, kAtLargest = kAtDiagonal + 256;
-constexpr int kGradientBytes = kAtLargest + 64;
+constexpr int kAtChunk = kAtLargest + 64;  // twice
+constexpr int kGradientBytes = kAtChunk + 2 * 32;
 static_assert(kGradientBytes <= 232448, "one block on a multiprocessor");
 // Once tiles are used up: a patch per warp in which results of mma.sync change to tokens; then sums per group.
 constexpr int kPatchPitch = 40 * 4, kPatch = 16 * kPatchPitch;
@@ -39,6 +40,12 @@ struct Seat {
   __device__ __forceinline__ int result_row(int r) const { return 16 * block + lane / 4 + 8 * (r / 2); }
   __device__ __forceinline__ int result_channel(int t) const { return 32 * slice + 8 * t + 2 * (lane % 4); }
 };
+
+// Asked for anew in every phase, so that no address is kept in a register from one to the next.
+__device__ __forceinline__ Seat seat_of(uint8_t* bytes) {
+  const int thread = thread_index(), warp = __shfl_sync(~0u, thread / 32, 0);
+  return {shared_address(bytes), bytes, thread, thread % 32, warp, warp % 4, warp / 4};
+}
 
 __device__ __forceinline__ float2 load_two(const float* at) { return *reinterpret_cast<const float2*>(at); }
 __device__ __forceinline__ uint32_t tile_at(int row, int unit) { return row * 256 + ((unit ^ (row & 7)) << 4); }
@@ -63,6 +70,21 @@ struct Chunk {
   }
   __device__ __forceinline__ int key_head(const HopperForward& p) const { return p.H == p.HV ? head : head / static_cast<int>(p.HV / p.H); }
 };
+
+// In shared memory, so that it takes no registers from one phase to the next.
+__device__ __forceinline__ void store_chunk(const Chunk& c, int turn, const Seat& at) {
+  if (at.thread != 0) return;
+  const auto word = [](int64_t x) { return static_cast<uint32_t>(x); };
+  const uint32_t to = at.smem + kAtChunk + turn * 32;
+  store_shared(to, make_uint4(word(c.item), word(c.item >> 32), word(c.batch), word(c.first)));
+  store_shared(to + 16, make_uint4(word(c.length), word(c.head), 0, 0));
+}
+__device__ __forceinline__ Chunk load_chunk(int turn, const Seat& at) {
+  const uint4 x = load_shared(at.smem + kAtChunk + turn * 32);
+  const uint2 y = load_shared_pair(at.smem + kAtChunk + turn * 32 + 16);
+  return {static_cast<int64_t>(static_cast<uint64_t>(x.y) << 32 | x.x), static_cast<int>(x.z), static_cast<int>(x.w),
+          static_cast<int>(y.x), static_cast<int>(y.y)};
+}
 
 // The next chunk from `item` on that holds tokens; item >= items: there is none. Of those that hold none, shares are zero.
 __device__ __forceinline__ Chunk chunk_from(const HopperGradient& p, int64_t item, int64_t items, int64_t step, const Seat& at) {

@@ -13,15 +13,16 @@ namespace kda::hopper {
 
 using ByToken = float[8][2];
 
-struct Keys {  // q and k of a lane's tokens as they lie in memory, once more: there are too few registers to keep them
+struct Keys {  // q and k of a lane's tokens as they lie in memory, read where they are needed: there are too few registers to keep them
   uint32_t q[8], k[8];
 };
 __device__ __forceinline__ void load_keys(const HopperGradient& p, const Chunk& c, Keys& x, const Seat& at) {
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
     const TokenStrides& s = which ? p.in.k_strides : p.in.q_strides;
-    const auto* from = static_cast<const uint16_t*>(which ? p.in.k : p.in.q) + c.offset(s, c.key_head(p.in)) +
-                       8 * at.group() * s.token + at.channel();
+    int64_t offset = c.offset(s, c.key_head(p.in)) + 8 * at.group() * s.token + at.channel();
+    KDA_HIDE(offset);
+    const auto* from = static_cast<const uint16_t*>(which ? p.in.k : p.in.q) + offset;
 #pragma unroll
     for (int t = 0; t < 8; ++t)
       (which ? x.k : x.q)[t] = 8 * at.group() + t < c.length ? __ldg(reinterpret_cast<const uint32_t*>(from + t * s.token)) : 0;
@@ -71,17 +72,18 @@ __device__ __forceinline__ float sum_of_lanes(const float (&x)[N], int lane) {
 
 // d_q and d_k become gradients of normalised q and k, d_c what its group's tokens give to each gate; all still divided by the chunk's power
 // of two. What lies along q and k, and what groups give to gates of earlier ones and of later ones, go to shared memory.
-__device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const Keys& keys, const float* factors, float unit,
+__device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const Keys& keys, const float* factors, float back,
                                             ByToken& d_q, ByToken& d_k, ByToken& d_c, const Seat& at) {
   float run[2] = {}, along[16], ahead[2];
+  const float unit = __frcp_rn(back);
   uint8_t* patch = patch_of(at);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const int row = 8 * at.group() + t, from = row_of(row, p.group);
     const Factors y(x, keys.q[t], keys.k[t], run, t, factors[kChunk + from], factors[2 * kChunk + from]);
     const float diagonal = at.floats(kAtDiagonal)[row] * unit;
-    const uint32_t state_part = load_shared_word(at.smem + kAtVNew + word_at(row, at.channel()));
     along[t] = along[8 + t] = 0.0f;
+    const uint32_t state_part = load_shared_word(at.smem + kAtVNew + word_at(row, at.channel()));
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const float rows_q = c ? high(y.rows_q) : low(y.rows_q), rows_k = c ? high(y.rows_k) : low(y.rows_k);
@@ -111,9 +113,9 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
 }
 
 // What all gates of the lane's group get from the state and from the other groups.
-__device__ __forceinline__ void shares_of_all(float (&all)[2], const Tokens& x, float unit, const Seat& at) {
+__device__ __forceinline__ void shares_of_all(float (&all)[2], float unit, const Seat& at) {
   const float2 d = load_two(at.floats(kAtDDecay) + at.channel());
-  all[0] = exp2_fast(x.all[0]) * (d.x * unit), all[1] = exp2_fast(x.all[1]) * (d.y * unit);
+  all[0] = d.x * unit, all[1] = d.y * unit;
 #pragma unroll 1
   for (int i = 0; i < kGroups; ++i) {
     if (i == at.group()) continue;
@@ -131,11 +133,13 @@ __device__ __forceinline__ void write_two(void* to, int64_t at, bool wide, float
 
 // d_q, d_k, d_g of the lane's tokens; sums over them of the gradients of the gate's parameters go to shared memory.
 template <Gate GATE, bool BOUNDED, bool G32>
-__device__ __forceinline__ void write_gradients(const HopperGradient& p, const Chunk& c, const Tokens& x, const Keys& keys, const float* factors,
-                                                float unit, float back, const ByToken& d_q, const ByToken& d_k, const ByToken& d_c, const Seat& at) {
+__device__ __forceinline__ void write_gradients(const HopperGradient& p, const Chunk& c, const float* factors, float back,
+                                                const ByToken& d_q, const ByToken& d_k, const ByToken& d_c, const Seat& at) {
   const GateOf<GATE> gate(p.in, c.head, at.channel());
   float all[2], bias[2] = {}, A[2] = {};
-  shares_of_all(all, x, unit, at);
+  Keys keys;
+  load_keys(p, c, keys, at);
+  shares_of_all(all, __frcp_rn(back), at);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const int row = 8 * at.group() + t, from = row_of(row, p.group);
@@ -156,7 +160,7 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, const C
     for (int i = 0; i < 2; ++i) {
       const float g = i ? raw.y : raw.x;
       float d = (d_c[t][i] + all[i]) * back;
-      if (!BOUNDED && x.g[t][i] <= kGateFloor) d *= exp2_fast(gate.log2_decay(g, i) - kGateFloor);
+      if (!BOUNDED) d *= exp2_fast(fminf(gate.log2_decay(g, i) - kGateFloor, 0.0f));
       const float2 found = gate.backward(g, d, i);
       d_g[i] = found.x, bias[i] += found.x, A[i] += found.y;
     }

@@ -15,7 +15,7 @@ namespace kda::hopper {
 // Of a lane's eight tokens and two channels.
 struct Tokens {
   float g[8][2];          // log2-decay, not below kGateFloor
-  float base[2], rest[2], all[2];  // log2-decay from m back to the group's start and on to the chunk's end; over the chunk
+  float base[2], rest[2];  // log2-decay from m back to the group's start, and on to the chunk's end
 
   __device__ __forceinline__ float exponent(float (&run)[2], int t, int c) const { return base[c] + (run[c] += g[t][c]); }
 };
@@ -26,28 +26,33 @@ __device__ __forceinline__ float2 load_gate(const HopperGradient& p, const Chunk
   if (row >= c.length) return make_float2(0.0f, 0.0f);
   const TokenStrides& s = p.in.g_strides;
   int64_t from = c.offset(s, c.head) + row * s.token + at.channel();
-  KDA_HIDE(from);  // read twice: what the first reading brought would take 16 registers in between
+  KDA_HIDE(from);  // the compiler would keep what the first reading brought
   if (G32) return __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(p.in.g) + from));
   const uint32_t x = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.in.g) + from));
   return make_float2(low(x), high(x));
 }
 
-// Log2-decays of the lane's tokens, and their sums, for all, in shared memory.
+// Log2-decays of the lane's tokens: for the tiles, and again once pairs are done, since there are too few registers to keep them.
 template <Gate GATE, bool BOUNDED, bool G32>
 __device__ __forceinline__ void load_gates(const HopperGradient& p, const Chunk& c, Tokens& x, const Seat& at) {
   const GateOf<GATE> gate(p.in, c.head, at.channel());
-  float sum[2] = {};
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
     const float2 raw = load_gate<G32>(p, c, at, t);
     const bool inside = 8 * at.group() + t < c.length;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float y = inside ? gate.log2_decay(i ? raw.y : raw.x, i) : 0.0f;
-      if (!BOUNDED) y = max_or_nan(y, kGateFloor);
-      x.g[t][i] = y, sum[i] += y;
+      const float y = inside ? gate.log2_decay(i ? raw.y : raw.x, i) : 0.0f;
+      x.g[t][i] = BOUNDED ? y : max_or_nan(y, kGateFloor);
     }
   }
+}
+
+// Their sums, for all.
+__device__ __forceinline__ void store_sums(const Tokens& x, const Seat& at) {
+  float sum[2] = {};
+#pragma unroll
+  for (int t = 0; t < 8; ++t) sum[0] += x.g[t][0], sum[1] += x.g[t][1];
   *reinterpret_cast<float2*>(at.floats(kAtSums) + at.group() * kHead + at.channel()) = make_float2(sum[0], sum[1]);
 }
 
@@ -73,7 +78,11 @@ __device__ __forceinline__ void refer(Tokens& x, const Seat& at) {
     step[c] = BOUNDED ? exp2_fast(m[c] - last[c]) : __uint_as_float(pack_bf16(exp2_fast(m[c] - step[c]), exp2_fast(step[c] - last[c])));
   *reinterpret_cast<float2*>(at.floats(kAtSteps) + to) = make_float2(step[0], step[1]);
 #pragma unroll
-  for (int c = 0; c < 2; ++c) x.base[c] = base[c], x.rest[c] = before[c] - m[c], x.all[c] = before[c];
+  for (int c = 0; c < 2; ++c) x.base[c] = base[c], x.rest[c] = before[c] - m[c];
+  if (at.group() == 0) {  // decay d_decay, for the gates
+    auto* d = reinterpret_cast<float2*>(at.floats(kAtDDecay) + at.channel());
+    *d = make_float2(d->x * exp2_fast(before[0]), d->y * exp2_fast(before[1]));
+  }
 }
 
 struct Factors {  // of a token, two channels: normalised q and k, s - m and its powers, and the rounded rows and column

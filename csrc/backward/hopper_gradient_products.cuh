@@ -155,7 +155,7 @@ __device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const flo
 // Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two.
 __device__ __forceinline__ void state_products(const HopperGradient& p, Results& d_q, Results& d_k, Results& d_c, float unit,
                                                const Seat& at) {
-#pragma unroll
+#pragma unroll 2  // more would want more registers
   for (int s = 0; s < kHead / 16; ++s) {
     uint32_t a[4], b[2][4];
     load_depth(b[0], at.smem + kAtS, s, 4 * at.slice, at.lane), load_depth(b[1], at.smem + kAtS, s, 4 * at.slice + 2, at.lane);

@@ -39,6 +39,12 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 #define KDA_TOUCH(x) asm volatile("" : "+f"(x))  // the compiler forgets how it came by a float
 #define KDA_HIDE(x) asm volatile("" : "+l"(x))   // likewise of a 64-bit integer
 
+__device__ __forceinline__ int thread_index() {  // threadIdx.x, read where it is asked for
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // Two bfloat16 in a register: the first in the low half.
 __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }

@@ -44,6 +44,7 @@ inline Gathered<T> gather(const T &mine) {
   return found;
 }
 
+inline int thread_index() { return int(threadIdx.x); }
 inline uint32_t shared_address(const void *p) { return uint32_t(static_cast<const unsigned char *>(p) - memory); }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f : x; }
 inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
@@ -123,6 +124,11 @@ inline uint32_t transposed(uint32_t x) {
 inline void store_shared(uint32_t address, uint32_t x) { memcpy(memory + address, &x, 4); }
 inline void store_shared(uint32_t address, uint2 x) { memcpy(memory + address, &x, 8); }
 inline void store_shared(uint32_t address, uint4 x) { memcpy(memory + address, &x, 16); }
+inline uint4 load_shared(uint32_t address) {
+  uint4 x;
+  memcpy(&x, memory + address, 16);
+  return x;
+}
 inline uint2 load_shared_pair(uint32_t address) {
   uint2 x;
   memcpy(&x, memory + address, 8);
