@@ -2,6 +2,7 @@
 leave, rounded as they round, and the gradients are held against the float64 recurrence."""
 
 import ctypes
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -9,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kdakit import gates, reference
+from kdakit import reference
 from kdakit.backends.cuda import build, library
-from kdakit.cases import CASES, FUSED, Case
+from kdakit.cases import CASES, Case
 from kdakit.chunked import intra
 from kdakit.measure import checking
 from kdakit.rounding import round_to
@@ -187,3 +188,35 @@ def check(kernels, case, arrays=None, group=1):
     assert {row.name for row in rows} == set(found)
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
     return {row.name: row.error for row in rows}
+
+
+HARD = [
+    "gate_slow", "gate_bounded", "gate_strong", "gate_huge", "gate_resets", "gate_spikes", "identical_two", "beta_zero", "softplus",
+    "softplus_huge", "lower_bound", "lower_bound_saturated", "grouped", "varlen", "v_first", "no_final",
+]  # fmt: skip
+QUICK = ["gate_strong", "gate_huge", "beta_zero", "softplus_huge", "lower_bound", "grouped"]
+
+
+@pytest.mark.parametrize("name", HARD if os.environ.get("KDAKIT_FULL") == "1" else QUICK)
+def test_cases(kernels, name):
+    group = 4 if name == "gate_huge" else 1  # as the plain Triton kernels order rows
+    check(kernels, replace(CASES[name], H=1, HV=2 if name == "grouped" else 1, B=1, T=min(CASES[name].T, 72), K=D, V=D), group=group)
+
+
+def test_packed_sequences_and_blocks_that_walk(kernels):
+    """Empty slots, sequences of one token and of more than a chunk; several chunks for one block."""
+    case = Case("packed", "packed", T=74, H=1, HV=1, K=D, V=D, lengths=(0, 1, 66, 0, 7), options={"chunk_size": 64})
+    check(kernels, case)
+    problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    one, several = (gradient(kernels, problem, arrays, cotangents, blocks=n, order=2 - n) for n in (1, 3))
+    assert all((one[name] == several[name]).all() for name in one), "bits depend on the number of blocks or the order of threads"
+
+
+def test_gradients_of_any_scale(kernels):
+    """Pairs are divided by a power of two of their own: gradients of 2^-40 and 2^40 differ in nothing but that."""
+    case = Case("scale", "scales", T=40, H=1, HV=1, K=D, V=D, gate="strong", initial_state=False, options={"output_final_state": False})
+    problem, arrays = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16")
+    d_o, _ = case.cotangents("bfloat16")
+    small, large = (gradient(kernels, problem, arrays, (d_o * 2.0**e, None)) for e in (-40, 40))
+    for name in small:
+        assert (small[name] * 2.0**80 == large[name]).all(), name
