@@ -18,7 +18,7 @@ struct HopperGradient {
   void* d_beta;             // [B, T, HV], dtype of beta
   float *A_shares, *bias_shares;  // [slots, HV, 128] or null: what every chunk adds to d_A_log and d_dt_bias
   int lower_float32, wide;
-  int group;  // rows of lower and factors: token t of each 32 lies in row t % group * (32 / group) + t / group
+  int group_bits;  // rows of lower and factors, group = 2^group_bits: token t of each 32 is in row t % group * (32 / group) + t / group
 };
 
 cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream);

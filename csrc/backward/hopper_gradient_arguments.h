@@ -13,7 +13,8 @@ inline HopperGradient gradient_of(const kda_gradient_args &args, const kda_prefi
   p.r = args.r, p.d_o = args.d_o, p.d_v = args.d_v, p.alone = args.alone, p.d_final = args.d_final;
   p.d_q = args.d_q, p.d_k = args.d_k, p.d_g = args.d_g, p.d_beta = args.d_beta;
   p.A_shares = args.A_shares, p.bias_shares = args.bias_shares;
-  p.lower_float32 = args.lower_dtype == KDA_FLOAT32, p.wide = args.d_q_dtype == KDA_FLOAT32, p.group = args.group > 1 ? args.group : 1;
+  p.lower_float32 = args.lower_dtype == KDA_FLOAT32, p.wide = args.d_q_dtype == KDA_FLOAT32;
+  p.group_bits = args.group == 8 ? 3 : args.group == 4 ? 2 : args.group == 2;
   return p;
 }
 

@@ -54,9 +54,9 @@ __device__ __forceinline__ uint32_t word_at(int row, int channel) { return tile_
 __device__ __forceinline__ uint32_t pair_at(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }  // [128 rows][64]
 
 // The row of `lower` and `factors` that holds a token.
-__device__ __forceinline__ int row_of(int token, int group) {
+__device__ __forceinline__ int row_of(int token, int bits) {
   const int t = token & 31;
-  return group == 1 ? token : (token & 32) + t % group * (32 / group) + t / group;
+  return (token & 32) | (t & ((1 << bits) - 1)) << (5 - bits) | t >> bits;
 }
 
 struct Chunk {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void fetch_tokens(uint32_t to, const void* tensor, co
 #pragma unroll
   for (int i = 0; i < kChunk; i += kGradientThreads / 16) {
     const bool inside = row + i < c.length;
-    copy_async(to + tile_at(row + i, unit), inside ? from + (row + i) * p.in.HV * 256 : from, inside ? 16 : 0);
+    copy_async(to + tile_at(row + i, unit), inside ? from + (row + i) * (static_cast<uint32_t>(p.in.HV) * 256) : from, inside ? 16 : 0);
   }
 }
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ void fetch_keys(const HopperGradient& p, const Chunk&
       const int row = 16 * at.block + i + at.lane / 4;
       const bool inside = row < c.length;
       const uint32_t to = at.smem + (which ? kAtRowsK : kAtRowsQ) + tile_at(row, 4 * at.slice + at.lane % 4);
-      copy_async(to, inside ? base + 2 * row * s.token : base, inside ? 16 : 0);
+      copy_async(to, inside ? base + row * (2 * static_cast<uint32_t>(s.token)) : base, inside ? 16 : 0);
     }
   }
 }

@@ -21,11 +21,12 @@ __device__ __forceinline__ void load_keys(const HopperGradient& p, const Chunk& 
   for (int which = 0; which < 2; ++which) {
     const TokenStrides& s = which ? p.in.k_strides : p.in.q_strides;
     int64_t offset = c.offset(s, c.key_head(p.in)) + 8 * at.group() * s.token + at.channel();
+    const auto step = static_cast<uint32_t>(s.token);
     KDA_HIDE(offset);
     const auto* from = static_cast<const uint16_t*>(which ? p.in.k : p.in.q) + offset;
 #pragma unroll
     for (int t = 0; t < 8; ++t)
-      (which ? x.k : x.q)[t] = 8 * at.group() + t < c.length ? __ldg(reinterpret_cast<const uint32_t*>(from + t * s.token)) : 0;
+      (which ? x.k : x.q)[t] = 8 * at.group() + t < c.length ? __ldg(reinterpret_cast<const uint32_t*>(from + t * step)) : 0;
   }
 }
 
@@ -79,7 +80,7 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
   uint8_t* patch = patch_of(at);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const int row = 8 * at.group() + t, from = row_of(row, p.group);
+    const int row = 8 * at.group() + t, from = row_of(row, p.group_bits);
     const Factors y(x, keys.q[t], keys.k[t], run, t, factors[kChunk + from], factors[2 * kChunk + from]);
     const float diagonal = at.floats(kAtDiagonal)[row] * unit;
     along[t] = along[8 + t] = 0.0f;
@@ -124,11 +125,11 @@ __device__ __forceinline__ void shares_of_all(float (&all)[2], float unit, const
   }
 }
 
-__device__ __forceinline__ void write_two(void* to, int64_t at, bool wide, float x, float y) {
+__device__ __forceinline__ void write_two(void* to, int64_t first, uint32_t at, bool wide, float x, float y) {
   if (wide)
-    *reinterpret_cast<float2*>(static_cast<float*>(to) + at) = make_float2(x, y);
+    *reinterpret_cast<float2*>(static_cast<float*>(to) + first + at) = make_float2(x, y);
   else
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to) + at) = pack_bf16(x, y);
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to) + first + at) = pack_bf16(x, y);
 }
 
 // d_q, d_k, d_g of the lane's tokens; sums over them of the gradients of the gate's parameters go to shared memory.
@@ -140,20 +141,21 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, const C
   Keys keys;
   load_keys(p, c, keys, at);
   shares_of_all(all, __frcp_rn(back), at);
+  const int64_t first = c.token(p.in) * kHead;
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const int row = 8 * at.group() + t, from = row_of(row, p.group);
+    const int row = 8 * at.group() + t, from = row_of(row, p.group_bits);
     if (row >= c.length) continue;
     const float norm_q = factors[kChunk + from], norm_k = factors[2 * kChunk + from];
     const float4 y = *reinterpret_cast<const float4*>(at.floats(kAtDots) + row * 4);
     const float4 z = *reinterpret_cast<const float4*>(at.floats(kAtDots) + (kChunk + row) * 4);
     const float along_q = p.in.l2norm ? ((y.x + y.y) + (y.z + y.w)) * norm_q : 0.0f;
     const float along_k = p.in.l2norm ? ((z.x + z.y) + (z.z + z.w)) * norm_k : 0.0f;
-    const int64_t to = (c.token(p.in) + row * p.in.HV) * kHead + at.channel();
+    const uint32_t to = row * (static_cast<uint32_t>(p.in.HV) * kHead) + at.channel();
     const float fq = norm_q * back, fk = norm_k * back;
     const uint32_t q = keys.q[t], k = keys.k[t];
-    write_two(p.d_q, to, p.wide, (d_q[t][0] - low(q) * along_q) * fq, (d_q[t][1] - high(q) * along_q) * fq);
-    write_two(p.d_k, to, p.wide, (d_k[t][0] - low(k) * along_k) * fk, (d_k[t][1] - high(k) * along_k) * fk);
+    write_two(p.d_q, first, to, p.wide, (d_q[t][0] - low(q) * along_q) * fq, (d_q[t][1] - high(q) * along_q) * fq);
+    write_two(p.d_k, first, to, p.wide, (d_k[t][0] - low(k) * along_k) * fk, (d_k[t][1] - high(k) * along_k) * fk);
     const float2 raw = load_gate<G32>(p, c, at, t);
     float d_g[2];
 #pragma unroll
@@ -164,7 +166,7 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, const C
       const float2 found = gate.backward(g, d, i);
       d_g[i] = found.x, bias[i] += found.x, A[i] += found.y;
     }
-    write_two(p.d_g, to, G32, d_g[0], d_g[1]);
+    write_two(p.d_g, first, to, G32, d_g[0], d_g[1]);
   }
   const int to = at.group() * kHead + at.channel();
   if (p.bias_shares) *reinterpret_cast<float2*>(at.floats(kAtBiasShares) + to) = make_float2(bias[0], bias[1]);

@@ -25,10 +25,11 @@ __device__ __forceinline__ float2 load_gate(const HopperGradient& p, const Chunk
   const int row = 8 * at.group() + t;
   if (row >= c.length) return make_float2(0.0f, 0.0f);
   const TokenStrides& s = p.in.g_strides;
-  int64_t from = c.offset(s, c.head) + row * s.token + at.channel();
-  KDA_HIDE(from);  // the compiler would keep what the first reading brought
-  if (G32) return __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(p.in.g) + from));
-  const uint32_t x = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.in.g) + from));
+  int64_t first = c.offset(s, c.head);
+  KDA_HIDE(first);  // the compiler would keep what the first reading brought
+  const uint32_t from = row * static_cast<uint32_t>(s.token) + at.channel();
+  if (G32) return __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(p.in.g) + first + from));
+  const uint32_t x = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.in.g) + first + from));
   return make_float2(low(x), high(x));
 }
 
@@ -106,7 +107,7 @@ __device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens
   float run[2] = {};
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const int row = 8 * at.group() + t, from = row_of(row, p.group);
+    const int row = 8 * at.group() + t, from = row_of(row, p.group_bits);
     const uint32_t to = at.smem + word_at(row, at.channel());
     const uint32_t q = load_shared_word(to + kAtRowsQ), k = load_shared_word(to + kAtRowsK);
     const Factors y(x, q, k, run, t, factors[kChunk + from], factors[2 * kChunk + from]);

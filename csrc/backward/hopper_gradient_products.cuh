@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_lower(uint32_t (&big)[4], uint32_t (&small)
     const int row = 16 * at.block + at.lane / 4 + 8 * (i % 2), column = 16 * j + 2 * (at.lane % 4) + 8 * (i / 2);
     float2 x;
     if (p.lower_float32) {
-      const int from = row_of(row, p.group), c0 = row_of(column, p.group), c1 = row_of(column + 1, p.group);
+      const int from = row_of(row, p.group_bits), c0 = row_of(column, p.group_bits), c1 = row_of(column + 1, p.group_bits);
       const auto at_column = [&](int c) {
         return *reinterpret_cast<const float*>(at.bytes + kAtLower + tile_at(from, c >> 2) + (c & 3) * 4);
       };
@@ -43,8 +43,8 @@ __device__ __forceinline__ void load_lower(uint32_t (&big)[4], uint32_t (&small)
     } else {
       x = unpack_half(halves[i]);
     }
-    x.x = column < row ? x.x * factors[row_of(column, p.group)] : 0.0f;
-    x.y = column + 1 < row ? x.y * factors[row_of(column + 1, p.group)] : 0.0f;
+    x.x = column < row ? x.x * factors[row_of(column, p.group_bits)] : 0.0f;
+    x.y = column + 1 < row ? x.y * factors[row_of(column + 1, p.group_bits)] : 0.0f;
     big[i] = pack_bf16(x.x, x.y);
     small[i] = pack_bf16(x.x - low(big[i]), x.y - high(big[i]));
   }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk&
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = at.result_row(2 * half);
-    const float beta = factors[row_of(row, p.group)];
+    const float beta = factors[row_of(row, p.group_bits)];
     const bool other = p.alone && too_small(beta) && row < c.length;
     const auto* alone = static_cast<const uint32_t*>(p.alone) + (c.item * kChunk + row) * (kHead / 2);
 #pragma unroll
@@ -96,7 +96,7 @@ __device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chun
   const float4 x = *reinterpret_cast<const float4*>(at.floats(kAtDots) + row * 4);
   float d = (x.x + x.y) + (x.z + x.w);
   if (p.in.beta_kind == Beta::given) {
-    const float beta = factors[row_of(row, p.group)];
+    const float beta = factors[row_of(row, p.group_bits)];
     d = d / (too_small(beta) ? 1.0f : beta);
   } else {  // of s = 1 / (1 + e^-x), or 2 s: (1 - s) d, where d has the strength in it
     const int64_t from = c.offset(p.in.beta_strides, c.head) + row * p.in.beta_strides.token;

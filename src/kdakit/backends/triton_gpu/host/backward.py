@@ -228,8 +228,8 @@ def gradient_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, 
     )
 
 
-# A kernel of another library for the fourth and fifth launch together, with `supports(problem, chunk)` and `run(..)` as in the cuda backend;
-# None: Triton's. Nothing but a measurement puts one here, see kdakit.measure.native_gradient.
+# A kernel of another library for the fourth and fifth launch together, with `supports(problem, chunk)` and `run(..)`; None: Triton's.
+# Nothing but a measurement puts one here, see kdakit.measure.native_gradient.
 native: Any = None
 
 
