@@ -126,7 +126,7 @@ KDA_API kda_status kda_prefill_bf16(const kda_prefill_args *args);
 typedef struct kda_gradient_args {
   size_t size; /* sizeof(kda_gradient_args) where the caller was compiled */
 
-  const kda_prefill_args *forward; /* the call that is differentiated: inputs (but v), sizes, options, initial_state, stream; the rest is ignored */
+  const kda_prefill_args *forward; /* the call that is differentiated: inputs but v, sizes, options, initial_state, stream */
 
   const void *lower;      /* [slots, HV, 64, 64] of lower_dtype: (I + A_kk)^-1 = I - Diag(beta) lower, strictly lower */
   const float *factors;   /* [slots, HV, 3, 64]: beta, 1 / |q|, 1 / |k| (1 without l2norm); beta is 0 past a sequence's end */
@@ -147,7 +147,7 @@ typedef struct kda_gradient_args {
 
   int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
   int32_t d_q_dtype;   /* of d_q and d_k: KDA_BFLOAT16 or KDA_FLOAT32 */
-  int32_t group;       /* 0 or 1: rows of lower and factors are tokens; 2, 4, 8: of each 32, row t % group * 32 / group + t / group is token t */
+  int32_t group;       /* 0 or 1: rows of lower and factors are tokens; else of each 32 token t is row t % group * 32 / group + t / group */
   int32_t reserved;    /* 0 */
 } kda_gradient_args;
 
