@@ -73,7 +73,7 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/, and th
 cuda: $(STAMP)  ## the CUDA library, beside its backend; ARCH='90a' for one kind of GPU only (needs nvcc)
 	$(BIN)/python -m kdakit.backends.cuda.build $(if $(ARCH),--arch $(ARCH))
 
-$(LIBRARY): $(wildcard csrc/*.c* csrc/include/* csrc/prefill/*) src/kdakit/backends/cuda/build.py
+$(LIBRARY): $(wildcard csrc/*.c* csrc/include/* csrc/prefill/* csrc/backward/*) src/kdakit/backends/cuda/build.py
 	PYTHONPATH=src $(PYTHON) -m kdakit.backends.cuda.build --jobs $(WORKERS) $(if $(ARCH),--arch $(ARCH))
 
 test-cuda: $(LIBRARY)  ## on a machine with a GPU, with PYTHON's own torch: the CUDA library, built if it is not, the contract, compute-sanitizer, the C program

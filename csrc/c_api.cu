@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "backward/backward.h"
 #include "prefill/prefill.h"
 
 namespace kda {
@@ -159,6 +160,20 @@ static kda_status check_workspace(const kda_prefill_args &args, size_t bytes) {
 
 static const int32_t F32[] = {KDA_FLOAT32};
 #ifdef KDAKIT_HOPPER
+// As read_struct: a caller's struct of another length.
+static kda_status read_gradient_struct(const kda_gradient_args *given, kda_gradient_args &args) {
+  if (given == nullptr) return fail(KDA_INVALID_ARGUMENT, "args must not be NULL");
+  if (given->size < offsetof(kda_gradient_args, lower_dtype) || given->size > MAX_STRUCT)
+    return fail(KDA_INVALID_ARGUMENT, "args.size must be sizeof(kda_gradient_args) = %zu, got %zu", sizeof args, given->size);
+  memset(&args, 0, sizeof args);
+  memcpy(&args, given, given->size < sizeof args ? given->size : sizeof args);
+  const unsigned char *byte = reinterpret_cast<const unsigned char *>(given);
+  for (size_t i = sizeof args; i < given->size; ++i)
+    if (byte[i])
+      return fail(KDA_UNSUPPORTED, "args sets a field at byte %zu of %zu: this library knows the first %zu", i, given->size, sizeof args);
+  return KDA_OK;
+}
+
 static const int32_t BF16[] = {KDA_BFLOAT16}, EITHER[] = {KDA_BFLOAT16, KDA_FLOAT32};
 #endif
 
@@ -200,10 +215,19 @@ extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *given) {
   KDA_TRY(clear_padding(args, 2));
   return prefill_bf16(args);
 }
+
+extern "C" kda_status kda_gradient_bf16(const kda_gradient_args *given) {
+  kda_gradient_args args;
+  kda_prefill_args forward;
+  KDA_TRY(read_gradient_struct(given, args));
+  KDA_TRY(read_args(args.forward, BF16, 1, EITHER, 2, false, forward));
+  return gradient_bf16(args, forward);
+}
 #else
 static kda_status no_bf16() { return fail(KDA_NOT_BUILT, "this library was built without the bfloat16 kernel"); }
 extern "C" kda_status kda_prefill_workspace_bf16(const kda_prefill_args *, size_t *) { return no_bf16(); }
 extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *) { return no_bf16(); }
+extern "C" kda_status kda_gradient_bf16(const kda_gradient_args *) { return no_bf16(); }
 #endif
 
 extern "C" const char *kda_last_error(void) { return last_error; }

@@ -47,7 +47,7 @@ typedef enum kda_status {
   KDA_CUDA_ERROR = 6           /* a CUDA call failed */
 } kda_status;
 
-typedef enum kda_dtype { KDA_FLOAT32 = 0, KDA_BFLOAT16 = 1 } kda_dtype;
+typedef enum kda_dtype { KDA_FLOAT32 = 0, KDA_BFLOAT16 = 1, KDA_FLOAT16 = 2 } kda_dtype;
 
 /* g is the log-decay (<= 0); or raw: -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias)). */
 typedef enum kda_gate { KDA_GATE_LOG_DECAY = 0, KDA_GATE_SOFTPLUS = 1, KDA_GATE_BOUNDED = 2 } kda_gate;
@@ -118,6 +118,42 @@ KDA_API kda_status kda_prefill_f32(const kda_prefill_args *args);
 /* q, k, v, o bfloat16; g bfloat16 or float32; beta bfloat16 or float32; states float32. */
 KDA_API kda_status kda_prefill_workspace_bf16(const kda_prefill_args *args, size_t *bytes);
 KDA_API kda_status kda_prefill_bf16(const kda_prefill_args *args);
+
+/* A stage of the backward, over chunks of 64 tokens: every product over V, and through the chunk's decayed products to the gradients of q,
+ * k, g and beta. K = V = 128, sm_90a. Slots are chunks: sequence n's begin at slot n ceil(T / 64), or cu_seqlens[n] / 64 + n; there are
+ * B ceil(T / 64), or T / 64 + N. Tensors of slots and those [B, T, HV, ..] are packed in the order given here, and begin at 16 bytes.
+ */
+typedef struct kda_gradient_args {
+  size_t size; /* sizeof(kda_gradient_args) where the caller was compiled */
+
+  const kda_prefill_args *forward; /* the call that is differentiated: inputs but v, sizes, options, initial_state, stream */
+
+  const void *lower;      /* [slots, HV, 64, 64] of lower_dtype: (I + A_kk)^-1 = I - Diag(beta) lower, strictly lower */
+  const float *factors;   /* [slots, HV, 3, 64]: beta, 1 / |q|, 1 / |k| (1 without l2norm); beta is 0 past a sequence's end */
+  const void *states;     /* [slots, HV, V, K] bfloat16: the state before each chunk */
+  const void *d_states;   /* [slots, HV, V, K] bfloat16: the gradient of the state after each chunk */
+  const void *r;          /* [B, T, HV, V] bfloat16: v - k_in S, where k_in is k decayed from the chunk's start */
+  const void *d_o;        /* [B, T, HV, V] bfloat16 */
+  const void *d_v;        /* [B, T, HV, V] bfloat16 */
+  const void *alone;      /* [slots, HV, 64, V] bfloat16: d_v / beta where |beta| < 2^-64, with KDA_BETA_GIVEN; or NULL */
+  const float *d_final;   /* [N, HV, K, V], or [N, HV, V, K] with state_v_first: the final state's gradient, or NULL */
+
+  void *d_q;          /* [B, T, HV, K] of d_q_dtype, written: of each value head */
+  void *d_k;          /* the same */
+  void *d_g;          /* [B, T, HV, K], dtype of g, written */
+  void *d_beta;       /* [B, T, HV], dtype of beta, written */
+  float *A_shares;    /* [slots, HV, K], written: what each chunk and channel add to A_log's gradient; or NULL */
+  float *bias_shares; /* [slots, HV, K], written: what each chunk adds to dt_bias's gradient; or NULL */
+
+  int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
+  int32_t d_q_dtype;   /* of d_q and d_k: KDA_BFLOAT16 or KDA_FLOAT32 */
+  int32_t group;       /* 0 or 1: rows of lower and factors are tokens; else of each 32 token t is row t % group * 32 / group + t / group */
+  int32_t reserved;    /* 0 */
+} kda_gradient_args;
+
+#define KDA_GRADIENT_ARGS_INIT {sizeof(kda_gradient_args)}
+
+KDA_API kda_status kda_gradient_bf16(const kda_gradient_args *args);
 
 /* What went wrong in this thread's last call that did not return KDA_OK. */
 KDA_API const char *kda_last_error(void);

@@ -37,6 +37,13 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 
 #define KDA_TOUCH(x) asm volatile("" : "+f"(x))  // the compiler forgets how it came by a float
+#define KDA_HIDE(x) asm volatile("" : "+l"(x))   // likewise of a 64-bit integer
+
+__device__ __forceinline__ int thread_index() {  // threadIdx.x, read where it is asked for
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
 
 // Two bfloat16 in a register: the first in the low half.
 __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
@@ -52,6 +59,7 @@ __device__ __forceinline__ uint32_t pack_half(float a, float b) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));
   return y;
 }
+__device__ __forceinline__ float2 unpack_half(uint32_t x) { return __half22float2(*reinterpret_cast<const __half2*>(&x)); }
 __device__ __forceinline__ uint32_t multiply_half(uint32_t a, uint32_t b) {
   uint32_t y;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -73,6 +81,13 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const uint32_t (&a)[4], 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A [16, 8] and B [8, 8]: the first two registers of A, the first of B.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.

@@ -6,6 +6,7 @@
 #include "emulate.h"
 
 #define KDA_TOUCH(x)
+#define KDA_HIDE(x)
 using cudaStream_t = void *;
 using cudaError_t = int;
 struct __nv_bfloat16 {
@@ -43,6 +44,7 @@ inline Gathered<T> gather(const T &mine) {
   return found;
 }
 
+inline int thread_index() { return int(threadIdx.x); }
 inline uint32_t shared_address(const void *p) { return uint32_t(static_cast<const unsigned char *>(p) - memory); }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f : x; }
 inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
@@ -89,6 +91,8 @@ inline void mma_half(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   mma(c, a, b0, b1, [](uint32_t x) { return unpack_half(x); });
 }
 
+inline void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) { mma_bf16(c, {a0, a1, 0, 0}, b, 0); }
+
 inline uint32_t load_shared_word(uint32_t address) {
   uint32_t x;
   memcpy(&x, memory + address, 4);
@@ -120,6 +124,11 @@ inline uint32_t transposed(uint32_t x) {
 inline void store_shared(uint32_t address, uint32_t x) { memcpy(memory + address, &x, 4); }
 inline void store_shared(uint32_t address, uint2 x) { memcpy(memory + address, &x, 8); }
 inline void store_shared(uint32_t address, uint4 x) { memcpy(memory + address, &x, 16); }
+inline uint4 load_shared(uint32_t address) {
+  uint4 x;
+  memcpy(&x, memory + address, 16);
+  return x;
+}
 inline uint2 load_shared_pair(uint32_t address) {
   uint2 x;
   memcpy(&x, memory + address, 8);

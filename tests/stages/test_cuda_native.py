@@ -19,10 +19,11 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 # Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
-SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 160, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0}
+SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 160, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
+          "gradient_kernel": 8}  # fmt: skip
 
-# The bfloat16 kernels: 80 registers let three blocks of 256 threads run.
-HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 240, "parts_kernel": 168}
+# The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 one of 512.
+HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 240, "parts_kernel": 168, "gradient_kernel": 128}
 
 pytestmark = pytest.mark.xdist_group("build")
 needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
@@ -69,7 +70,7 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 19, "16 kinds of chunks, two widths of the scan, one of parts"
+    assert len(found) == 27, "16 kinds of chunks, two widths of the scan, one of parts, eight gradients"
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
@@ -93,6 +94,28 @@ def test_bf16_sizes_are_checked(native):
     ):
         with pytest.raises(library.NativeError, match=message):
             native.workspace_size(arguments(**right | changes), "bf16")
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_gradient_arguments_are_checked(native):
+    """Before a device is looked for."""
+    half = {name: library.Tensor(4096, library.BFLOAT16) for name in ("q", "k", "v", "g", "beta", "o")}
+    forward = arguments(**half | dict(key_dim=128, value_dim=128, chunk_size=64))
+    names = ("lower", "factors", "states", "d_states", "r", "d_o", "d_v", "d_q", "d_k", "d_g", "d_beta")
+    right = dict.fromkeys(names, 4096) | dict(lower_dtype=library.FLOAT16, d_q_dtype=library.BFLOAT16)
+    for changes, message in (
+        (dict(lower=None), "lower must not be NULL"),
+        (dict(states=4104), "states must start at 16 bytes"),
+        (dict(lower_dtype=1), "lower_dtype must be 2 or 0, got 1"),
+        (dict(d_q_dtype=2), "d_q_dtype must be 1 or 0, got 2"),
+        (dict(group=3), "group must be 0, 1, 2, 4 or 8, got 3"),
+        (dict(group=4), "group must be 0 or 1 where lower is float16"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.gradient(library.GradientArgs(forward, **right | changes))
+    with pytest.raises(library.NativeError, match="key_dim = value_dim = 128, got 64 and 64"):
+        native.gradient(library.GradientArgs(arguments(**half), **right))
 
 
 def test_report_is_understood():
@@ -168,19 +191,20 @@ def test_calls_are_checked_before_the_device_is_asked(native):
 
 @needs_nvcc
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc was not found")
-def test_header_is_c99_and_ctypes_agrees(tmp_path):
+@pytest.mark.parametrize("struct, mirror", [("kda_prefill_args", library.PrefillArgs), ("kda_gradient_args", library.GradientArgs)])
+def test_header_is_c99_and_ctypes_agrees(tmp_path, struct, mirror):
     """Every field has the same offset in C and in ctypes."""
-    names = [name for name, _ in library.PrefillArgs._fields_]
-    lines = "".join(f'printf("%zu\\n", offsetof(kda_prefill_args, {name}));' for name in names)
+    names = [name for name, _ in mirror._fields_]
+    lines = "".join(f'printf("%zu\\n", offsetof({struct}, {name}));' for name in names)
     source = tmp_path / "offsets.c"
     source.write_text(
-        f'#include <stdio.h>\n#include "kdakit.h"\nint main(void) {{ {lines} printf("%zu\\n", sizeof(kda_prefill_args)); return 0; }}'
+        f'#include <stdio.h>\n#include "kdakit.h"\nint main(void) {{ {lines} printf("%zu\\n", sizeof({struct})); return 0; }}'
     )
     program = tmp_path / "offsets"
     flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", f"-I{build.source_folder() / 'include'}"]
     subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
     found = list(map(int, subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()))
-    assert found == [getattr(library.PrefillArgs, name).offset for name in names] + [ctypes.sizeof(library.PrefillArgs)]
+    assert found == [getattr(mirror, name).offset for name in names] + [ctypes.sizeof(mirror)]
 
 
 @needs_nvcc

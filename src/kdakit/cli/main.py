@@ -7,6 +7,7 @@ import sys
 
 from kdakit import __version__
 from kdakit.cli import bench, build_cuda, compile, demo, doctor, generate, train, verify
+from kdakit.measure import native_gradient
 from kdakit.measure.choices import UsageError
 
 COMMANDS = {
@@ -29,6 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     args.words = sys.argv[1:] if argv is None else argv
     try:
+        native_gradient.install_if_asked()
         return COMMANDS[args.command].run(args)
     except (UsageError, FileNotFoundError) as problem:
         print(f"kdakit {args.command}: {problem}", file=sys.stderr)

@@ -41,7 +41,7 @@ def source_folder() -> Path:
 def sources() -> list[Path]:
     """The library's files: the ABI and the kernels."""
     root = source_folder()
-    return [*sorted(root.glob("*.cu")), *sorted((root / "prefill").glob("*.cu"))]
+    return [*sorted(root.glob("*.cu")), *sorted((root / "prefill").glob("*.cu")), *sorted((root / "backward").glob("*.cu"))]
 
 
 def for_hopper(source: Path) -> bool:

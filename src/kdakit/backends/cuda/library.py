@@ -12,10 +12,10 @@ ABI_VERSION = 1
 VARIABLE = "KDAKIT_LIBRARY"
 PLACE = Path(__file__).with_name("libkdakit.so")
 
-FLOAT32, BFLOAT16 = 0, 1
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 FUNCTIONS = (
     "kda_abi_version", "kda_last_error", "kda_status_name", "kda_prefill_workspace_f32", "kda_prefill_f32", "kda_prefill_workspace_bf16",
-    "kda_prefill_bf16",
+    "kda_prefill_bf16", "kda_gradient_bf16",
 )  # fmt: skip
 GATES = {"log_decay": 0, "softplus": 1, "bounded": 2}
 BETAS = {"given": 0, "sigmoid": 1, "double_sigmoid": 2}
@@ -56,6 +56,21 @@ class PrefillArgs(Structure):
 
     def __init__(self, **fields):
         super().__init__(size=ctypes.sizeof(PrefillArgs), **fields)
+
+
+class GradientArgs(Structure):
+    """kda_gradient_args: the backward over chunks. `forward` is kept alive with it."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("forward", POINTER(PrefillArgs)),
+        *((name, c_void_p) for name in ("lower", "factors", "states", "d_states", "r", "d_o", "d_v", "alone", "d_final")),
+        *((name, c_void_p) for name in ("d_q", "d_k", "d_g", "d_beta", "A_shares", "bias_shares")),
+        *((name, c_int32) for name in ("lower_dtype", "d_q_dtype", "group", "reserved")),
+    ]
+
+    def __init__(self, forward: PrefillArgs, **fields):
+        super().__init__(size=ctypes.sizeof(GradientArgs), forward=ctypes.pointer(forward), **fields)
 
 
 class NativeError(RuntimeError):
@@ -115,6 +130,7 @@ def _load(where: str) -> ctypes.CDLL:
         query, run = getattr(library, f"kda_prefill_workspace_{dtype}"), getattr(library, f"kda_prefill_{dtype}")
         query.argtypes, run.argtypes = [POINTER(PrefillArgs), POINTER(c_size_t)], [POINTER(PrefillArgs)]
         query.restype = run.restype = c_int
+    library.kda_gradient_bf16.argtypes, library.kda_gradient_bf16.restype = [POINTER(GradientArgs)], c_int
     return library
 
 
@@ -128,6 +144,11 @@ def workspace_size(args: PrefillArgs, dtype: str = "f32") -> int:
 def prefill(args: PrefillArgs, dtype: str = "f32") -> None:
     """Enqueue one call."""
     _check(getattr(load(), f"kda_prefill_{dtype}")(ctypes.byref(args)))
+
+
+def gradient(args: GradientArgs) -> None:
+    """Enqueue the backward over chunks."""
+    _check(load().kda_gradient_bf16(ctypes.byref(args)))
 
 
 def _check(status: int) -> None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from kdakit.backends.cuda import library
+from kdakit.backends.cuda import library, unsupported
 from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, PrefillArgs
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -75,6 +75,49 @@ def _arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) 
     )  # fmt: skip
     args.workspace_size = library.workspace_size(args, config.dtype)
     return args
+
+
+def gradient_refusal(problem: Problem, chunk: int) -> str | None:
+    """Why `chunk_gradient` cannot run a problem whose other stages have such chunks; None: it can."""
+    if problem.dtype != "bfloat16" or chunk != 64:
+        return f"takes bfloat16 and chunks of 64, got {problem.dtype} and {chunk}"
+    return unsupported(problem)
+
+
+def chunk_gradient(
+    problem: Problem, arrays: Arrays, *, lower, factors, states, d_states, r, d_o, d_v, alone, d_final, d_beta, group: int,
+    d_q, d_k, d_g, d_A_log, d_dt_bias,
+) -> None:  # fmt: skip
+    """The backward over chunks, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta, d_q, d_k and d_g, and
+    in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them."""
+    q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
+    cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
+    A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))
+    if dt_bias is not None and dt_bias.data_ptr() % 16:
+        dt_bias = dt_bias.clone()
+    o, wide = problem.options, cu is not None and cu.dtype == torch.int64
+    dtypes = dict(q=problem.dtype, k=problem.dtype, v=problem.dtype, g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
+    tensors = dict(q=q, k=k, v=d_v, g=g, beta=arrays.beta, o=d_v)
+    forward_args = PrefillArgs(
+        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V, chunk_size=64,
+        **{name: library.Tensor(x.data_ptr(), DTYPES[dtypes[name]], 0, *(x.stride(i) for i in (0, 2, 1))) for name, x in tensors.items()},
+        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
+        safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first,
+        A_log=_pointer(A_log), dt_bias=_pointer(dt_bias), initial_state=_pointer(initial), cu_seqlens=_pointer(cu), sequences=problem.N,
+        cu_seqlens_64=wide, stream=torch._C._cuda_getCurrentRawStream(d_v.device.index) if d_v.is_cuda else None,
+    )  # fmt: skip
+    library.gradient(
+        library.GradientArgs(
+            forward_args,
+            **{name: _pointer(x) for name, x in dict(
+                lower=lower, factors=factors, states=states, d_states=d_states, r=r, d_o=d_o, d_v=d_v, alone=alone, d_final=d_final,
+                d_q=d_q, d_k=d_k, d_g=d_g, d_beta=d_beta, A_shares=d_A_log, bias_shares=d_dt_bias,
+            ).items()},
+            lower_dtype=library.FLOAT32 if lower.dtype == torch.float32 else library.FLOAT16,
+            d_q_dtype=library.FLOAT32 if d_q.dtype == torch.float32 else library.BFLOAT16,
+            group=group,
+        )
+    )  # fmt: skip
 
 
 def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -206,10 +208,55 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
     return out
 
 
-def gradients(problem: Problem, arrays: Arrays, x: Views, y: Replayed, z: Products, d_v, config: Config):
-    """Fifth launch and a short one for sums over chunks: gradients of q, k, g, A_log, dt_bias."""
-    device, K, shape = z.d_tiles.device, problem.K, (problem.B, problem.T, problem.HV, problem.K)
-    slots, dtype = z.d_tiles.shape[0], d_v.dtype
+def gradient_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, z: Products, config: Config) -> Callable[..., None]:
+    """Fifth launch, a function of what it writes."""
+    kernel = gradient_normed if config.by_token else gradient_plain
+    launch = kernel.launch(problem, config, x.layout)
+    return partial(
+        launch,
+        q=x.q,
+        k=x.k,
+        g=x.g,
+        A_log=arrays.A_log,
+        dt_bias=arrays.dt_bias,
+        cu_seqlens=arrays.cu_seqlens,
+        factors=y.factors,
+        pairs=z.pairs,
+        d_tiles=z.d_tiles,
+        scales=z.scales,
+        d_decay=z.d_decay,
+    )
+
+
+# A kernel of another library for the fourth and fifth launch together, with `supports(problem, chunk)` and `run(..)`; None: Triton's.
+# Nothing but a measurement puts one here, see kdakit.measure.native_gradient.
+native: Any = None
+
+
+def native_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed, lower, d_o, d_final, d_beta, config: Config):
+    """Both launches in one, a function of what the fifth writes."""
+    return partial(
+        native.run,
+        problem,
+        arrays._replace(q=x.q, k=x.k, g=x.g),
+        lower=lower,
+        factors=y.factors,
+        states=y.states,
+        d_states=back.d_states,
+        r=y.r,
+        d_o=d_o,
+        d_v=back.d_v,
+        alone=back.alone,
+        d_final=d_final,
+        d_beta=d_beta,
+        group=1 if config.normed else config.group,
+    )
+
+
+def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Callable[..., None], d_v, d_beta, config: Config):
+    """`run` and a short launch for sums over chunks: gradients of q, k, g, A_log, dt_bias."""
+    device, K, shape = d_v.device, problem.K, (problem.B, problem.T, problem.HV, problem.K)
+    dtype = d_v.dtype
     wide = torch.float32 if problem.group > 1 else dtype
     d_q, d_k = (torch.empty(shape, dtype=wide, device=device) for _ in "qk")
     d_g = torch.empty(arrays.g.shape, dtype=arrays.g.dtype, device=device)
@@ -223,29 +270,11 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, y: Replayed, z: Produc
 
     (d_A_log, A_shares), (d_dt_bias, bias_shares) = of(arrays.A_log), of(arrays.dt_bias)
     if slots * problem.HV:
-        kernel = gradient_normed if config.by_token else gradient_plain
-        kernel.launch(problem, config, x.layout)(
-            q=x.q,
-            k=x.k,
-            g=x.g,
-            A_log=arrays.A_log,
-            dt_bias=arrays.dt_bias,
-            cu_seqlens=arrays.cu_seqlens,
-            factors=y.factors,
-            pairs=z.pairs,
-            d_tiles=z.d_tiles,
-            scales=z.scales,
-            d_decay=z.d_decay,
-            d_q=d_q,
-            d_k=d_k,
-            d_g=d_g,
-            d_A_log=A_shares,
-            d_dt_bias=bias_shares,
-        )
+        run(d_q=d_q, d_k=d_k, d_g=d_g, d_A_log=A_shares, d_dt_bias=bias_shares)
     if d_A_log is not None or d_dt_bias is not None:
         launch = parameter_sums.launch(problem, config, x.layout)
         launch(d_g=d_g, A_shares=A_shares, bias_shares=bias_shares, d_A_log=d_A_log, d_dt_bias=d_dt_bias)
-    clear_gradients(problem, arrays, d_q, d_k, d_v, d_g, z.d_beta)
+    clear_gradients(problem, arrays, d_q, d_k, d_v, d_g, d_beta)
     if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
         d_q, d_k = (w.view(problem.B, problem.T, problem.H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     return d_q, d_k, d_g, d_A_log, d_dt_bias
@@ -264,7 +293,13 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
             back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
             with aside():
                 replay(problem, arrays, x, y, rest[0], config)
-    z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
-    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, y, z, back.d_v, config)
+    slots = lower.shape[0]
+    if native is not None and not d_o.is_meta and native.supports(problem, config.chunk) is None:
+        d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
+        run: Callable[..., None] = native_of_chunks(problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
+    else:
+        z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
+        d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)
+    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, slots, run, back.d_v, d_beta, config)
     restore(problem, arrays, x, y, d_o, back, config)
-    return Arrays(d_q, d_k, back.d_v, d_g, z.d_beta, d_A_log, d_dt_bias, back.d_initial)
+    return Arrays(d_q, d_k, back.d_v, d_g, d_beta, d_A_log, d_dt_bias, back.d_initial)

@@ -1,0 +1,223 @@
+"""The bfloat16 gradient kernel itself, run thread by thread on the CPU (csrc/tests/emulate_hopper.h); NumPy makes what the stages before it
+leave, rounded as they round, and the gradients are held against the float64 recurrence."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kdakit import accuracy, reference
+from kdakit.backends.cuda import build, library
+from kdakit.cases import CASES, Case
+from kdakit.chunked import intra
+from kdakit.measure import checking
+from kdakit.rounding import round_to
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+CHUNK, D = 64, 128
+TINY = 2.0**-64  # a smaller given beta divides nothing
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Compiled for this module."""
+    target = tmp_path_factory.mktemp("emulated") / "libkdakit_gradient_emulated.so"
+    source = build.source_folder() / "tests" / "emulate_gradient.cpp"
+    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DKDA_EMULATE", "-Wall", "-Wno-unknown-pragmas"]
+    done = subprocess.run(["g++", *options, "-o", str(target), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(target))
+
+
+def bf16(x):
+    return round_to(x, "bfloat16")
+
+
+def bits(x):
+    """bfloat16, as the upper halves of float32."""
+    return np.ascontiguousarray((np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16))
+
+
+def floats(x):
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def chunks_of(problem, arrays):
+    """(sequence, batch row, its slots, [(first token, last + 1)]) of every sequence."""
+    per_row = -(-problem.T // CHUNK)
+    for n in range(problem.N):
+        cu = arrays.cu_seqlens
+        row, first, last = (0, int(cu[n]), int(cu[n + 1])) if cu is not None else (n, 0, problem.T)
+        slot = first // CHUNK + n if cu is not None else n * per_row
+        yield n, row, slot, [(t, min(t + CHUNK, last)) for t in range(first, last, CHUNK)]
+
+
+def stages(problem, arrays, d_o, d_final, lower_dtype):
+    """What rebuild, replay and reverse leave: states between them are float32's, what they store is bfloat16."""
+    HV, N = problem.HV, problem.N
+    slots = problem.T // CHUNK + N if problem.varlen else problem.B * -(-problem.T // CHUNK)
+    q, k, v, g, beta = reference.activate(problem, arrays, np.float64)
+    initial = reference.initial_states(problem, arrays, np.float64)
+    made = dict(
+        lower=np.zeros((slots, HV, CHUNK, CHUNK), lower_dtype), factors=np.zeros((slots, HV, 3, CHUNK), np.float32),
+        states=np.full((slots, HV, D, D), np.nan), d_states=np.full((slots, HV, D, D), np.nan),
+        r=np.full((problem.B, problem.T, HV, D), np.nan), d_v=np.full((problem.B, problem.T, HV, D), np.nan),
+        alone=np.full((slots, HV, CHUNK, D), np.nan),
+    )  # fmt: skip
+    l2norm = problem.options.l2norm
+    raw = [np.repeat(np.asarray(x, np.float64), problem.group, axis=2) for x in arrays[:2]]
+    norms = [1 / np.sqrt((x * x).sum(-1) + 1e-6) if l2norm else np.ones(x.shape[:3]) for x in raw]
+    for n, row, slot, spans in chunks_of(problem, arrays):
+        for h in range(HV):
+            S, kept = initial[n, h], []
+            for i, (a, b) in enumerate(spans):
+                C = b - a
+                x = intra(*(y[row, a:b, h] for y in (q, k, v, g, beta)))
+                beta_c = beta[row, a:b, h]
+                unscaled = intra(*(y[row, a:b, h] for y in (q, k, v, g)), np.ones(C)).A_kk
+                made["lower"][slot + i, h, :C, :C] = unscaled @ x.inverse
+                for j, y in enumerate((beta_c, norms[0][row, a:b, h], norms[1][row, a:b, h])):
+                    made["factors"][slot + i, h, j, :C] = y
+                made["states"][slot + i, h] = bf16(S).T
+                r = bf16(v[row, a:b, h] - bf16(k[row, a:b, h] * np.exp(x.g_cum)) @ bf16(S))
+                made["r"][row, a:b, h] = r
+                kept.append(x)
+                S = x.decay[:, None] * S + x.k_decayed.T @ (x.inverse @ (beta_c[:, None] * r))
+            dS = np.zeros((D, D)) if d_final is None else np.array(d_final[n, h].T if problem.options.state_v_first else d_final[n, h])
+            for i, (a, b) in reversed(list(enumerate(spans))):
+                x, beta_c = kept[i], beta[row, a:b, h][:, None]
+                made["d_states"][slot + i, h] = bf16(dS).T
+                d = d_o[row, a:b, h]
+                y = (x.A_qk @ x.inverse).T @ d + x.inverse.T @ x.k_decayed @ bf16(dS)
+                made["d_v"][row, a:b, h] = bf16(beta_c * y)
+                small = np.abs(beta_c[:, 0]) < TINY
+                made["alone"][slot + i, h, : b - a][small] = bf16(y)[small]
+                k_in = bf16(k[row, a:b, h] * np.exp(x.g_cum))
+                dS = x.decay[:, None] * dS + bf16(x.q_decayed).T @ d - k_in.T @ bf16(beta_c * y)
+    return made
+
+
+def row_order(group):
+    """Rows of `lower` and of factors: the token that each holds."""
+    t = np.arange(32)
+    order = np.empty(32, int)
+    order[t % group * (32 // group) + t // group] = t
+    return np.concatenate([order, order + 32])
+
+
+def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):
+    """Gradients by the name of their input, of all but v and the initial state."""
+    o, B, T, H, HV, N = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.N
+    d_o, d_final = cotangents
+    d_final = d_final if o.output_final_state else None
+    made = stages(problem, arrays, d_o, d_final, np.float16 if o.l2norm else np.float32)
+    slots, rows = len(made["lower"]), row_order(group)
+    lower = np.ascontiguousarray(made["lower"][:, :, rows][:, :, :, rows])
+    factors = np.ascontiguousarray(made["factors"][..., rows])
+    keep = []
+
+    def address(x):
+        keep.append(np.ascontiguousarray(x))
+        return keep[-1].ctypes.data
+
+    def tensor(x, dtype):
+        keep.append(x)
+        return library.Tensor(x.ctypes.data, dtype, 0, *(x.strides[i] // x.itemsize for i in (0, 2, 1)))
+
+    def room(*shape, dtype=np.uint16):
+        """Aligned, full of NaN, with a guard behind it."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        whole = np.full(size + 64, 0xFF, np.uint8)
+        start = -whole.ctypes.data % 16
+        keep.append((whole, start, size))
+        return whole[start : start + size].view(dtype).reshape(shape)
+
+    wide, wide_beta = problem.gate_dtype == "float32", problem.beta_dtype == "float32"
+    q, k = (bits(x) for x in arrays[:2])
+    g = np.ascontiguousarray(arrays.g, np.float32) if wide else bits(arrays.g)
+    beta = np.ascontiguousarray(arrays.beta, np.float32) if wide_beta else bits(arrays.beta)
+    A_log, dt_bias = (None if x is None else np.asarray(x, np.float32) for x in (arrays.A_log, arrays.dt_bias))
+    initial = None if arrays.initial_state is None else np.asarray(arrays.initial_state, np.float32)
+    pointer = lambda x: None if x is None else address(x)
+    forward = library.PrefillArgs(
+        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=D, value_dim=D, chunk_size=CHUNK, sequences=N, scale=o.scale,
+        q=tensor(q, 1), k=tensor(k, 1), g=tensor(g, 0 if wide else 1), beta=tensor(beta, 0 if wide_beta else 1),
+        A_log=pointer(A_log), dt_bias=pointer(dt_bias), initial_state=pointer(initial), cu_seqlens=pointer(arrays.cu_seqlens),
+        gate=library.GATES[o.gate], beta_kind=library.BETAS[o.beta], lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm,
+        safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens_64=1, state_v_first=o.state_v_first,
+    )  # fmt: skip
+    kind = np.float32 if problem.group > 1 else np.uint16
+    out = dict(d_q=room(B, T, HV, D, dtype=kind), d_k=room(B, T, HV, D, dtype=kind), d_g=room(B, T, HV, D, dtype=g.dtype))
+    out |= dict(d_beta=room(B, T, HV, dtype=beta.dtype))
+    if A_log is not None:
+        out["A_shares"] = room(slots, HV, D, dtype=np.float32)
+    if dt_bias is not None:
+        out["bias_shares"] = room(slots, HV, D, dtype=np.float32)
+    args = library.GradientArgs(
+        forward, lower=address(lower), factors=address(factors), alone=address(bits(made["alone"])) if o.beta == "given" else None,
+        d_final=pointer(None if d_final is None else np.asarray(d_final, np.float32)), d_o=address(bits(d_o)),
+        **{name: address(bits(made[name])) for name in ("states", "d_states", "r", "d_v")},
+        **{name: x.ctypes.data for name, x in out.items()},
+        lower_dtype=library.FLOAT16 if o.l2norm else library.FLOAT32, d_q_dtype=library.FLOAT32 if problem.group > 1 else library.BFLOAT16,
+        group=group,
+    )  # fmt: skip
+    kernels.kda_emulate_gradient_bf16(ctypes.byref(args), blocks, order)
+    for whole, start, size in (x for x in keep if isinstance(x, tuple)):
+        assert (whole[start + size :] == 0xFF).all() and (whole[:start] == 0xFF).all(), "written past an end"
+    found = {name[2:]: floats(x) if x.dtype == np.uint16 else x.astype(np.float64) for name, x in out.items() if name.startswith("d_")}
+    for name in "qk":
+        found[name] = found[name].reshape(B, T, H, problem.group, D).sum(3)
+        found[name] = bf16(found[name]) if problem.group > 1 else found[name]
+    if "A_shares" in out:
+        found["A_log"] = out["A_shares"].astype(np.float64).sum((0, 2))
+    if "bias_shares" in out:
+        found["dt_bias"] = out["bias_shares"].astype(np.float64).sum(0).reshape(dt_bias.shape)
+    return found
+
+
+def check(kernels, case, arrays=None, group=1):
+    problem, cotangents = case.problem("bfloat16", needs_grad=True), case.cotangents("bfloat16")
+    arrays = arrays or case.arrays("bfloat16")
+    found = gradient(kernels, problem, arrays, cotangents, group)
+    rest = accuracy.truths(problem, arrays, cotangents[0], cotangents[1] if problem.options.output_final_state else None)
+    rows = checking.compare_quickly(problem, arrays, rest | found, cotangents, "bfloat16")
+    assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
+    return {row.name: row.error for row in rows}
+
+
+HARD = [
+    "gate_slow", "gate_bounded", "gate_strong", "gate_huge", "gate_resets", "gate_spikes", "identical_two", "beta_zero", "softplus",
+    "softplus_huge", "lower_bound", "lower_bound_saturated", "grouped", "varlen", "v_first", "no_final",
+]  # fmt: skip
+QUICK = ["gate_strong", "gate_huge", "beta_zero", "softplus_huge", "lower_bound", "grouped"]
+
+
+@pytest.mark.parametrize("name", HARD if os.environ.get("KDAKIT_FULL") == "1" else QUICK)
+def test_cases(kernels, name):
+    case = CASES[name]
+    T = case.T if case.lengths else min(case.T, 72)
+    group = 4 if name == "gate_huge" else 1  # as the plain Triton kernels order rows
+    check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=D, V=D), group=group)
+
+
+def test_packed_sequences_and_blocks_that_walk(kernels):
+    """Empty slots, sequences of one token and of more than a chunk; several chunks for one block."""
+    case = Case("packed", "packed", T=74, H=1, HV=1, K=D, V=D, lengths=(0, 1, 66, 0, 7), options={"chunk_size": 64})
+    check(kernels, case)
+    problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    one, several = (gradient(kernels, problem, arrays, cotangents, blocks=n, order=2 - n) for n in (1, 3))
+    assert all((one[name] == several[name]).all() for name in one), "bits depend on the number of blocks or the order of threads"
+
+
+def test_gradients_of_any_scale(kernels):
+    """Pairs are divided by a power of two of their own: gradients of 2^-40 and 2^40 differ in nothing but that."""
+    case = Case("scale", "scales", T=40, H=1, HV=1, K=D, V=D, gate="strong", initial_state=False, options={"output_final_state": False})
+    problem, arrays = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16")
+    d_o, _ = case.cotangents("bfloat16")
+    small, large = (gradient(kernels, problem, arrays, (d_o * 2.0**e, None)) for e in (-40, 40))
+    for name in small:
+        assert (small[name] * 2.0**80 == large[name]).all(), name
