@@ -1,0 +1,352 @@
+"""Decoding over a pool of states [pages, HV, K, V]: each row's tokens go on from the page that the row names, and leave states in pages.
+
+grid (head blocks, rows), rows in order. The pool stays in HBM, one buffer in and out. While a row is computed the next one's state is on its
+way in and the last one's on its way out: nothing is gathered or scattered around the kernel. A row without a page moves nothing, and
+outputs zeros. A layer's step also carries the windows [pages, W - 1, heads, K] of its convolutions along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kdakit.backends.pallas_tpu.launch import VMEM_LIMIT, gate_rows, interpret_mode, lanes
+from kdakit.backends.pallas_tpu.spread import selections
+from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded
+from kdakit.backends.pallas_tpu.token import advance, convolved, gated_norm, make_token
+from kdakit.problem import Arrays, Problem
+
+TOKENS = 8  # a row, at most
+ROOM = 10 * 2**20  # bytes of VMEM for states: two on their way in, two on their way out
+NAMES = ("q", "k", "v")
+
+
+class Rows(NamedTuple):
+    """Pages of N rows, int32. No page may be named by two rows; -1 is nobody's."""
+
+    source: Any  # [N]: where a row's state comes from; nobody's: the row outputs zeros and writes nothing
+    target: Any  # [N]: where its last state goes; or [N, T], that after each token. Nobody's: it goes nowhere
+
+
+class Layer(NamedTuple):
+    """What a layer has around the recurrence; its q, k and v are inputs of convolutions."""
+
+    windows: dict[str, Any]  # {name: [pages, W - 1, heads, K]}: what the convolutions saw last; moves along with the states
+    taps: dict[str, Any]  # {name: [W, heads, K]}
+    biases: dict[str, Any] | None  # {name: [heads, K]}
+    gate: Any  # [N, T, HV, V]
+    gate_bias: Any  # [HV, V], or None
+    weight: Any  # [V], of the norm
+    eps: float
+
+
+def fits(problem: Problem, rows_of_state: int, itemsize: int) -> int | None:
+    """Heads a grid step: as many as there is room for. None: a call that this kernel does not take."""
+    if problem.varlen or not 1 <= problem.T <= TOKENS or problem.B == 0:
+        return None
+    each = 4 * itemsize * -(-rows_of_state // 8) * 8 * padded(problem.V if not problem.options.state_v_first else problem.K)
+    group = problem.group
+    for heads in sorted((h for h in range(1, problem.HV + 1) if problem.HV % h == 0), reverse=True):
+        whole = heads == problem.HV or (heads % 8 == 0 and heads % group == 0 and heads // group % 8 == 0)
+        if whole and heads * each <= ROOM:
+            return heads
+    return None
+
+
+def takes(problem: Problem, states) -> bool:
+    """Whether `decode` can run such a call over such states."""
+    return states.dtype in (jnp.float32, jnp.bfloat16) and fits(problem, states.shape[2], states.dtype.itemsize) is not None
+
+
+def decode(problem: Problem, arrays: Arrays, states, rows: Rows, config: Config, layer: Layer | None = None):
+    """o [N, T, HV, V], the states and, with `layer`, its windows; both are in the memory of those given, where the caller gives it away."""
+    heads = fits(problem, states.shape[2], states.dtype.itemsize)
+    if heads is None:
+        raise ValueError(f"a pool's decode takes 1 .. {TOKENS} tokens a row without cu_seqlens, got {problem}")
+    tile = make_tile(problem, replace(config, heads=heads), problem.T)
+    form = Form(tile, problem.group, rows.target.ndim == 2, None if layer is None else layer.eps)
+    inputs, specs = _inputs(form, problem, arrays, layer)
+    pools = {"state": states} | ({} if layer is None else {f"{n}_window": layer.windows[n] for n in NAMES})
+    blocks, N, T = problem.HV // heads, problem.B, problem.T
+    shapes = {"o": jax.ShapeDtypeStruct((N, T, problem.HV, problem.V), jnp.dtype(tile.dtype))}
+    shapes |= {name: jax.ShapeDtypeStruct(pool.shape, pool.dtype) for name, pool in pools.items()}
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    scratch = _scratch(form, T, pools)
+    names = list(inputs), list(pools), list(scratch)
+    call = pl.pallas_call(
+        partial(_bound, form, names), name="kda_layer_decode" if form.layered else "kda_decode",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2, grid=(blocks, N), in_specs=[*specs.values(), *(anywhere for _ in pools)],
+            out_specs=[_token_spec(T, heads, problem.V), *(anywhere for _ in pools)], scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=list(shapes.values()), input_output_aliases={2 + len(inputs) + n: 1 + n for n in range(len(pools))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT),
+        interpret=interpret_mode(config),
+    )  # fmt: skip
+    pages = [x.astype(jnp.int32).reshape(-1) for x in rows]
+    o, state, *windows = call(*pages, *inputs.values(), *pools.values())
+    o = o.astype(problem.dtype)
+    return (o, state) if layer is None else (o, state, dict(zip(NAMES, windows, strict=True)))
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that is static in the kernel."""
+
+    tile: Tile
+    group: int  # value heads that share a key head
+    every: bool  # the state after each token has a page of its own
+    eps: float | None  # of a layer's norm
+
+    @property
+    def layered(self) -> bool:
+        return self.eps is not None
+
+    def heads(self, name: str) -> int:
+        """Of q and k, or of v, in a grid step."""
+        return self.tile.heads if name == "v" else self.tile.heads // self.group
+
+
+def _inputs(form: Form, problem: Problem, arrays: Arrays, layer: Layer | None) -> tuple[dict, dict]:
+    """Arrays and their blocks, by name."""
+    t, T = form.tile, problem.T
+    found = {"q": lanes(arrays.q), "k": lanes(arrays.k), "v": _widened(arrays.v), "g": lanes(arrays.g)}
+    specs = {n: _token_spec(T, form.heads("v" if n == "g" else n), x.shape[-1]) for n, x in found.items()}
+    beta = arrays.beta.astype(jnp.float32).reshape(problem.B, T, -1, t.heads)
+    found["beta"] = beta.swapaxes(1, 2)  # [N, blocks, T, heads]
+    specs["beta"] = pl.BlockSpec((1, 1, T, t.heads), lambda h, n, *_: (n, h, 0, 0))
+    found["selections"] = jnp.asarray(selections(t.dtype == "bfloat16"), jnp.bfloat16)
+    specs["selections"] = pl.BlockSpec(found["selections"].shape, lambda h, n, *_: (0, 0, 0))
+    if t.gate != "log_decay":
+        found["gate"] = gate_rows(problem, t, arrays).swapaxes(0, 1)  # [2, HV, K]
+    if layer is not None:
+        wide = {n: lanes if n != "v" else _widened for n in NAMES}
+        found |= {f"{n}_taps": wide[n](layer.taps[n].astype(jnp.float32)) for n in NAMES}
+        found |= {} if layer.biases is None else {f"{n}_bias": wide[n](layer.biases[n].astype(jnp.float32))[None] for n in NAMES}
+        found["out_gate"], specs["out_gate"] = _widened(layer.gate), _token_spec(T, t.heads, problem.V)
+        found["weight"] = layer.weight.astype(jnp.float32)[None]
+        specs["weight"] = pl.BlockSpec(found["weight"].shape, lambda h, n, *_: (0, 0))
+        found |= {} if layer.gate_bias is None else {"out_bias": layer.gate_bias.astype(jnp.float32)[None]}
+    for name, x in found.items():  # [.., heads, K]: parameters of heads
+        if name not in specs:
+            heads = form.heads("q" if name[:2] in ("q_", "k_") else "v")
+            specs[name] = pl.BlockSpec((x.shape[0], heads, x.shape[-1]), lambda h, n, *_: (0, h, 0))
+    return found, {name: specs[name] for name in found}
+
+
+def _scratch(form: Form, T: int, pools: dict) -> dict:
+    state, t = pools["state"], form.tile
+    own = (t.heads, *state.shape[2:])
+    found = {"states": pltpu.VMEM((4, *own), state.dtype)}
+    if T > 1 and state.dtype != jnp.float32:
+        found["work"] = pltpu.VMEM(own, jnp.float32)
+    for n in NAMES if form.layered else ():
+        _, before, _, width = pools[f"{n}_window"].shape
+        found[f"{n}_windows"] = pltpu.VMEM((4, before, form.heads(n), width), pools[f"{n}_window"].dtype)
+        found[f"{n}_line"] = pltpu.VMEM((before + T, form.heads(n), width), jnp.float32)
+    return found | {"arrived": pltpu.SemaphoreType.DMA((len(pools), 2)), "left": pltpu.SemaphoreType.DMA((len(pools), 2)),
+                    "leaving": pltpu.SMEM((2,), jnp.int32), "count": pltpu.SMEM((1,), jnp.int32)}  # fmt: skip
+
+
+def _token_spec(T: int, heads: int, width: int):
+    """[N, T, HV, width]."""
+    return pl.BlockSpec((1, T, heads, width), lambda h, n, *_: (n, 0, h, 0))
+
+
+def _widened(x):
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def _bound(form: Form, names, source, target, *refs):
+    """The kernel, its refs by name. Pools are read and written through the outputs, which are the inputs' own memory."""
+    inputs, pools, scratch = names
+    ends = len(inputs) + len(pools), len(inputs) + len(pools) + 1
+    given = dict(zip(inputs, refs[: len(inputs)], strict=True))
+    o, held = refs[ends[0]], dict(zip(pools, refs[ends[1] : ends[1] + len(pools)], strict=True))
+    _kernel(Step(form, source, target, given, held, o, dict(zip(scratch, refs[ends[1] + len(pools) :], strict=True))))
+
+
+class Step(NamedTuple):
+    """One row of one block of heads. Buffers 0 and 1 hold what arrives, rows in turns; 2 and 3 what leaves, states in turns."""
+
+    form: Form
+    source: Any
+    target: Any
+    inputs: dict
+    pools: dict  # in HBM
+    o: Any
+    kept: dict
+
+    def copies(self, page, buffer, inwards: bool) -> list:
+        """Of all that a sequence carries, between its page and a buffer."""
+        found, block = [], pl.program_id(0)
+        for i, (name, pool) in enumerate(self.pools.items()):
+            local = self.kept[f"{name}s"].at[buffer]
+            if name == "state":
+                heads = self.form.tile.heads
+                there = pool.at[page, pl.ds(block * heads, heads)]
+            else:
+                heads = self.form.heads(name[0])
+                whole = pool.shape[2] == heads
+                there = pool.at[page] if whole else pool.at[page, :, pl.ds(pl.multiple_of(block * heads, 8), heads)]
+            semaphore = self.kept["arrived" if inwards else "left"].at[i, lax.rem(buffer, 2)]
+            found.append(pltpu.make_async_copy(*((there, local) if inwards else (local, there)), semaphore))
+        return found
+
+    def call(self, row) -> None:
+        """Begin to copy what a row carries in."""
+        for copy in self.copies(self.source[row], lax.rem(row, 2), True):
+            copy.start()
+
+    def leave(self, buffer) -> None:
+        """Wait until a buffer has left."""
+        leaving = self.kept["leaving"]
+
+        @pl.when(leaving[buffer - 2] == 1)
+        def _():
+            for copy in self.copies(0, buffer, False):
+                copy.wait()
+            leaving[buffer - 2] = 0
+
+    def send(self, page, buffer) -> None:
+        """Begin to copy a buffer out, if the page is somebody's."""
+
+        @pl.when(page >= 0)
+        def _():
+            for copy in self.copies(page, buffer, False):
+                copy.start()
+            self.kept["leaving"][buffer - 2] = 1
+
+
+def _kernel(step: Step) -> None:
+    row, rows = pl.program_id(1), pl.num_programs(1)
+    following = jnp.minimum(row + 1, rows - 1)
+
+    @pl.when(row == 0)
+    def _():
+        step.kept["count"][0] = 0
+        for n in range(2):
+            step.kept["leaving"][n] = 0
+        pl.when(step.source[0] >= 0)(lambda: step.call(0))
+
+    pl.when((row + 1 < rows) & (step.source[following] >= 0))(lambda: step.call(following))
+
+    @pl.when(step.source[row] >= 0)
+    def _():
+        for copy in step.copies(step.source[row], lax.rem(row, 2), True):
+            copy.wait()
+        _row(step, row)
+
+    @pl.when(step.source[row] < 0)
+    def _():
+        step.o[...] = jnp.zeros(step.o.shape, step.o.dtype)
+
+    @pl.when(row == rows - 1)
+    def _():
+        step.leave(2)
+        step.leave(3)
+
+
+def _row(step: Step, row) -> None:
+    """The tokens of one row."""
+    form, kept, T = step.form, step.kept, step.o.shape[1]
+    states, count, arrived = kept["states"], kept["count"][0], lax.rem(row, 2)
+    if form.layered:
+        _lay_lines(step, arrived, T)
+
+    def token(t) -> None:
+        turn = count + t if form.every else count
+        buffer = 2 + lax.rem(turn, 2)
+        if form.every or T == 1:
+            step.leave(buffer)
+        else:
+            pl.when(t == 0)(lambda: step.leave(buffer))
+        if "work" in kept:
+            _token(step, t, kept["work"], kept["work"])
+            if form.every:
+                _store(kept["work"], states.at[buffer])
+        else:
+            before = 2 + lax.rem(turn + 1, 2) if form.every else buffer
+            from_buffer = arrived if T == 1 else jnp.where(t == 0, arrived, before)
+            _token(step, t, states.at[from_buffer], states.at[buffer])
+        if form.every:
+            step.send(step.target[row * T + t], buffer)
+
+    if "work" in kept:
+        _store(states.at[arrived], kept["work"])
+    token(0) if T == 1 else lax.fori_loop(0, T, lambda t, _: token(t), None)
+    if form.every:
+        kept["count"][0] = count + T
+        return
+    buffer = 2 + lax.rem(count, 2)
+    if "work" in kept:
+        _store(kept["work"], states.at[buffer])
+    if form.layered:
+        _move_windows(step, buffer, T)
+    step.send(step.target[row], buffer)
+    kept["count"][0] = count + 1
+
+
+def _token(step: Step, t, before, after) -> None:
+    """Token t, from the states `before` to those `after`, [heads, ..] refs, perhaps the same."""
+    tile, x = step.form.tile, step.inputs
+    if step.form.layered:
+        q, k, v = (_convolved(step, name, t) for name in NAMES)
+    else:
+        q, k, v = (x[name][0, t].astype(jnp.float32) for name in NAMES)
+    gate = (x["gate"][0], x["gate"][1]) if "gate" in x else None
+    made = make_token(tile, q, k, v, x["g"][0, t].astype(jnp.float32), x["beta"][0, 0, pl.ds(t, 1), :], gate)
+
+    def read(h):
+        S = before[h].astype(jnp.float32)
+        return S.T if tile.state_v_first else S
+
+    def write(h, S):
+        after[h] = (S.T if tile.state_v_first else S).astype(after.dtype)
+
+    o = advance(tile, made, x["selections"], read, write)
+    if step.form.layered:
+        bias = x["out_bias"][0] if "out_bias" in x else None
+        o = gated_norm(o, x["out_gate"][0, t].astype(jnp.float32), bias, x["weight"][...], step.form.eps, step.o.dtype)
+    step.o[0, t] = o.astype(step.o.dtype)
+
+
+def _lay_lines(step: Step, arrived, T: int) -> None:
+    """What the convolutions saw before, and the row's own tokens behind it."""
+    for name in NAMES:
+        window, line, x = step.kept[f"{name}_windows"], step.kept[f"{name}_line"], step.inputs[name]
+        before, width = window.shape[1], line.shape[2]
+        for j in range(before):
+            line[j] = window[arrived, j].astype(jnp.float32)
+        for t in range(T):
+            line[before + t] = x[0, t, :, :width].astype(jnp.float32)
+
+
+def _move_windows(step: Step, buffer, T: int) -> None:
+    for name in NAMES:
+        window, line = step.kept[f"{name}_windows"], step.kept[f"{name}_line"]
+        for j in range(window.shape[1]):
+            window[buffer, j] = line[T + j].astype(window.dtype)
+
+
+def _convolved(step: Step, name: str, t):
+    """[heads, K] of token t, with K as the recurrence wants it."""
+    line, taps = step.kept[f"{name}_line"], step.inputs[f"{name}_taps"]
+    seen, width = [line[t + j] for j in range(taps.shape[0])], line.shape[2]
+    bias = step.inputs[f"{name}_bias"][0, :, :width] if f"{name}_bias" in step.inputs else None
+    y = convolved([taps[j, :, :width] for j in range(taps.shape[0])], bias, seen, step.o.dtype)
+    missing = taps.shape[2] - width
+    return y if missing == 0 else jnp.concatenate([y, jnp.zeros((y.shape[0], missing), jnp.float32)], axis=1)
+
+
+def _store(source, target) -> None:
+    """All heads of a ref to another, in its dtype."""
+    for h in range(source.shape[0]):
+        target[h] = source[h].astype(target.dtype)
