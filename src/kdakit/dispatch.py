@@ -123,7 +123,8 @@ CONTRACT = {
     ),
     "pooled": Name(
         "() -> kernels",
-        "PyTorch: kernels over a pool of states, with `decode`, `verify` and `commit`. None: states are gathered around `step`.",
+        "Kernels over a pool of states, with `decode`, `verify` and `commit`; in JAX with `takes`, `unshown` and `decode`. None: states are "
+        "gathered around `step`.",
         None,
     ),
 }

@@ -156,17 +156,17 @@ def _pooled(job: Job) -> tuple[Any, tuple]:
         return (lambda arrays, states, rows: pool.decode(problem, arrays, states, rows, config)), (arrays, states, rows)
     sizes = {"q": (p.H, p.K), "k": (p.H, p.K), "v": (p.HV, p.V)}
     windows, taps = ({n: array(*lead, *size) for n, size in sizes.items()} for lead in ((pages, TAPS - 1), (TAPS,)))
-    around = windows, taps, array(p.B, p.T, p.HV, p.V, dtype=job.dtype), array(p.HV, p.V), array(p.V)
+    around = windows, taps, array(p.B, p.T, p.HV, p.V, dtype=job.dtype), array(p.V)
 
-    def layer_decode(arrays, states, rows, windows, taps, gate, bias, weight):
-        return pool.decode(problem, arrays, states, rows, config, pool.Layer(windows, taps, None, gate, bias, weight, 1e-5))
+    def layer_decode(arrays, states, rows, windows, taps, gate, weight):
+        return pool.decode(problem, arrays, states, rows, config, pool.Layer(windows, taps, None, gate, weight, 1e-5))
 
     return layer_decode, (arrays, states, rows, *around)
 
 
 def given_away(job: Job) -> tuple[int, ...]:
-    """Arguments whose memory the call's results take: pools."""
-    return {"decode": (1,), "layer_decode": (1, 3)}.get(job.kernel, ())
+    """Arguments whose memory the call's results take, as far as they can: states and pools."""
+    return {"step": (0,), "decode": (1,), "layer_decode": (1, 3)}.get(job.kernel, ())
 
 
 def on_chip(chip: str):

@@ -74,10 +74,9 @@ def convolved(taps, bias, line: list, dtype):
     return (y * _sigmoid(y)).astype(dtype).astype(jnp.float32)
 
 
-def gated_norm(o, gate, gate_bias, weight, eps: float, dtype):
-    """o / sqrt(mean(o^2) + eps) weight sigmoid(gate + bias);  o, gate [heads, V], weight [1, V]."""
+def gated_norm(o, gate, weight, eps: float, dtype):
+    """o / sqrt(mean(o^2) + eps) weight sigmoid(gate);  o, gate [heads, V], weight [1, V]."""
     o = o.astype(dtype).astype(jnp.float32)
-    gate = gate if gate_bias is None else (gate + gate_bias).astype(dtype).astype(jnp.float32)
     return o * lax.rsqrt(row_sums(o * o) / o.shape[1] + eps) * weight * _sigmoid(gate)
 
 

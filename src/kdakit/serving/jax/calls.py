@@ -81,12 +81,25 @@ def device_of(array: Any) -> str:
     return next(iter(array.devices())).platform if concrete else jax.default_backend()
 
 
+def pooled_kernels(module: Any, problem: Problem, states, backend: str, device: str) -> Any:
+    """The backend's kernels over pools, if it has some that take the call; 'auto' takes them only where such a device has shown them right."""
+    kernels = None if module.pooled is None else module.pooled()
+    if kernels is None or not kernels.takes(problem, states) or (backend == "auto" and kernels.unshown(device) is not None):
+        return None
+    return kernels
+
+
 @partial(jax.jit, static_argnames=("problem", "backend", "device"), donate_argnums=0)
 def _decode(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, backend: str, device: str):
     rows, module = pool.rows(slots), dispatch.select("jax", problem, device, backend)
+    everything = jnp.full_like(rows.place, problem.T)
+    own, states = problem.replace(state_v_first=pool.sizes.state_v_first), pool.contents.storage.states
+    if (kernels := pooled_kernels(module, own, states, backend, device)) is not None:
+        pages = jnp.where(rows.valid, rows.place, -1)
+        o, states = kernels.decode(own, arrays, states, kernels.Rows(pages, pages), module.default_config(own, device))
+        return o, pool.replace(storage=storages.Storage(states), windows=pool.shifted(rows, inputs, everything))
     state = storages.read(pool.sizes, pool.contents.storage, rows.place)
     decay = None
-    everything = jnp.full_like(rows.place, problem.T)
     if pool.sizes.dtype == "int8":  # the scales follow the decays, which the log knows
         drafts = dispatch.load("xla").draft
         o, log = drafts.verify(problem, arrays, state)
