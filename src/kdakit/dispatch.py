@@ -123,8 +123,8 @@ CONTRACT = {
     ),
     "pooled": Name(
         "() -> kernels",
-        "Kernels over a pool of states, with `decode`, `verify` and `commit`; in JAX with `takes`, `unshown` and `decode`. None: states are "
-        "gathered around `step`.",
+        "Kernels over a pool of states, with `decode`, `verify` and `commit`; in JAX with `takes`, `unshown` and `decode`. None: states "
+        "are gathered around `step`.",
         None,
     ),
 }

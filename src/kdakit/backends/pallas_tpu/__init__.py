@@ -11,7 +11,9 @@ from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
 
-__all__ = ["Config", "Saved", "backward", "default_config", "forward", "interpreted", "mixes", "operand_dtype", "pooled", "step", "supports"]
+__all__ = [
+    "Config", "Saved", "backward", "default_config", "forward", "interpreted", "mixes", "operand_dtype", "pooled", "step", "supports",
+]  # fmt: skip
 
 
 def supports(problem: Problem, device) -> str | None:

@@ -1,7 +1,7 @@
 """Decoding over a pool of states [pages, HV, K, V]: each row's tokens go on from the page that the row names, and leave states in pages.
 
-grid (head blocks, rows), rows in order. The pool stays in HBM, one buffer in and out. While a row is computed the next one's state is on its
-way in and the last one's on its way out: nothing is gathered or scattered around the kernel. A row without a page moves nothing, and
+grid (head blocks, rows), rows in order. The pool stays in HBM, one buffer in and out. While a row is computed the next one's state is on
+its way in and the last one's on its way out: nothing is gathered or scattered around the kernel. A row without a page moves nothing, and
 outputs zeros. A layer's step also carries the windows [pages, W - 1, heads, K] of its convolutions along.
 """
 

@@ -1,4 +1,4 @@
-"""Columns of a token on all lanes, by the matrix unit: what a state S [K, V] is multiplied with row by row, at no cost to the lanes' shuffles.
+"""Columns of a token on all lanes, by the matrix unit: what a state S [K, V] is multiplied with row by row, with no shuffle of lanes.
 
 A state's rows want decay, k and q as columns, each element on all 128 lanes. Shuffling does one [8, 128] in two cycles, 48 of them a head:
 more than the memory needs to move the state. A product with zeros and ones does the same: the rows of 8 heads, cut into pieces that

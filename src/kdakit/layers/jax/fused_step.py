@@ -1,6 +1,6 @@
 """A KimiDeltaAttention's next tokens on a TPU: everything between its projections in one kernel, states and windows moved on in place.
 
-None of it where another backend runs the layer: then `KimiDeltaAttention.mix` does the same in its own words. Its gradient is that of `mix`.
+None of it where another backend runs the layer: then `KimiDeltaAttention.mix` does the same in its own words, as its derivatives do.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def device_of(array: Any) -> str:
 
 
 def pooled_kernels(module: Any, problem: Problem, states, backend: str, device: str) -> Any:
-    """The backend's kernels over pools, if it has some that take the call; 'auto' takes them only where such a device has shown them right."""
+    """The backend's kernels over pools, if it has some that take the call; 'auto' takes them where such a device has shown them right."""
     kernels = None if module.pooled is None else module.pooled()
     if kernels is None or not kernels.takes(problem, states) or (backend == "auto" and kernels.unshown(device) is not None):
         return None

@@ -85,7 +85,8 @@ def _plain(problem: Problem, arrays: Arrays, states, source, target, module, dev
 
 def _sizes(states, state_v_first: bool) -> PoolSizes:
     if states.ndim != 4 or states.dtype.name not in DTYPES:
-        raise TypeError(f"states must be [pages, HV, K, V] (or [pages, HV, V, K]) of {', '.join(DTYPES)}, got {states.shape} {states.dtype}")
+        want = f"[pages, HV, K, V] (or [pages, HV, V, K]) of {', '.join(DTYPES)}"
+        raise TypeError(f"states must be {want}, got {states.shape} {states.dtype}")
     _, HV, K, V = states.shape
     K, V = (V, K) if state_v_first else (K, V)
     return PoolSizes(HV, K, V, states.dtype.name, state_v_first)
