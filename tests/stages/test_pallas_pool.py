@@ -131,14 +131,13 @@ def test_the_pool_takes_the_kernel_where_it_is_named_and_auto_waits(monkeypatch)
     assert calls.pooled_kernels(module, problem, states.astype(jnp.float16), "pallas_tpu", "cpu") is None
 
 
-@pytest.mark.parametrize("v_first", [False])
-def test_a_layer_over_a_pool(v_first):
+def test_a_layer_over_a_pool():
     """Convolutions, gates, recurrence and norm in one kernel, windows in the pool: what the layer says in its own words."""
     sizes = dict(hidden_size=24, head_dim=16, num_heads=1, num_v_heads=2, conv_bias=True, lower_bound=-5.0, allow_neg_eigval=True)
     found = {}
     for backend in ("xla", "pallas_tpu"):
         layer = KimiDeltaAttention(**sizes, mode="recurrent", backend=backend, rngs=nnx.Rngs(0))
-        held, rng = layer_pool(layer, 3, state_v_first=v_first), np.random.default_rng(0)
+        held, rng = layer_pool(layer, 3), np.random.default_rng(0)
         _, held = held.allocate(2)
         run = jax.jit(lambda pool, slots, x, layer=layer: decode_layer(layer, pool, slots, x), donate_argnums=0)
         outputs = []
@@ -159,7 +158,7 @@ def test_a_layer_with_its_cache_and_its_gradient():
         layer = KimiDeltaAttention(hidden_size=16, head_dim=8, num_heads=1, backend=backend, rngs=nnx.Rngs(0))
         cache, x = layer.new_cache(2), jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 16)), jnp.float32)
         call = lambda x, layer=layer, cache=cache: (lambda o, after: (o.sum(), (o, after)))(*layer(x, cache=cache))
-        (_, rest), gradient = jax.value_and_grad(call, has_aux=True)(x)
+        (_, rest), gradient = jax.jit(jax.value_and_grad(call, has_aux=True))(x)
         found[backend] = [*jax.tree.leaves(rest), gradient]
     for got, want in zip(found["pallas_tpu"], found["xla"], strict=True):
         np.testing.assert_allclose(got, want, atol=1e-6)
