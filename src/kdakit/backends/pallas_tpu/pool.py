@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu.launch import VMEM_LIMIT, gate_rows, interpret_mode, lanes
+from kdakit.backends.pallas_tpu.launch import gate_rows, interpret_mode, lanes
 from kdakit.backends.pallas_tpu.spread import selections
 from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded
 from kdakit.backends.pallas_tpu.token import advance, convolved, gated_norm, make_token
@@ -25,6 +25,7 @@ from kdakit.problem import Arrays, Problem
 
 TOKENS = 8  # a row, at most
 ROOM = 10 * 2**20  # bytes of VMEM for states: two on their way in, two on their way out
+LIMIT = 15 * 2**20  # of VMEM in all, which every chip has
 NAMES = ("q", "k", "v")
 SHOWN: frozenset[str] = frozenset()  # device kinds on which random problems were right: `kdakit tpu-report` says so
 
@@ -95,7 +96,7 @@ def decode(problem: Problem, arrays: Arrays, states, rows: Rows, config: Config,
             out_specs=[_token_spec(T, heads, problem.V), *(anywhere for _ in pools)], scratch_shapes=list(scratch.values()),
         ),
         out_shape=list(shapes.values()), input_output_aliases={2 + len(inputs) + n: 1 + n for n in range(len(pools))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
         interpret=interpret_mode(config),
     )  # fmt: skip
     pages = [x.astype(jnp.int32).reshape(-1) for x in rows]
@@ -177,13 +178,15 @@ def _bound(form: Form, names, source, target, *refs):
     ends = len(inputs) + len(pools), len(inputs) + len(pools) + 1
     given = dict(zip(inputs, refs[: len(inputs)], strict=True))
     o, held = refs[ends[0]], dict(zip(pools, refs[ends[1] : ends[1] + len(pools)], strict=True))
-    _kernel(Step(form, source, target, given, held, o, dict(zip(scratch, refs[ends[1] + len(pools) :], strict=True))))
+    kept = dict(zip(scratch, refs[ends[1] + len(pools) :], strict=True))
+    _kernel(Step(form, pl.program_id(0), source, target, given, held, o, kept))
 
 
 class Step(NamedTuple):
     """One row of one block of heads. Buffers 0 and 1 hold what arrives, rows in turns; 2 and 3 what leaves, states in turns."""
 
     form: Form
+    block: Any
     source: Any
     target: Any
     inputs: dict
@@ -193,7 +196,7 @@ class Step(NamedTuple):
 
     def copies(self, page, buffer, inwards: bool) -> list:
         """Of all that a sequence carries, between its page and a buffer."""
-        found, block = [], pl.program_id(0)
+        found, block = [], self.block
         for i, (name, pool) in enumerate(self.pools.items()):
             local = self.kept[f"{name}s"].at[buffer]
             if name == "state":
