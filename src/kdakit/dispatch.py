@@ -123,7 +123,7 @@ CONTRACT = {
     ),
     "pooled": Name(
         "() -> kernels",
-        "Kernels over a pool of states, with `decode`, `verify` and `commit`; in JAX with `takes`, `unshown` and `decode`. None: states "
+        "Kernels over a pool of states, with `decode`, `verify` and `commit`; in JAX also `takes` and `unshown`. None: states "
         "are gathered around `step`.",
         None,
     ),

@@ -72,6 +72,22 @@ def test_segment_ids_lower_for_every_chip():
     lowers(*function_for("training", arrays, problem.replace(varlen="segment_ids")), calls=2)
 
 
+def test_drafts_lower_for_every_chip():
+    """verify, which writes nothing, and commit, both over a pool; and a page for each drafted token."""
+    from kdakit.backends.pallas_tpu import pool
+
+    arrays, problem = problem_of(replace(FEW, kernel="step", B=2, gate="log_decay"))
+    array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
+    more = lambda x: array(2, 4, *x.shape[2:], dtype=x.dtype)
+    arrays, problem = arrays._replace(initial_state=None, **{n: more(getattr(arrays, n)) for n in "qkvg"}), problem.replace(T=4)
+    arrays = arrays._replace(beta=array(2, 4, 2, dtype="bfloat16"))
+    states, row, config, each = array(8, 2, 128, 128), array(2, dtype="int32"), tile.Config(heads=2), array(2, 4, 2, 128)
+    drafted = pool.Rows(row, array(2, 4, dtype="int32"))
+    lowers(lambda *x: pool.decode(problem, *x, config), (arrays, states, drafted), calls=1)
+    lowers(lambda *x: pool.verify(problem, *x, config), (arrays, states, row), calls=1)
+    lowers(lambda *x: pool.commit(problem, *x, config), (each, each, each, states, row, row), calls=1)
+
+
 def test_a_primitive_that_mosaic_lacks_is_refused():
     """The lowering above would notice: it knows no sort."""
     from jax.experimental import pallas as pl

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sequences import JaxPool, tokens
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -129,6 +130,25 @@ def test_the_pool_takes_the_kernel_where_it_is_named_and_auto_waits(monkeypatch)
     assert calls.pooled_kernels(module, problem, states, "auto", "cpu") is None
     assert calls.pooled_kernels(module, problem, states, "pallas_tpu", "cpu") is pool
     assert calls.pooled_kernels(module, problem, states.astype(jnp.float16), "pallas_tpu", "cpu") is None
+
+
+def test_drafts_are_verified_and_committed_in_the_pool():
+    """What `xla` gathers around: outputs, and the states after any number of accepted tokens; nothing moves before."""
+    found = {}
+    for backend in ("xla", "pallas_tpu"):
+        held, rng = JaxPool(4, "xla", state_v_first=True, dtype="bfloat16"), np.random.default_rng(0)
+        a, b, c = held.allocate(3)
+        held.prefill([a, b, c], tokens(rng, 1, 21), [7] * 3)
+        held.backend = backend
+        before = held.state(a)
+        o, draft = held.verify([b, -1, a, c], tokens(rng, 4, 3), on_device=True)
+        assert np.array_equal(before, held.state(a)) and before.any()
+        held.commit(draft, [2, 3, 3, 0])
+        found[backend] = [o, *map(held.state, (a, b, c))]
+    assert not found["pallas_tpu"][0][1].any()
+    np.testing.assert_allclose(found["pallas_tpu"][0], found["xla"][0], atol=1e-6)
+    for got, want in zip(found["pallas_tpu"][1:], found["xla"][1:], strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-2 * np.abs(want).max())
 
 
 def test_a_layer_over_a_pool():

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kdakit.backends.pallas_tpu.launch import gate_rows, interpret_mode, lanes
 from kdakit.backends.pallas_tpu.spread import selections
 from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded
-from kdakit.backends.pallas_tpu.token import advance, convolved, gated_norm, make_token
+from kdakit.backends.pallas_tpu.token import advance, convolved, gated_norm, make_token, replay
 from kdakit.problem import Arrays, Problem
 
 TOKENS = 8  # a row, at most
@@ -80,43 +80,74 @@ def decode(problem: Problem, arrays: Arrays, states, rows: Rows, config: Config,
     if heads is None:
         raise ValueError(f"a pool's decode takes 1 .. {TOKENS} tokens a row without cu_seqlens, got {problem}")
     tile = make_tile(problem, replace(config, heads=heads), problem.T)
-    form = Form(tile, problem.group, rows.target.ndim == 2, None if layer is None else layer.eps)
+    kind, eps = ("decode", 0.0) if layer is None else ("layer_decode", layer.eps)
+    form = Form(kind, tile, problem.group, rows.target.ndim == 2, eps)
     inputs, specs = _inputs(form, problem, arrays, layer)
     pools = {"state": states} | ({} if layer is None else {f"{n}_window": layer.windows[n] for n in NAMES})
-    blocks, N, T = problem.HV // heads, problem.B, problem.T
-    shapes = {"o": jax.ShapeDtypeStruct((N, T, problem.HV, problem.V), jnp.dtype(tile.dtype))}
-    shapes |= {name: jax.ShapeDtypeStruct(pool.shape, pool.dtype) for name, pool in pools.items()}
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    scratch = _scratch(form, T, pools)
-    names = list(inputs), list(pools), list(scratch)
+    found = _call(form, inputs, specs, pools, rows, {"o": (tile.dtype, problem.V)}, config)
+    o = found["o"].astype(problem.dtype)
+    return (o, found["state"]) if layer is None else (o, found["state"], {n: found[f"{n}_window"] for n in NAMES})
+
+
+def verify(problem: Problem, arrays: Arrays, states, source, config: Config):
+    """o [N, T, HV, V], and u = beta (v - S^T k) [N, T, HV, V] float32 of draft tokens; nothing is written."""
+    heads = fits(problem, states.shape[2], states.dtype.itemsize)
+    tile = make_tile(problem, replace(config, heads=heads), problem.T)
+    form = Form("verify", tile, problem.group, False)
+    inputs, specs = _inputs(form, problem, arrays, None)
+    results = {"o": (tile.dtype, problem.V), "u": ("float32", problem.V)}
+    found = _call(form, inputs, specs, {"state": states}, Rows(source, source), results, config)
+    return found["o"].astype(problem.dtype), found["u"]
+
+
+def commit(problem: Problem, k, decay, u, states, source, accepted, config: Config):
+    """The states after the first accepted[n] tokens of drafts: S <- Diag(decay) S + k u^T;  k, decay [N, T, HV, K], u [N, T, HV, V]."""
+    problem = problem.replace(dtype="float32", H=problem.HV)
+    heads = fits(problem, states.shape[2], states.dtype.itemsize)
+    form = Form("commit", make_tile(problem, replace(config, heads=heads), problem.T), 1, False)
+    inputs = {"k": lanes(k), "decay": lanes(decay), "u": u}
+    specs = {n: _token_spec(problem.T, heads, x.shape[-1]) for n, x in inputs.items()}
+    inputs["selections"], specs["selections"] = _selections(False)
+    source = jnp.where(accepted > 0, source, -1)
+    return _call(form, inputs, specs, {"state": states}, Rows(source, source), {}, config, accepted)["state"]
+
+
+def _call(form: Form, inputs: dict, specs: dict, pools: dict, rows: Rows, results: dict, config: Config, counts=None) -> dict:
+    """Results [N, T, HV, width] by name, and the pools where they are written. `counts` [N]: tokens of each row, all if None."""
+    N, T, heads, HV = rows.source.shape[0], form.tile.C, form.tile.heads, pools["state"].shape[1]
+    written = {} if form.kind == "verify" else pools
+    shapes = [jax.ShapeDtypeStruct((N, T, HV, width), jnp.dtype(dtype)) for dtype, width in results.values()]
+    shapes += [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in written.values()]
+    anywhere, scratch = pl.BlockSpec(memory_space=pl.ANY), _scratch(form, T, pools)
+    out_specs = [*(_token_spec(T, heads, width) for _, width in results.values()), *(anywhere for _ in written)]
+    counts = jnp.full_like(rows.source, T) if counts is None else counts
+    scalars = [x.astype(jnp.int32).reshape(-1) for x in (*rows, counts)]
     call = pl.pallas_call(
-        partial(_bound, form, names), name="kda_layer_decode" if form.layered else "kda_decode",
+        partial(_bound, form, (list(inputs), list(pools), list(results), list(scratch))), name=f"kda_{form.kind}",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2, grid=(blocks, N), in_specs=[*specs.values(), *(anywhere for _ in pools)],
-            out_specs=[_token_spec(T, heads, problem.V), *(anywhere for _ in pools)], scratch_shapes=list(scratch.values()),
+            num_scalar_prefetch=len(scalars), grid=(HV // heads, N), in_specs=[*specs.values(), *(anywhere for _ in pools)],
+            out_specs=out_specs, scratch_shapes=list(scratch.values()),
         ),
-        out_shape=list(shapes.values()), input_output_aliases={2 + len(inputs) + n: 1 + n for n in range(len(pools))},
+        out_shape=shapes, input_output_aliases={len(scalars) + len(inputs) + n: len(results) + n for n in range(len(written))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
         interpret=interpret_mode(config),
     )  # fmt: skip
-    pages = [x.astype(jnp.int32).reshape(-1) for x in rows]
-    o, state, *windows = call(*pages, *inputs.values(), *pools.values())
-    o = o.astype(problem.dtype)
-    return (o, state) if layer is None else (o, state, dict(zip(NAMES, windows, strict=True)))
+    return dict(zip([*results, *written], call(*scalars, *inputs.values(), *pools.values()), strict=True))
 
 
 @dataclass(frozen=True)
 class Form:
     """All that is static in the kernel."""
 
+    kind: str  # decode, layer_decode, verify or commit
     tile: Tile
     group: int  # value heads that share a key head
     every: bool  # the state after each token has a page of its own
-    eps: float | None  # of a layer's norm
+    eps: float = 0.0  # of a layer's norm
 
     @property
     def layered(self) -> bool:
-        return self.eps is not None
+        return self.kind == "layer_decode"
 
     def heads(self, name: str) -> int:
         """Of q and k, or of v, in a grid step."""
@@ -131,8 +162,7 @@ def _inputs(form: Form, problem: Problem, arrays: Arrays, layer: Layer | None) -
     beta = arrays.beta.astype(jnp.float32).reshape(problem.B, T, -1, t.heads)
     found["beta"] = beta.swapaxes(1, 2)  # [N, blocks, T, heads]
     specs["beta"] = pl.BlockSpec((1, 1, T, t.heads), lambda h, n, *_: (n, h, 0, 0))
-    found["selections"] = jnp.asarray(selections(t.dtype == "bfloat16"), jnp.bfloat16)
-    specs["selections"] = pl.BlockSpec(found["selections"].shape, lambda h, n, *_: (0, 0, 0))
+    found["selections"], specs["selections"] = _selections(t.dtype == "bfloat16")
     if t.gate != "log_decay":
         found["gate"] = gate_rows(problem, t, arrays).swapaxes(0, 1)  # [2, HV, K]
     if layer is not None:
@@ -163,6 +193,11 @@ def _scratch(form: Form, T: int, pools: dict) -> dict:
                     "leaving": pltpu.SMEM((2,), jnp.int32), "count": pltpu.SMEM((1,), jnp.int32)}  # fmt: skip
 
 
+def _selections(exact: bool) -> tuple:
+    found = jnp.asarray(selections(exact), jnp.bfloat16)
+    return found, pl.BlockSpec(found.shape, lambda h, n, *_: (0, 0, 0))
+
+
 def _token_spec(T: int, heads: int, width: int):
     """[N, T, HV, width]."""
     return pl.BlockSpec((1, T, heads, width), lambda h, n, *_: (n, 0, h, 0))
@@ -172,14 +207,15 @@ def _widened(x):
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
-def _bound(form: Form, names, source, target, *refs):
-    """The kernel, its refs by name. Pools are read and written through the outputs, which are the inputs' own memory."""
-    inputs, pools, scratch = names
-    ends = len(inputs) + len(pools), len(inputs) + len(pools) + 1
-    given = dict(zip(inputs, refs[: len(inputs)], strict=True))
-    o, held = refs[ends[0]], dict(zip(pools, refs[ends[1] : ends[1] + len(pools)], strict=True))
-    kept = dict(zip(scratch, refs[ends[1] + len(pools) :], strict=True))
-    _kernel(Step(form, pl.program_id(0), source, target, given, held, o, kept))
+def _bound(form: Form, names, source, target, counts, *refs):
+    """The kernel, its refs by name. Pools that are written are also read through the outputs, which are the inputs' own memory."""
+    inputs, pools, results, scratch = names
+    written = [] if form.kind == "verify" else pools
+    order = [*inputs, *(f"{n} before" for n in pools), *results, *written, *scratch]
+    found = dict(zip(order, refs, strict=True))
+    take = lambda names: {n: found[n] for n in names}
+    held = take(written) or {n: found[f"{n} before"] for n in pools}
+    _kernel(Step(form, pl.program_id(0), source, target, counts, take(inputs), held, take(results), take(scratch)))
 
 
 class Step(NamedTuple):
@@ -189,9 +225,10 @@ class Step(NamedTuple):
     block: Any
     source: Any
     target: Any
+    counts: Any
     inputs: dict
     pools: dict  # in HBM
-    o: Any
+    out: dict
     kept: dict
 
     def copies(self, page, buffer, inwards: bool) -> list:
@@ -256,7 +293,8 @@ def _kernel(step: Step) -> None:
 
     @pl.when(step.source[row] < 0)
     def _():
-        step.o[...] = jnp.zeros(step.o.shape, step.o.dtype)
+        for ref in step.out.values():
+            ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
     @pl.when(row == rows - 1)
     def _():
@@ -266,7 +304,7 @@ def _kernel(step: Step) -> None:
 
 def _row(step: Step, row) -> None:
     """The tokens of one row."""
-    form, kept, T = step.form, step.kept, step.o.shape[1]
+    form, kept, T = step.form, step.kept, step.form.tile.C
     states, count, arrived = kept["states"], kept["count"][0], lax.rem(row, 2)
     if form.layered:
         _lay_lines(step, arrived, T)
@@ -291,9 +329,10 @@ def _row(step: Step, row) -> None:
 
     if "work" in kept:
         _store(states.at[arrived], kept["work"])
-    token(0) if T == 1 else lax.fori_loop(0, T, lambda t, _: token(t), None)
+    token(0) if T == 1 else lax.fori_loop(0, step.counts[row] if form.kind == "commit" else T, lambda t, _: token(t), None)
     if form.every:
         kept["count"][0] = count + T
+    if form.every or form.kind == "verify":
         return
     buffer = 2 + lax.rem(count, 2)
     if "work" in kept:
@@ -307,12 +346,6 @@ def _row(step: Step, row) -> None:
 def _token(step: Step, t, before, after) -> None:
     """Token t, from the states `before` to those `after`, [heads, ..] refs, perhaps the same."""
     tile, x = step.form.tile, step.inputs
-    if step.form.layered:
-        q, k, v = (_convolved(step, name, t) for name in NAMES)
-    else:
-        q, k, v = (x[name][0, t].astype(jnp.float32) for name in NAMES)
-    gate = (x["gate"][0], x["gate"][1]) if "gate" in x else None
-    made = make_token(tile, q, k, v, x["g"][0, t].astype(jnp.float32), x["beta"][0, 0, pl.ds(t, 1), :], gate)
 
     def read(h):
         S = before[h].astype(jnp.float32)
@@ -321,10 +354,22 @@ def _token(step: Step, t, before, after) -> None:
     def write(h, S):
         after[h] = (S.T if tile.state_v_first else S).astype(after.dtype)
 
-    o = advance(tile, made, x["selections"], read, write)
+    if step.form.kind == "commit":
+        replay(*(x[n][0, t].astype(jnp.float32) for n in ("decay", "k", "u")), x["selections"], read, write)
+        return
     if step.form.layered:
-        o = gated_norm(o, x["out_gate"][0, t].astype(jnp.float32), x["weight"][...], step.form.eps, step.o.dtype)
-    step.o[0, t] = o.astype(step.o.dtype)
+        q, k, v = (_convolved(step, name, t) for name in NAMES)
+    else:
+        q, k, v = (x[name][0, t].astype(jnp.float32) for name in NAMES)
+    gate = (x["gate"][0], x["gate"][1]) if "gate" in x else None
+    made = make_token(tile, q, k, v, x["g"][0, t].astype(jnp.float32), x["beta"][0, 0, pl.ds(t, 1), :], gate)
+    o, u = advance(tile, made, x["selections"], read, write)
+    ref = step.out["o"]
+    if step.form.layered:
+        o = gated_norm(o, x["out_gate"][0, t].astype(jnp.float32), x["weight"][...], step.form.eps, ref.dtype)
+    ref[0, t] = o.astype(ref.dtype)
+    if step.form.kind == "verify":
+        step.out["u"][0, t] = u
 
 
 def _lay_lines(step: Step, arrived, T: int) -> None:
@@ -350,7 +395,7 @@ def _convolved(step: Step, name: str, t):
     line, taps = step.kept[f"{name}_line"], step.inputs[f"{name}_taps"]
     seen, width = [line[t + j] for j in range(taps.shape[0])], line.shape[2]
     bias = step.inputs[f"{name}_bias"][0, :, :width] if f"{name}_bias" in step.inputs else None
-    y = convolved([taps[j, :, :width] for j in range(taps.shape[0])], bias, seen, step.o.dtype)
+    y = convolved([taps[j, :, :width] for j in range(taps.shape[0])], bias, seen, step.out["o"].dtype)
     missing = taps.shape[2] - width
     return y if missing == 0 else jnp.concatenate([y, jnp.zeros((y.shape[0], missing), jnp.float32)], axis=1)
 

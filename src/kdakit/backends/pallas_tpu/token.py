@@ -48,23 +48,36 @@ def make_token(tile: Tile, q, k, v, g, beta, gate) -> Token:
     return Token(decay, k, q, v, column(activate_beta(tile, beta)), jnp.where(bad_decay, jnp.nan, r_k), r_q, qk)
 
 
-def advance(tile: Tile, x: Token, E, read, write) -> Any:
-    """o [heads, V] float32. read(h) -> S [K, V] float32 of head h; write(h, S) takes the next. E: `spread.selections`."""
-    heads, outputs = x.v.shape[0], []
+def advance(tile: Tile, x: Token, E, read, write) -> tuple[Any, Any]:
+    """o and u [heads, V] float32. read(h) -> S [K, V] float32 of head h; write(h, S) takes the next. E: `spread.selections`."""
+    heads, outputs, corrections = x.v.shape[0], [], []
     for first in range(0, heads, TOGETHER):
         own = Token(*(a[first : first + TOGETHER] for a in x))
         X = transposed(own.decay, own.k, own.q, tile.dtype == "bfloat16", E.shape[1])
-        strength = own.beta * own.r_k
         for h in range(own.v.shape[0]):
             row = slice(h, h + 1)
             S = read(first + h)
             decay, k, q = columns(X, E[h], *S.shape)
             S = S * decay
-            # u is beta (v - S^T k) times k's factor: as k itself has none here, it is in both places where k is.
-            u = strength[row] * (own.v[row] - own.r_k[row] * jnp.sum(S * k, axis=0, keepdims=True))
+            corrections.append(own.beta[row] * (own.v[row] - own.r_k[row] * jnp.sum(S * k, axis=0, keepdims=True)))
+            u = own.r_k[row] * corrections[-1]  # k's norm is in neither of its columns
             outputs.append(own.r_q[row] * (jnp.sum(S * q, axis=0, keepdims=True) + own.qk[row] * u))
             write(first + h, S + k * u)
-    return jnp.concatenate(outputs, axis=0)
+    return jnp.concatenate(outputs, axis=0), jnp.concatenate(corrections, axis=0)
+
+
+def replay(decay, k, u, E, read, write) -> None:
+    """S <- Diag(decay) S + k u^T;  decay, k [heads, K], u [heads, V]. What is not finite in a head's decay or k makes its state NaN."""
+    bad = _not_finite(decay) | _not_finite(k)
+    decay, k = (jnp.where(jnp.isfinite(x), x, 0.0) for x in (decay, k))
+    u = jnp.where(bad, jnp.nan, u)
+    for first in range(0, u.shape[0], TOGETHER):
+        own = [x[first : first + TOGETHER] for x in (decay, k)]
+        X = transposed(*own, jnp.zeros_like(own[1]), False, E.shape[1])
+        for h in range(own[0].shape[0]):
+            S = read(first + h)
+            columns_d, columns_k, _ = columns(X, E[h], *S.shape)
+            write(first + h, S * columns_d + columns_k * u[first + h : first + h + 1])
 
 
 def convolved(taps, bias, line: list, dtype):
