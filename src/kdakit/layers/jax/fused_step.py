@@ -76,10 +76,9 @@ def step_with_cache(layer: Any, x, cache: Any):
     if (module := kernel(layer, x)) is None or not takes(module, layer, x, cache.state):
         return None
     graph, parameters = nnx.split(layer)
-    return _with_cache(graph, parameters, x, cache)
+    return _compiled(graph, parameters, x, cache)
 
 
-@partial(jax.jit, static_argnums=0)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_cache(graph, parameters, x, cache):
     layer, N = nnx.merge(graph, parameters), x.shape[0]
@@ -98,7 +97,8 @@ def _backward(graph, given, cotangents):
     return jax.vjp(lambda parameters, x, cache: nnx.merge(graph, parameters).mix_plainly(x, cache), *given)[1](cotangents)
 
 
-_with_cache.__wrapped__.defvjp(_forward, _backward)
+_with_cache.defvjp(_forward, _backward)
+_compiled = jax.jit(_with_cache, static_argnums=0)
 
 
 def device_of(x: Any) -> str:

@@ -21,6 +21,7 @@ from kdakit.serving.arguments import PoolSizes, describe
 from kdakit.serving.jax.calls import device_of, pooled_kernels
 
 DTYPES = ("float32", "bfloat16", "float16")
+TOKENS = ("q", "k", "v", "g", "beta")
 
 
 def decode(
@@ -73,7 +74,7 @@ def _plain(problem: Problem, arrays: Arrays, states, source, target, module, dev
     one = problem.replace(state_v_first=False, state_dtype="float32", T=1 if every else problem.T)
     config, found = module.default_config(one, device), []
     for t in range(problem.T if every else 1):
-        own = Arrays(*(x[:, t : t + 1] for x in arrays[:5]), *arrays[5:]) if every else arrays
+        own = arrays._replace(**{n: getattr(arrays, n)[:, t : t + 1] for n in TOKENS}) if every else arrays
         step = module.step(one, own._replace(initial_state=S), config)
         S = step.final_state
         found.append(step.o)
