@@ -129,7 +129,8 @@ CONTRACT = {
     ),
     "pooled": Name(
         "() -> kernels",
-        "PyTorch: kernels over a pool of states, with `decode`, `verify` and `commit`. None: states are gathered around `step`.",
+        "Kernels over a pool of states, with `decode`, `verify` and `commit`; in JAX also `takes` and `unshown`. None: states "
+        "are gathered around `step`.",
         None,
     ),
 }

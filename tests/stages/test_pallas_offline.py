@@ -34,6 +34,8 @@ JOBS = [
     replace(BASE, kernel="step"),
     replace(BASE, kernel="step", dtype="float32"),
     replace(FEW, kernel="step", gate="log_decay", sequences=1),
+    replace(FEW, kernel="decode", B=2, states=True, K=20, V=136),
+    replace(BASE, kernel="layer_decode", B=2, HV=16),
     replace(BASE, kernel="delta_rule"),
     replace(FEW, kernel="delta_rule", dtype="float32", V=64),
 ]
@@ -68,6 +70,22 @@ def test_segment_ids_lower_for_every_chip():
     arrays, problem = problem_of(FEW)
     arrays = arrays._replace(segment_ids=jax.ShapeDtypeStruct((1, FEW.T), "int32"))
     lowers(*function_for("training", arrays, problem.replace(varlen="segment_ids")), calls=2)
+
+
+def test_drafts_lower_for_every_chip():
+    """verify, which writes nothing, and commit, both over a pool; and a page for each drafted token."""
+    from kdakit.backends.pallas_tpu import pool
+
+    arrays, problem = problem_of(replace(FEW, kernel="step", B=2, gate="log_decay"))
+    array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
+    more = lambda x: array(2, 4, *x.shape[2:], dtype=x.dtype)
+    arrays, problem = arrays._replace(initial_state=None, **{n: more(getattr(arrays, n)) for n in "qkvg"}), problem.replace(T=4)
+    arrays = arrays._replace(beta=array(2, 4, 2, dtype="bfloat16"))
+    states, row, config, each = array(8, 2, 128, 128), array(2, dtype="int32"), tile.Config(heads=2), array(2, 4, 2, 128)
+    drafted = pool.Rows(row, array(2, 4, dtype="int32"))
+    lowers(lambda *x: pool.decode(problem, *x, config), (arrays, states, drafted), calls=1)
+    lowers(lambda *x: pool.verify(problem, *x, config), (arrays, states, row), calls=1)
+    lowers(lambda *x: pool.commit(problem, *x, config), (each, each, each, states, row, row), calls=1)
 
 
 def test_a_primitive_that_mosaic_lacks_is_refused():
@@ -121,7 +139,11 @@ def test_budgets_of_decode_and_delta_rule():
     """States in and out, once each; chunks' arrays too."""
     (step,) = tpu_budget.budgets(*function_of(Job("step", B=4)))
     states = 4 * 32 * 128 * 128 * 4
-    assert 2 * states <= step.hbm_bytes <= 1.05 * 2 * states and step.vmem_bytes <= 8 * 2**20 and step.dot_flops == 0
+    assert 2 * states <= step.hbm_bytes <= 1.05 * 2 * states and step.vmem_bytes <= 9 * 2**20
+    assert step.dot_flops == 4 * 32 * 2 * 128 * 48 * 384, "the columns of 5 pieces of 8 heads, three times 128 lanes wide"
+    (decode,), (layer,) = (tpu_budget.budgets(*function_of(Job(kernel, B=4))) for kernel in ("decode", "layer_decode"))
+    around = 3 * 32 * 128 * 4 * (2 * 4 * 3 + 4) + 4 * 32 * 128 * 2 + 128 * 4  # windows in and out, taps; the output's gate; the norm
+    assert decode == step and layer.hbm_bytes == decode.hbm_bytes + around
     forward, backward = tpu_budget.budgets(*function_of(job := Job("delta_rule", T=1024)))
     states = job.T // 64 * job.H * 128 * 128 * 4
     assert forward.hbm_bytes <= 1.1 * (minimal_bytes(job, 4) + states)

@@ -6,13 +6,13 @@ import argparse
 import sys
 
 from kdakit import __version__
-from kdakit.cli import bench, build_cuda, compile, demo, doctor, generate, train, verify
+from kdakit.cli import bench, build_cuda, compile, demo, doctor, generate, tpu_report, train, verify
 from kdakit.measure import native_gradient
 from kdakit.measure.choices import UsageError
 
 COMMANDS = {
     "doctor": doctor, "verify": verify, "bench": bench, "compile": compile, "demo": demo, "train": train, "generate": generate,
-    "build-cuda": build_cuda,
+    "build-cuda": build_cuda, "tpu-report": tpu_report,
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 KINDS = (
     "bench", "suite", "scaling", "ranks", "errors", "tune", "verify", "tpu_schedule", "demo", "layer", "model", "serving", "pool",
-    "state_bits", "first_calls", "pages", "stacks", "random", "trial",
+    "state_bits", "first_calls", "pages", "stacks", "random", "trial", "tpu_report",
 )  # fmt: skip
 FIELDS: dict[str, Any] = {
     "kind": str, "date": str, "command": str, "machine": dict, "versions": dict, "commit": str, "settings": dict, "results": list,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kdakit.measure.tpu_kernels import Job
+from kdakit.measure.tpu_kernels import DECODING, Job
 
 SMALL = 100  # bundles: shorter branches are taken to run in every step
 WHOLE = 0.8  # of all bundles: the branch of the pipeline of copies around a kernel's step; others outside of it are the pipeline's too
@@ -39,7 +39,7 @@ def branches(text: str) -> tuple[int, list[Branch]]:
 def runs(job: Job, count: int) -> list[float] | None:
     """How often a step runs each of its `count` branches, on average; None if that is not known."""
     chunks, N = -(-job.T // job.chunk_size), job.sequences
-    if job.kernel == "step":
+    if job.kernel in DECODING:
         return [1.0] * count
     if not (N and job.states):  # where a row of chunks begins, and where it ends
         return [1 / chunks] * count

@@ -23,13 +23,15 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", "TPU7x", 2.0),
 }
 
-KERNELS = ("forward", "training", "step", "delta_rule")
+KERNELS = ("forward", "training", "step", "delta_rule", "decode", "layer_decode")
+DECODING = ("step", "decode", "layer_decode")  # one token of each sequence
 GATES = ("bounded", "softplus", "log_decay")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call to compile: `training` is forward and backward, `step` one token of each sequence, `delta_rule` that stage alone."""
+    """One call to compile: `training` is forward and backward, `step` one token of each sequence, `delta_rule` that stage alone; `decode`
+    a token of B rows over a pool, `layer_decode` with the layer's convolutions and norm around it."""
 
     kernel: str
     gate: str = "bounded"
@@ -69,7 +71,7 @@ def problem_of(job: Job):
     def array(*shape, dtype=job.dtype):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    recurrent, fused = job.kernel == "step", job.gate != "log_decay"
+    recurrent, fused = job.kernel in DECODING, job.gate != "log_decay"
     B, T, H, K = job.B, 1 if recurrent else job.T, job.H, job.K
     HV, V = job.HV or H, job.V or K
     N = job.sequences or B
@@ -91,6 +93,8 @@ def problem_of(job: Job):
 
 def function_of(job: Job) -> tuple[Any, tuple]:
     """A function and its arguments' ShapeDtypeStructs."""
+    if job.kernel in ("decode", "layer_decode"):
+        return _pooled(job)
     return _delta_rule(job) if job.kernel == "delta_rule" else function_for(job.kernel, *problem_of(job), job.heads)
 
 
@@ -130,6 +134,39 @@ def _delta_rule(job: Job) -> tuple[Any, tuple]:
         return results, pullback(cotangents)
 
     return both, (given, (array(chunks, job.B, HV, V, K), values, array(job.B, HV, V, K)))
+
+
+TAPS = 4  # of a layer's convolutions
+
+
+def _pooled(job: Job) -> tuple[Any, tuple]:
+    """Decoding over a pool of float32 states, or of bfloat16 ones where `job.states`."""
+    import jax
+
+    from kdakit.backends import pallas_tpu
+    from kdakit.backends.pallas_tpu import pool
+
+    arrays, problem = problem_of(job)
+    p, pages, config = problem, job.B, pallas_tpu.default_config(problem, "tpu")
+    array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
+    rows = pool.Rows(array(p.B, dtype="int32"), array(p.B, dtype="int32"))
+    states = array(pages, p.HV, p.K, p.V, dtype="bfloat16" if job.states else "float32")
+    arrays = arrays._replace(initial_state=None)
+    if job.kernel == "decode":
+        return (lambda arrays, states, rows: pool.decode(problem, arrays, states, rows, config)), (arrays, states, rows)
+    sizes = {"q": (p.H, p.K), "k": (p.H, p.K), "v": (p.HV, p.V)}
+    windows, taps = ({n: array(*lead, *size) for n, size in sizes.items()} for lead in ((pages, TAPS - 1), (TAPS,)))
+    around = windows, taps, array(p.B, p.T, p.HV, p.V, dtype=job.dtype), array(p.V)
+
+    def layer_decode(arrays, states, rows, windows, taps, gate, weight):
+        return pool.decode(problem, arrays, states, rows, config, pool.Layer(windows, taps, None, gate, weight, 1e-5))
+
+    return layer_decode, (arrays, states, rows, *around)
+
+
+def given_away(job: Job) -> tuple[int, ...]:
+    """Arguments whose memory the call's results take, as far as they can: states and pools."""
+    return {"step": (0,), "decode": (1,), "layer_decode": (1, 3)}.get(job.kernel, ())
 
 
 def on_chip(chip: str):

@@ -106,7 +106,7 @@ def compile_here(job: Job, target: str) -> dict[str, Any]:
     place = SingleDeviceSharding(device)
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     with tpu_kernels.on_chip(target):
-        traced = jax.jit(function).trace(*specs)
+        traced = jax.jit(function, donate_argnums=tpu_kernels.given_away(job)).trace(*specs)
         kernels = [budget._asdict() for budget in tpu_budget.budgets(function, arguments)]
         compiled = traced.lower(lowering_platforms=("tpu",)).compile()
     outside = [int(n) for n in re.findall(r'"?estimated_cycles"?:"?(\d+)', compiled.as_text())]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kdakit.measure import tpu_decode_table
 from kdakit.measure.generated import markdown_table
 from kdakit.measure.tpu_kernels import CHIPS, Job
 from kdakit.measure.tpu_schedule import why
@@ -22,7 +23,8 @@ def render(files: list[str]) -> str:
     records = [json.loads(Path(file).read_text()) for file in files]
     found: Found = {(row["target"], Job(**row["job"])): row for record in records for row in record["results"]}
     failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
-    parts = [against_tokamax(found), variants(found), heads(found), kernels(found), chips(found, failed), provenance(records)]
+    parts = [against_tokamax(found), variants(found), heads(found), kernels(found), tpu_decode_table.render(found)]
+    parts += [chips(found, failed), provenance(records)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -89,7 +91,7 @@ def kernels(found: Found) -> str:
 
 def chips(found: Found, failed: dict[tuple[str, Job], str]) -> str:
     """Bundles a step of every kernel on five chips, or why libtpu refused."""
-    jobs = dict.fromkeys(job for _, job in [*found, *failed] if job.T < 8192)
+    jobs = dict.fromkeys(job for _, job in [*found, *failed] if 1 < job.T < 8192)
 
     def cell(chip: str, job: Job) -> str:
         if (row := found.get((chip, job))) is not None:

@@ -6,12 +6,15 @@ import math
 
 from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu import tile
+from kdakit.backends.pallas_tpu import pool, tile
 from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
 
-__all__ = ["Config", "Saved", "backward", "default_config", "folds", "forward", "interpreted", "mixes", "operand_dtype", "step", "supports"]
+__all__ = [
+    "Config", "Saved", "backward", "default_config", "folds", "forward", "interpreted", "mixes", "operand_dtype", "pooled", "step",
+    "supports",
+]  # fmt: skip
 
 folds = True  # no vmap of a kernel whose steps run in order
 
@@ -49,6 +52,11 @@ def default_config(problem: Problem, device) -> Config:
     much = (problem.needs_grad or tile.packed_with_states(problem)) if not narrow else problem.needs_grad and problem.dtype != "bfloat16"
     chunk = 32 if little and much else 128
     return Config(heads=min(problem.HV, heads), interpret=str(device) != "tpu", chunk=chunk)
+
+
+def pooled():
+    """Kernels over a pool of states."""
+    return pool
 
 
 def _vmem_mib() -> float:

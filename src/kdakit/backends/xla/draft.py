@@ -37,6 +37,12 @@ def verify(problem: Problem, arrays: Arrays, state):
     return o.astype(problem.dtype), Log(x.k, decay, u)
 
 
+def log_of(problem: Problem, arrays: Arrays, u) -> Log:
+    """The log of tokens whose u somebody else has found."""
+    x = activate(problem, arrays)
+    return Log(x.k, jnp.exp(x.g), u)
+
+
 def replay(state, log: Log, accepted):
     """state [N, HV, K, V] after the first accepted[n] tokens of row n."""
     for t in range(log.u.shape[1]):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kdakit.jax import chunk_kda, fused_recurrent_kda, kda_gate
+from kdakit.layers.jax import fused_step
 from kdakit.layers.jax.convolution import ShortConvolution
 from kdakit.layers.jax.gated_linear import gated_linear_attention
 from kdakit.layers.jax.linear import Linear
@@ -97,6 +98,15 @@ class KimiDeltaAttention(nnx.Module):
 
     def mix(self, x, rows: Rows, cache: DeltaCache | None = None):
         """The layer on rows as the model arranges them: padding, if any, behind the tokens."""
+        if cache is not None and all(a is None for a in rows) and (found := fused_step.step_with_cache(self, x, cache)) is not None:
+            return found
+        return self._mix(x, rows, cache)
+
+    def mix_plainly(self, x, cache: DeltaCache):
+        """`mix` in its own words, whatever kernel there is for it."""
+        return self._mix(x, Rows(), cache)
+
+    def _mix(self, x, rows: Rows, cache: DeltaCache | None):
         s = self.sizes
         q, k, v, windows = self._convolved(x, rows, cache)
         q, k, v = _heads(q, s.head_dim), _heads(k, s.head_dim), _heads(v, s.head_v_dim)

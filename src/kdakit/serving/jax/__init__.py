@@ -6,6 +6,8 @@ o, pool, _ = prefill(pool, [slot], q, k, v, g, beta, cu_seqlens)
 o, pool = decode(pool, slots, q, k, v, g, beta)
 o, draft = verify(pool, slots, q, k, v, g, beta)
 pool = commit(pool, draft, accepted)
+
+kdakit.serving.jax.pages has decode for states that somebody else owns.
 """
 
 from kdakit.serving.jax.calls import Draft, commit, decode, verify

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,17 @@ from kdakit.serving.jax import storage as storages
 from kdakit.serving.jax.pool import Rows, StatePool
 
 
-class Draft(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=("rows", "log", "inputs"), meta_fields=("problem", "backend", "device"))
+@dataclass(frozen=True, eq=False)
+class Draft:
     """What `verify` leaves for `commit`: which rows took part, and the log of their tokens."""
 
     rows: Rows
     log: Any
     inputs: Mapping[str, Any]  # of the convolutions
+    problem: Problem
+    backend: str
+    device: str
 
     @property
     def generation(self):
@@ -49,8 +55,8 @@ def verify(
     """Outputs of T <= 8 draft tokens a row, and a Draft; the pool stays as it is."""
     given, problem, arrays = prepare("verify", "recurrent", pool, slots, Arrays(q, k, v, g, beta, A_log, dt_bias), options)
     check_drafts(problem.T)
-    dispatch.select("jax", problem, device_of(arrays.q), backend)
-    return _verify(pool.bare(), given, arrays, pool.check_inputs(window_inputs, problem.B, problem.T), problem)
+    inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
+    return _verify(pool.bare(), given, arrays, inputs, problem, backend, device_of(arrays.q))
 
 
 def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Any) -> StatePool:
@@ -81,12 +87,24 @@ def device_of(array: Any) -> str:
     return next(iter(array.devices())).platform if concrete else jax.default_backend()
 
 
+def pooled_kernels(module: Any, problem: Problem, states, backend: str, device: str) -> Any:
+    """The backend's kernels over pools, if it has some that take the call; 'auto' takes them where such a device has shown them right."""
+    kernels = None if module.pooled is None else module.pooled()
+    if kernels is None or not kernels.takes(problem, states) or (backend == "auto" and kernels.unshown(device) is not None):
+        return None
+    return kernels
+
+
 @partial(jax.jit, static_argnames=("problem", "backend", "device"), donate_argnums=0)
 def _decode(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, backend: str, device: str):
     rows, module = pool.rows(slots), dispatch.select("jax", problem, device, backend)
+    everything = jnp.full_like(rows.place, problem.T)
+    own, states = problem.replace(state_v_first=pool.sizes.state_v_first), pool.contents.storage.states
+    if (kernels := pooled_kernels(module, own, states, backend, device)) is not None:
+        o, states = kernels.decode(own, arrays, states, kernels.Rows(_pages(rows), _pages(rows)), module.default_config(own, device))
+        return o, pool.replace(storage=storages.Storage(states), windows=pool.shifted(rows, inputs, everything))
     state = storages.read(pool.sizes, pool.contents.storage, rows.place)
     decay = None
-    everything = jnp.full_like(rows.place, problem.T)
     if pool.sizes.dtype == "int8":  # the scales follow the decays, which the log knows
         drafts = dispatch.load("xla").draft
         o, log = drafts.verify(problem, arrays, state)
@@ -98,11 +116,16 @@ def _decode(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, ba
     return only(rows, o), pool.replace(storage=storage, windows=pool.shifted(rows, inputs, everything))
 
 
-@partial(jax.jit, static_argnames=("problem",))
-def _verify(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem):
-    rows = pool.rows(slots)
-    o, log = dispatch.load("xla").draft.verify(problem, arrays, storages.read(pool.sizes, pool.contents.storage, rows.place))
-    return only(rows, o), Draft(rows, log, inputs)
+@partial(jax.jit, static_argnames=("problem", "backend", "device"))
+def _verify(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, backend: str, device: str):
+    rows, module, drafts = pool.rows(slots), dispatch.select("jax", problem, device, backend), dispatch.load("xla").draft
+    own, states = problem.replace(state_v_first=pool.sizes.state_v_first), pool.contents.storage.states
+    if (kernels := pooled_kernels(module, own, states, backend, device)) is not None:
+        o, u = kernels.verify(own, arrays, states, _pages(rows), module.default_config(own, device))
+        log = drafts.log_of(problem, arrays, u)
+    else:
+        o, log = drafts.verify(problem, arrays, storages.read(pool.sizes, pool.contents.storage, rows.place))
+    return only(rows, o), Draft(rows, log, inputs, problem, backend, device)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -110,11 +133,23 @@ def _commit(pool: StatePool, draft: Draft, accepted) -> StatePool:
     drafts, rows = dispatch.load("xla").draft, draft.rows
     accepted = jnp.clip(accepted, 0, draft.log.u.shape[1])
     same = rows.valid & (pool.contents.generation[rows.place] == rows.generation)
-    rows = rows._replace(place=jnp.where(same, rows.place, pool.capacity))
+    rows = rows._replace(place=jnp.where(same, rows.place, pool.capacity), valid=same)
+    problem, device = draft.problem.replace(state_v_first=pool.sizes.state_v_first), draft.device
+    module = dispatch.select("jax", draft.problem, device, draft.backend)
+    states, log = pool.contents.storage.states, draft.log
+    if (kernels := pooled_kernels(module, problem, states, draft.backend, device)) is not None:
+        config = module.default_config(problem, device)
+        states = kernels.commit(problem, log.k, log.decay, log.u, states, _pages(rows), accepted, config)
+        return pool.replace(storage=storages.Storage(states), windows=pool.shifted(rows, draft.inputs, accepted))
     state = drafts.replay(storages.read(pool.sizes, pool.contents.storage, rows.place), draft.log, accepted)
     moved = jnp.where(accepted > 0, rows.place, pool.capacity)
     storage = storages.write(pool.sizes, pool.contents.storage, moved, state, drafts.total_decay(draft.log, accepted))
     return pool.replace(storage=storage, windows=pool.shifted(rows, draft.inputs, accepted))
+
+
+def _pages(rows: Rows):
+    """As kernels over pools name them: -1 is nobody's."""
+    return jnp.where(rows.valid, rows.place, -1)
 
 
 def only(rows: Rows, o):

@@ -21,7 +21,7 @@ class Contents(NamedTuple):
     """All that is kept by slot, and the slots' generations."""
 
     storage: Storage
-    windows: dict[str, Any]  # {name: [rows, width - 1, D]}
+    windows: dict[str, Any]  # {name: [rows, width - 1, D]}, or [rows, width - 1, heads, K]
     generation: Any  # [rows] int32, odd while a slot is taken
 
 
@@ -61,9 +61,9 @@ class StatePool:
     @staticmethod
     def create(
         slots: int, HV: int, K: int, V: int, dtype: Any = "float32", state_v_first: bool = False,
-        windows: Mapping[str, tuple[int, int]] | None = None, feedback: bool = False,
+        windows: Mapping[str, tuple[int, ...]] | None = None, feedback: bool = False,
     ) -> StatePool:  # fmt: skip
-        """Arguments as in kdakit.serving.torch.StatePool."""
+        """Arguments as in kdakit.serving.torch.StatePool; windows may also be (width - 1, heads, K), as a layer's kernel wants them."""
         sizes, table = PoolSizes(HV, K, V, jnp.dtype(dtype).name, state_v_first, feedback), SlotTable(slots)
         rows = table.capacity + 1
         made = {name: jnp.zeros((rows, *shape), sizes.compute_dtype) for name, shape in (windows or {}).items()}
@@ -168,18 +168,18 @@ class StatePool:
         return Rows(jnp.where(valid, place, self.capacity), valid, jnp.where(valid, generation, -1))
 
     def shifted(self, rows: Rows, inputs: Mapping[str, Any], accepted) -> dict[str, Any]:
-        """Windows moved on by the first accepted[n] of inputs [N, T, D]."""
+        """Windows moved on by the first accepted[n] of inputs [N, T, ..]."""
         windows = dict(self.contents.windows)
         for name, x in inputs.items():
             window = windows[name]
             keep = window.shape[1]
-            line = jnp.concatenate([window[rows.place], x.astype(window.dtype)], 1)  # [N, keep + T, D]
+            line = jnp.concatenate([window[rows.place], x.astype(window.dtype)], 1)  # [N, keep + T, ..]
             place = accepted[:, None] + jnp.arange(keep)  # [N, keep]
-            windows[name] = window.at[rows.place].set(jnp.take_along_axis(line, place[..., None], 1))
+            windows[name] = window.at[rows.place].set(jnp.take_along_axis(line, alongside(place, line), 1))
         return windows
 
     def check_inputs(self, inputs: Mapping[str, Any] | None, rows: int, tokens: int) -> dict[str, Any]:
-        """Inputs of the convolutions: [rows, tokens, D] as q has them, for windows that the pool has."""
+        """Inputs of the convolutions: [rows, tokens, ..] as q has them, for windows that the pool has."""
         if inputs is not None and not isinstance(inputs, Mapping):
             raise TypeError(f"window_inputs must be a mapping of names to arrays, got {type(inputs).__name__}")
         windows = self.contents.windows
@@ -189,9 +189,10 @@ class StatePool:
                 raise ValueError(f"window inputs must be of {', '.join(windows) or 'none: the pool has no windows'}, got {name!r}")
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 raise TypeError(f"the inputs of window {name!r} must be floats, got {x.dtype}")
-            want = (rows, tokens, windows[name].shape[2])
+            want = (rows, tokens, *windows[name].shape[2:])
             if x.shape != want:
-                raise ValueError(f"the inputs of window {name!r} must be [B, T, D] = {want}, got {x.shape}")
+                sizes = "D" if len(want) == 3 else "heads, K"
+                raise ValueError(f"the inputs of window {name!r} must be [B, T, {sizes}] = {want}, got {x.shape}")
         return made
 
     def _kept(self) -> Snapshot:
@@ -202,3 +203,8 @@ class StatePool:
         new = np.array(self.table.after(slots, changes), np.int32)
         generation = self.contents.generation.at[np.array(slots, np.int32)].set(new)
         return StatePool(Contents(kept.storage, kept.windows, generation), self.sizes, self.table)
+
+
+def alongside(place, x):
+    """Indices [N, n] for take_along_axis of x [N, T, ..]."""
+    return place.reshape(*place.shape, *[1] * (x.ndim - 2))

@@ -16,7 +16,7 @@ from kdakit.problem import Arrays, Problem, check_cu_seqlens, checks_enabled
 from kdakit.serving.arguments import check_checkpoints
 from kdakit.serving.jax import storage as storages
 from kdakit.serving.jax.calls import device_of, prepare
-from kdakit.serving.jax.pool import Rows, Snapshot, StatePool
+from kdakit.serving.jax.pool import Rows, Snapshot, StatePool, alongside
 
 TOKENS = ("q", "k", "v", "g", "beta")
 
@@ -113,9 +113,9 @@ def _shifted(pool: StatePool, rows: Rows, cu_seqlens, inputs) -> dict[str, Any]:
         window = windows[name]
         keep = window.shape[1]
         place = jnp.diff(cu_seqlens)[:, None] - keep + jnp.arange(keep)  # [N, keep], within the sequence
-        old = jnp.take_along_axis(window[rows.place], jnp.clip(place + keep, 0, max(keep - 1, 0))[..., None], 1)
+        old = jnp.take_along_axis(window[rows.place], alongside(jnp.clip(place + keep, 0, max(keep - 1, 0)), window), 1)
         new = x[0].take(cu_seqlens[:-1, None] + place, axis=0, mode="clip") if x.shape[1] else old
-        windows[name] = window.at[rows.place].set(jnp.where((place >= 0)[..., None], new.astype(window.dtype), old))
+        windows[name] = window.at[rows.place].set(jnp.where(alongside(place >= 0, window), new.astype(window.dtype), old))
     return windows
 
 
