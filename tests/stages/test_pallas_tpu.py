@@ -198,6 +198,28 @@ def test_strided_loads(dtype, heads):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_strided_loads_and_stores_of_merged_tokens(dtype, heads):
+    """Several tokens of few heads in each 8 rows: the same rows in memory."""
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(1, 24, heads, 128)), dtype))
+    made = tile.make_tile(CASES["plain"].problem(dtype).replace(H=heads, HV=heads, T=24), tile.Config(heads=heads))
+    memory = Memory(x.reshape(1, 24 * heads // 8, 8, 128).copy())
+    found = read_heads(made, memory)
+    assert made.layout == "merged" and all(np.array_equal(y, x[0, :, h].astype(np.float32)) for h, y in enumerate(found))
+    write_heads(made, memory, [y * (h + 2.0) for h, y in enumerate(found)])
+    want = x.astype(np.float32) * (2.0 + np.arange(heads, dtype=np.float32))[:, None]
+    assert np.array_equal(memory.array.reshape(x.shape), want.astype(x.dtype))
+
+
+def test_blocks_lie_as_xla_keeps_the_arrays():
+    plain = CASES["plain"].problem("bfloat16")
+    layout = lambda HV, heads, **more: tile.make_tile(plain.replace(H=HV, HV=HV, **more), tile.Config(heads=heads)).layout
+    assert [layout(32, 32), layout(24, 8), layout(10, 8)] == ["tokens"] * 3
+    assert [layout(4, 4, T=64), layout(2, 2, T=64), layout(4, 4, T=63), layout(2, 1, T=64)] == ["merged", "merged", "tokens", "heads"]
+    assert [layout(12, 12), layout(9, 9), layout(1, 1)] == ["heads"] * 3 and layout(4, 4, T=64, K=256) == "tokens"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_strided_stores(dtype):
     x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(1, 24, 8, 128)), dtype))
     made = tile.make_tile(CASES["plain"].problem(dtype), tile.Config(heads=8))
@@ -218,7 +240,8 @@ def test_heads_that_fill_no_block():
 def test_pairs_of_heads():
     """Chunks of 64 put the matrices of two heads side by side; a bounded gate in bfloat16 takes the short way inside blocks."""
     case = replace(CASES["lower_bound"], T=80, options=CASES["lower_bound"].options | {"chunk_size": 64})
-    assert pallas_tpu.tile.make_tile(case.problem("bfloat16"), tile.Config(heads=2)).group == 2
+    made = tile.make_tile(case.problem("bfloat16"), tile.Config(heads=2))
+    assert made.group == 2 and made.layout == "merged"
     pltpu.reset_tpu_interpret_mode_state()
     assert_right(case, run(case, tile.Config(heads=2, interpret=True, race_seed=1, eager_dma=False), "bfloat16"), "bfloat16")
     assert not races_found()

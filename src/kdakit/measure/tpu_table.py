@@ -22,7 +22,8 @@ def render(files: list[str]) -> str:
     records = [json.loads(Path(file).read_text()) for file in files]
     found: Found = {(row["target"], Job(**row["job"])): row for record in records for row in record["results"]}
     failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
-    parts = [against_tokamax(found), variants(found), heads(found), kernels(found), chips(found, failed), provenance(records)]
+    parts = [against_tokamax(found), memory(found), variants(found), calls(found), heads(found), kernels(found), chips(found, failed)]
+    parts.append(provenance(records))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -36,6 +37,43 @@ def against_tokamax(found: Found) -> str:
             rows.append([chip, CALLS[kernel], f"{theirs:.2f}", f"{bounded:.2f}", ratios[0], f"{softplus:.2f}", ratios[1]])
     header = ["chip", "", "tokamax", "bounded gate", "of tokamax's", "softplus gate", "of our bounded"]
     return _titled("Millions of cycles, kernels and XLA's operations around them:", header, rows)
+
+
+def memory(found: Found) -> str:
+    """The kernels alone, and what memory allows: bytes that they move, and the least time for those."""
+    rows = []
+    for chip, kernel in TOKAMAX:
+        for gate in ("bounded", "softplus"):
+            if (row := found.get((chip, Job(kernel, gate)))) is None:
+                continue
+            alone, size, least = kernel_cycles(row), sum(k["hbm_bytes"] for k in row["kernels"]) / 1e6, floor(row)
+            cells = f"{row['cycles'] / 1e6:.2f}", f"{alone:.2f}", f"{row['milliseconds']:.2f}", f"{size:.0f}", f"{least:.2f}"
+            rows.append([chip, f"{CALLS[kernel]}, {gate}", *cells, f"{least / row['milliseconds']:.0%}"])
+    header = ["chip", "", "M cycles", "kernels alone", "ms at the nominal clock", "MB to and from HBM", "ms at HBM's rate", "of the time"]
+    return _titled("The same beside memory's floor, which the cycles know nothing of:", header, rows)
+
+
+def kernel_cycles(row: dict[str, Any]) -> float:
+    """Millions, without XLA's operations around the kernels."""
+    return sum(k["bundles_per_step"] * k["steps"] for k in row["kernels"]) / 1e6
+
+
+def floor(row: dict[str, Any]) -> float:
+    """Milliseconds that the kernels' bytes take at the memory's nominal rate."""
+    return sum(k["hbm_bytes"] for k in row["kernels"]) / CHIPS[row["target"]].hbm_gbs / 1e6
+
+
+def calls(found: Found) -> str:
+    """By the number of heads of a call."""
+    rows = []
+    for (chip, job), row in found.items():
+        if job.kernel in CALLS and not job.heads and job == Job(job.kernel, H=job.H):
+            taken = " + ".join(str(job.T // job.chunk_size * job.H // k["steps"]) for k in row["kernels"])
+            million = row["cycles"] / 1e6
+            rows.append([chip, CALLS[job.kernel], str(job.H), taken, f"{million:.3f}", f"{1000 * million / job.H:.1f}"])
+    rows.sort(key=lambda row: (row[0], row[1], int(row[2])))
+    header = ["chip", "", "heads", "a step", "M cycles", "thousand a head"]
+    return _titled("B1 T8192 K=V=128, bounded gate, by the number of heads:", header, rows)
 
 
 def variants(found: Found) -> str:
