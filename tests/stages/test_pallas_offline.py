@@ -158,7 +158,7 @@ def test_a_small_vmem_takes_fewer_heads():
         with on_chip(chip):
             config = default_config(problem, "tpu")
         found[chip] = config.heads, config.of_backward.heads
-    assert found == {"v4": (8, 8)} | {chip: (32, 16) for chip in ("v5e", "v5p", "v6e", "tpu7x")}
+    assert found == {"v4": (8, 8)} | dict.fromkeys(("v5e", "v5p", "v6e", "tpu7x"), (32, 16))
     assert default_config(problem_of(Job("step"))[1], "cpu").heads == 16
 
 
