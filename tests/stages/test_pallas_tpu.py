@@ -23,7 +23,8 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from kdakit.backends import pallas_tpu  # noqa: E402
 from kdakit.backends.pallas_tpu import sequences, tile  # noqa: E402
 from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
-from kdakit.backends.pallas_tpu.launch import interpret_mode  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import interpret_mode, make_launch, token_operand  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import run as launch  # noqa: E402
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 SMALL = Case("small", "two steps of tokens, two rows", B=2, T=24, H=2, HV=2, K=16, V=8, options={"chunk_size": 16})
@@ -227,6 +228,17 @@ def test_strided_stores(dtype):
     write_heads(made, memory, [(h + 2.0) * x[0, :, h].astype(np.float32) for h in range(8)], np.arange(24)[:, None] < 20)
     want = (x.astype(np.float32) * (2.0 + np.arange(8, dtype=np.float32))[:, None]).astype(x.dtype)
     assert np.array_equal(memory.array[:, :20], want[:, :20]) and np.array_equal(memory.array[:, 20:], x[:, 20:])
+
+
+@pytest.mark.parametrize("HV, heads", [(16, 8), (4, 4), (6, 2)])
+def test_blocks_of_every_layout_hold_their_own_heads(HV, heads):
+    """A kernel that copies what it reads: all heads and tokens come back in their places, the last chunk cut short."""
+    case = Case("copied", "a copy", T=28, H=HV, HV=HV, K=128, V=128, options={"chunk_size": 16})
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 28, HV, 128)), jnp.bfloat16)
+    made = make_launch(case.problem("bfloat16"), None, tile.Config(heads=heads, interpret=True))
+    operand, out = token_operand(made, q), token_operand(made, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    kernel = lambda table, inputs, outputs, scratch: write_heads(made.tile, outputs["o"], read_heads(made.tile, inputs["q"]))
+    assert np.array_equal(launch(made, kernel, "copy", {"q": operand}, {"o": out}, [])["o"], q)
 
 
 def test_heads_that_fill_no_block():
