@@ -86,7 +86,9 @@ def assert_right(case: Case, found, dtype="float32", op="chunk", grad=True):
 )
 def test_no_races_and_nothing_uninitialised(case, dtype, op, seed, eager):
     pltpu.reset_tpu_interpret_mode_state()
-    found = run(case, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager), dtype, op, grad=op == "chunk")
+    heads = 2 if case is GATED and dtype == "bfloat16" else 1  # there the backward takes fewer a step than the forward
+    config = tile.Config(heads=heads, interpret=True, race_seed=seed, eager_dma=eager, backward_heads=1)
+    found = run(case, config, dtype, op, grad=op == "chunk")
     assert not races_found()
     if case is STATES:  # of three chunks; the fourth slot is none's
         assert not found["states"][:, 3:].any()
