@@ -4,9 +4,11 @@ import importlib
 import json
 import subprocess
 import sys
+import threading
 import time
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -579,6 +581,18 @@ def test_compile_says_what_is_missing(monkeypatch, capsys):
     assert "libtpu is not installed" in capsys.readouterr().err
 
 
+def test_compile_says_how_to_get_the_libtpu_of_the_records(monkeypatch):
+    made = tpu_schedule.MADE_WITH
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert f"Python {made['python']}, pip install 'jax=={made['jax']}' 'libtpu=={made['libtpu']}'" in tpu_schedule.missing()
+    monkeypatch.setattr("importlib.metadata.version", made.get)
+    assert tpu_schedule.differs() is None
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1" if name == "libtpu" else made[name])
+    assert tpu_schedule.differs().startswith("libtpu 0.1 on Python")
+    records = [json.loads(file.read_text()) for file in (Path(__file__).parents[1] / "benchmarks/results/tpu").glob("*.json")]
+    assert {record["versions"]["libtpu"] for record in records} == {made["libtpu"]}
+
+
 def test_compile_names_the_nearest_target(capsys):
     assert main(["compile", "--target", "v6"]) == 2
     assert "did you mean 'v6e'" in capsys.readouterr().err
@@ -587,7 +601,7 @@ def test_compile_names_the_nearest_target(capsys):
 def test_compile_shows_and_records(monkeypatch, capsys, tmp_path):
     slots = {"MXU": {"mean": 0.5, "capacity": 2}, "VSTORE:SPILL": {"mean": 0.25, "capacity": 2}}
     kernel = {"name": "kda_forward", "steps": 256, "vmem_bytes": 2**20, "bundles_per_step": 4000, "slots": slots}
-    kernel["weighted_bundles_per_step"] = 3500.0
+    kernel |= {"weighted_bundles_per_step": 3500.0, "hbm_bytes": 164_000_000}
 
     def schedule(job, target):
         return {"reason": "no room"} if target == "v4" else tpu_schedule.totals({"kernels": [kernel], "xla_cycles": 1000}, target)
@@ -610,6 +624,44 @@ def test_compile_shows_and_records(monkeypatch, capsys, tmp_path):
     page.write_text("<!-- generated: schedule -->\n<!-- end generated: schedule -->\n")
     assert main(["compile", "--render", str(file), "--table", str(page)]) == 0
     assert "| v6e | 16 | 250 | 0.25 |" in generated.read(page, "schedule")
+    assert "| v6e | forward, bounded | 1.02 | 1.02 | 0.59 | 164 | 0.10 | 17% |" in generated.read(page, "schedule")
+
+
+def test_compile_speaks_and_writes_as_it_goes(monkeypatch, capsys, tmp_path):
+    """Two at a time: whoever stops it keeps what was done, in the order asked for."""
+    kernel = {"name": "kda_forward", "steps": 1, "vmem_bytes": 1, "bundles_per_step": 10, "slots": {}, "hbm_bytes": 1}
+    kernel["weighted_bundles_per_step"] = None
+    first, file = threading.Event(), tmp_path / "out.json"
+
+    def schedule(job, target):
+        if target == "v6e":
+            assert first.wait(60)  # until the other, which was begun with it, is in the file
+        if target == "v5p":
+            while not file.exists():
+                time.sleep(0.01)
+            first.set()
+            raise KeyboardInterrupt
+        return tpu_schedule.totals({"kernels": [kernel], "xla_cycles": 0}, target)
+
+    monkeypatch.setattr(tpu_schedule, "missing", lambda: None)
+    monkeypatch.setattr(tpu_schedule, "schedule", schedule)
+    assert main(["compile", "--target", "v6e", "v5e", "v5p", "--kernel", "forward", "--workers", "2", "--json", str(file)]) == 130
+    assert "v5e" in [row["target"] for row in json.loads(file.read_text())["results"]]
+    spoken = capsys.readouterr().err
+    assert "3 compilations, 2 at a time" in spoken and "[1/3]" in spoken and "v5e: forward B1 T8192" in spoken
+    assert main(["compile", "--workers", "0"]) == 2
+
+
+def test_libtpu_lets_several_processes_compile(monkeypatch):
+    seen = {}
+
+    def run(command, env, **rest):
+        seen.update(env)
+        return subprocess.CompletedProcess(command, 1, "", "stopped here")
+
+    monkeypatch.setattr(tpu_schedule.subprocess, "run", run)
+    assert "stopped here" in tpu_schedule.schedule(tpu_kernels.Job("forward"), "v6e")["reason"]
+    assert seen["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
 
 
 def test_schedule_is_read_from_what_libtpu_leaves(tmp_path):

@@ -23,7 +23,8 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from kdakit.backends import pallas_tpu  # noqa: E402
 from kdakit.backends.pallas_tpu import sequences, tile  # noqa: E402
 from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
-from kdakit.backends.pallas_tpu.launch import interpret_mode  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import interpret_mode, make_launch, token_operand  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import run as launch  # noqa: E402
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 SMALL = Case("small", "two steps of tokens, two rows", B=2, T=24, H=2, HV=2, K=16, V=8, options={"chunk_size": 16})
@@ -85,7 +86,9 @@ def assert_right(case: Case, found, dtype="float32", op="chunk", grad=True):
 )
 def test_no_races_and_nothing_uninitialised(case, dtype, op, seed, eager):
     pltpu.reset_tpu_interpret_mode_state()
-    found = run(case, tile.Config(heads=1, interpret=True, race_seed=seed, eager_dma=eager), dtype, op, grad=op == "chunk")
+    heads = 2 if case is GATED and dtype == "bfloat16" else 1  # there the backward takes fewer a step than the forward
+    config = tile.Config(heads=heads, interpret=True, race_seed=seed, eager_dma=eager, backward_heads=1)
+    found = run(case, config, dtype, op, grad=op == "chunk")
     assert not races_found()
     if case is STATES:  # of three chunks; the fourth slot is none's
         assert not found["states"][:, 3:].any()
@@ -198,6 +201,28 @@ def test_strided_loads(dtype, heads):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_strided_loads_and_stores_of_merged_tokens(dtype, heads):
+    """Several tokens of few heads in each 8 rows: the same rows in memory."""
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(1, 24, heads, 128)), dtype))
+    made = tile.make_tile(CASES["plain"].problem(dtype).replace(H=heads, HV=heads, T=24), tile.Config(heads=heads))
+    memory = Memory(x.reshape(1, 24 * heads // 8, 8, 128).copy())
+    found = read_heads(made, memory)
+    assert made.layout == "merged" and all(np.array_equal(y, x[0, :, h].astype(np.float32)) for h, y in enumerate(found))
+    write_heads(made, memory, [y * (h + 2.0) for h, y in enumerate(found)])
+    want = x.astype(np.float32) * (2.0 + np.arange(heads, dtype=np.float32))[:, None]
+    assert np.array_equal(memory.array.reshape(x.shape), want.astype(x.dtype))
+
+
+def test_blocks_lie_as_xla_keeps_the_arrays():
+    plain = CASES["plain"].problem("bfloat16")
+    layout = lambda HV, heads, **more: tile.make_tile(plain.replace(H=HV, HV=HV, **more), tile.Config(heads=heads)).layout
+    assert [layout(32, 32), layout(24, 8), layout(10, 8)] == ["tokens"] * 3
+    assert [layout(4, 4, T=64), layout(2, 2, T=64), layout(4, 4, T=63), layout(2, 1, T=64)] == ["merged", "merged", "tokens", "heads"]
+    assert [layout(12, 12), layout(9, 9), layout(1, 1)] == ["heads"] * 3 and layout(4, 4, T=64, K=256) == "tokens"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_strided_stores(dtype):
     x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(1, 24, 8, 128)), dtype))
     made = tile.make_tile(CASES["plain"].problem(dtype), tile.Config(heads=8))
@@ -205,6 +230,17 @@ def test_strided_stores(dtype):
     write_heads(made, memory, [(h + 2.0) * x[0, :, h].astype(np.float32) for h in range(8)], np.arange(24)[:, None] < 20)
     want = (x.astype(np.float32) * (2.0 + np.arange(8, dtype=np.float32))[:, None]).astype(x.dtype)
     assert np.array_equal(memory.array[:, :20], want[:, :20]) and np.array_equal(memory.array[:, 20:], x[:, 20:])
+
+
+@pytest.mark.parametrize("HV, heads", [(16, 8), (4, 4), (6, 2)])
+def test_blocks_of_every_layout_hold_their_own_heads(HV, heads):
+    """A kernel that copies what it reads: all heads and tokens come back in their places, the last chunk cut short."""
+    case = Case("copied", "a copy", T=28, H=HV, HV=HV, K=128, V=128, options={"chunk_size": 16})
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 28, HV, 128)), jnp.bfloat16)
+    made = make_launch(case.problem("bfloat16"), None, tile.Config(heads=heads, interpret=True))
+    operand, out = token_operand(made, q), token_operand(made, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    kernel = lambda table, inputs, outputs, scratch: write_heads(made.tile, outputs["o"], read_heads(made.tile, inputs["q"]))
+    assert np.array_equal(launch(made, kernel, "copy", {"q": operand}, {"o": out}, [])["o"], q)
 
 
 def test_heads_that_fill_no_block():
@@ -218,7 +254,8 @@ def test_heads_that_fill_no_block():
 def test_pairs_of_heads():
     """Chunks of 64 put the matrices of two heads side by side; a bounded gate in bfloat16 takes the short way inside blocks."""
     case = replace(CASES["lower_bound"], T=80, options=CASES["lower_bound"].options | {"chunk_size": 64})
-    assert pallas_tpu.tile.make_tile(case.problem("bfloat16"), tile.Config(heads=2)).group == 2
+    made = tile.make_tile(case.problem("bfloat16"), tile.Config(heads=2))
+    assert made.group == 2 and made.layout == "merged"
     pltpu.reset_tpu_interpret_mode_state()
     assert_right(case, run(case, tile.Config(heads=2, interpret=True, race_seed=1, eager_dma=False), "bfloat16"), "bfloat16")
     assert not races_found()

@@ -6,6 +6,10 @@ Nothing is run. The prediction is optimistic: it counts instruction bundles, not
 from __future__ import annotations
 
 import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,8 @@ def add_arguments(parser) -> None:
     parser.add_argument("--chunk-size", type=int, default=64, choices=(16, 32, 64, 128))
     parser.add_argument("--heads", type=int, default=0, metavar="N", help="heads a grid step (default: the backend's choice)")
     parser.add_argument("--disable-recompute", action="store_true", help="training: save more, compute less again")
-    parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all numbers to FILE")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="compilations at a time, a process each (default: 1)")
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all numbers to FILE, after each compilation")
     parser.add_argument("--render", nargs="+", metavar="FILE", help="compile nothing, print the tables of files that --json wrote")
     parser.add_argument("--table", metavar="FILE", help="with --render: rewrite the generated tables of a Markdown file")
 
@@ -41,11 +46,11 @@ def run(args) -> int:
     made = jobs(args)
     if (reason := tpu_schedule.missing()) is not None:
         raise UsageError(f"nothing can be compiled for TPUs here: {reason}")
+    if (reason := tpu_schedule.differs()) is not None:
+        print(f"note: {reason}", file=sys.stderr)
     record = measure(args, made)
     show(record)
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {args.json}")
     if not record["results"]:
         raise UsageError("nothing was compiled")
@@ -58,6 +63,8 @@ def jobs(args) -> list[tuple[str, Any]]:
     from kdakit.measure.contestants import parse_shape
     from kdakit.measure.tpu_kernels import CHIPS, GATES, KERNELS, Job
 
+    if args.workers < 1:
+        raise UsageError(f"--workers must be positive, got {args.workers}")
     for name in ("sequences", "heads"):
         if getattr(args, name) < 0:
             raise UsageError(f"--{name} must not be negative, got {getattr(args, name)}")
@@ -80,22 +87,51 @@ def jobs(args) -> list[tuple[str, Any]]:
 
 
 def measure(args, made: list) -> dict[str, Any]:
-    from dataclasses import asdict
+    """Compile all, some at a time; one line on stderr and, with --json, one rewritten file for each that is done."""
+    from kdakit.measure import machine
 
-    from kdakit.cli import console
-    from kdakit.measure import machine, tpu_schedule
-
-    results, missing = [], []
-    with console.progress() as bar:
-        task = bar.add_task("compile", total=len(made))
-        for target, job in made:
-            bar.update(task, description=f"{target} {job.kernel}")
-            found = tpu_schedule.schedule(job, target)
-            row = {"target": target, "job": asdict(job), "label": str(job)} | found
-            (missing if "reason" in found else results).append(row)
-            bar.update(task, advance=1)
     note = "static schedule by libtpu, nothing was run; cycles are instruction bundles and do not wait for memory"
-    return {"kind": "tpu_schedule", **machine.describe(), "settings": {"note": note}, "results": results, "missing": missing}
+    record = {"kind": "tpu_schedule", **machine.describe(), "settings": {"note": note}, "results": [], "missing": []}
+    rows: list[dict[str, Any] | None] = [None] * len(made)
+    print(f"{len(made)} compilations, {args.workers} at a time; one takes from seconds to minutes", file=sys.stderr)
+    with ThreadPoolExecutor(args.workers) as pool:
+        futures = {pool.submit(_compile, *each): n for n, each in enumerate(made)}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                row, seconds = future.result()
+                rows[futures[future]] = row
+                print(f"[{done}/{len(made)}] {seconds:.0f} s  {row['target']}: {row['label']}: {_brief(row)}", file=sys.stderr, flush=True)
+                found = [row for row in rows if row is not None]  # in the order asked for, not the one done in
+                record["results"] = [row for row in found if "reason" not in row]
+                record["missing"] = [row for row in found if "reason" in row]
+                _write(args.json, record)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return record
+
+
+def _compile(target: str, job) -> tuple[dict[str, Any], float]:
+    from kdakit.measure import tpu_schedule
+
+    began = time.perf_counter()
+    found = tpu_schedule.schedule(job, target)
+    return {"target": target, "job": asdict(job), "label": str(job)} | found, time.perf_counter() - began
+
+
+def _brief(row: dict[str, Any]) -> str:
+    return row["reason"] if "reason" in row else f"{row['cycles'] / 1e6:.3f} M cycles"
+
+
+def _write(file: str | None, record: dict[str, Any]) -> None:
+    """The whole record so far; whoever stops the command keeps it."""
+    if file is None:
+        return
+    path = Path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    part.replace(path)
 
 
 def show(record: dict[str, Any]) -> None:
@@ -108,6 +144,7 @@ def show(record: dict[str, Any]) -> None:
         title = f"{row['target']}: {row['label']}: {row['cycles'] / 1e6:.3f} M cycles, {row['milliseconds']:.3f} ms if memory keeps up"
         if row["weighted_cycles"] is not None:
             title += f"; {row['weighted_cycles'] / 1e6:.3f} M cycles with branches as often as taken"
+        title += f"; {_kernels_alone(row)}"
         table = console.table(title, *columns, right=columns[2:])
         for kernel in row["kernels"]:
             table.add_row(row["target"], *_cells(kernel))
@@ -115,6 +152,13 @@ def show(record: dict[str, Any]) -> None:
         out.print(table)
     for row in record["missing"]:
         out.print(f"{row['target']}: {row['label']}: {row['reason']}", markup=False)
+
+
+def _kernels_alone(row: dict[str, Any]) -> str:
+    from kdakit.measure.tpu_table import floor, kernel_cycles
+
+    megabytes = sum(k["hbm_bytes"] for k in row["kernels"]) / 1e6
+    return f"kernels alone {kernel_cycles(row):.3f} M; {megabytes:.0f} MB, {floor(row):.3f} ms at the memory's rate"
 
 
 def _cells(kernel: dict[str, Any]) -> list[str]:

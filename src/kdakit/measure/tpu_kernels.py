@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kdakit.cases import Shape
@@ -13,14 +13,15 @@ class Chip:
     topology: str  # its name for libtpu
     kind: str  # JAX's device kind
     ghz: float  # nominal; v6e and tpu7x from peak FLOP/s, tpu7x also from published kernel times
+    hbm_gbs: float  # nominal GB/s of one core: half of a tpu7x's, which has two that are devices of their own
 
 
 CHIPS = {
-    "v4": Chip("v4:2x2x1", "TPU v4", 1.05),
-    "v5e": Chip("v5e:2x2", "TPU v5e", 1.5),
-    "v5p": Chip("v5p:2x2x1", "TPU v5p", 1.75),
-    "v6e": Chip("v6e:2x2", "TPU v6e", 1.75),
-    "tpu7x": Chip("tpu7x:2x2x1", "TPU7x", 2.0),
+    "v4": Chip("v4:2x2x1", "TPU v4", 1.05, 1228),
+    "v5e": Chip("v5e:2x2", "TPU v5e", 1.5, 819),
+    "v5p": Chip("v5p:2x2x1", "TPU v5p", 1.75, 2765),
+    "v6e": Chip("v6e:2x2", "TPU v6e", 1.75, 1640),
+    "tpu7x": Chip("tpu7x:2x2x1", "TPU7x", 2.0, 3690),
 }
 
 KERNELS = ("forward", "training", "step", "delta_rule", "decode", "layer_decode")
@@ -102,7 +103,9 @@ def function_for(kernel: str, arrays, problem, heads: int = 0) -> tuple[Any, tup
     """The same for a problem of one's own."""
     from kdakit.backends import pallas_tpu
 
-    config = pallas_tpu.Config(heads) if heads else pallas_tpu.default_config(problem, "tpu")
+    config = pallas_tpu.default_config(problem, "tpu")
+    if heads:
+        config = replace(config, heads=heads, backward_heads=heads)
     if kernel == "step":
         return (lambda arrays: pallas_tpu.step(problem, arrays, config)), (arrays,)
     if kernel == "forward":

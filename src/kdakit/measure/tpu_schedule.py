@@ -21,6 +21,7 @@ from kdakit.measure import tpu_branches
 from kdakit.measure.tpu_kernels import CHIPS, Job
 
 DUMPED = ".*final.*"  # of some 70 texts of each kernel, the last
+MADE_WITH = {"libtpu": "0.0.48.1", "jax": "0.11.2", "python": "3.12"}  # the committed records
 SLOTS = ("MXU", "XLU", "VALU", "EUP", "VPOP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
 
 
@@ -28,8 +29,28 @@ def missing() -> str | None:
     """Why nothing can be compiled for TPUs here; None: it can."""
     for package, hint in (("jax", "pip install 'kdakit[jax]'"), ("libtpu", "pip install 'kdakit[tpu]', x86_64 Linux only")):
         if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed ({hint})"
+            return f"{package} is not installed ({hint}; {how_to_repeat()})"
     return None
+
+
+def how_to_repeat() -> str:
+    """What to install for the committed records' schedules, to the bundle."""
+    exact = " ".join(f"'{name}=={MADE_WITH[name]}'" for name in ("jax", "libtpu"))
+    return f"the committed records: Python {MADE_WITH['python']}, pip install {exact}"
+
+
+def differs() -> str | None:
+    """How what is installed differs from what the committed records were made with; None: it does not."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": ".".join(map(str, sys.version_info[:2]))}
+    for name in ("libtpu", "jax"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    other = [f"{name} {found[name]}" for name in ("libtpu", "jax") if found[name] != MADE_WITH[name]]
+    return f"{' and '.join(other)} on Python {found['python']}: schedules may differ from {how_to_repeat()}" if other else None
 
 
 def schedule(job: Job, target: str) -> dict[str, Any]:
@@ -41,6 +62,7 @@ def schedule(job: Job, target: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={DUMPED}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "LIBTPU_INIT_ARGS": flags}
+        environment["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a lock file keeps a second process out; no TPU is there to be shared
         spec = json.dumps({"job": asdict(job), "target": target})
         done = subprocess.run(
             [sys.executable, "-m", "kdakit.measure.tpu_schedule", spec], env=environment, capture_output=True, text=True

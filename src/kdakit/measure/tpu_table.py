@@ -21,10 +21,10 @@ Found = dict[tuple[str, Job], dict[str, Any]]
 def render(files: list[str]) -> str:
     """All tables that the records are enough for."""
     records = [json.loads(Path(file).read_text()) for file in files]
-    found: Found = {(row["target"], Job(**row["job"])): row for record in records for row in record["results"]}
+    found: Found = {(row["target"], Job(**row["job"])): row | {"date": r["date"]} for r in records for row in r["results"]}
     failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
-    parts = [against_tokamax(found), variants(found), heads(found), kernels(found), tpu_decode_table.render(found)]
-    parts += [chips(found, failed), provenance(records)]
+    parts = [against_tokamax(found), memory(found), variants(found), calls(found), heads(found), kernels(found)]
+    parts += [tpu_decode_table.render(found), chips(found, failed), provenance(records)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -33,11 +33,48 @@ def against_tokamax(found: Found) -> str:
     rows = []
     for (chip, kernel), theirs in TOKAMAX.items():
         bounded, softplus = (cycles(found, chip, Job(kernel, gate)) for gate in ("bounded", "softplus"))
-        if bounded and softplus:
-            ratios = f"{bounded / theirs:.2f}", f"{softplus / bounded:.2f}"
-            rows.append([chip, CALLS[kernel], f"{theirs:.2f}", f"{bounded:.2f}", ratios[0], f"{softplus:.2f}", ratios[1]])
+        if bounded:
+            other = [f"{softplus:.2f}", f"{softplus / bounded:.2f}"] if softplus else ["–"] * 2
+            rows.append([chip, CALLS[kernel], f"{theirs:.2f}", f"{bounded:.2f}", f"{bounded / theirs:.2f}", *other])
     header = ["chip", "", "tokamax", "bounded gate", "of tokamax's", "softplus gate", "of our bounded"]
     return _titled("Millions of cycles, kernels and XLA's operations around them:", header, rows)
+
+
+def memory(found: Found) -> str:
+    """The kernels alone, and what memory allows: bytes that they move, and the least time for those."""
+    rows = []
+    for chip, kernel in TOKAMAX:
+        for gate in ("bounded", "softplus"):
+            if (row := found.get((chip, Job(kernel, gate)))) is None:
+                continue
+            alone, size, least = kernel_cycles(row), sum(k["hbm_bytes"] for k in row["kernels"]) / 1e6, floor(row)
+            cells = f"{row['cycles'] / 1e6:.2f}", f"{alone:.2f}", f"{row['milliseconds']:.2f}", f"{size:.0f}", f"{least:.2f}"
+            rows.append([chip, f"{CALLS[kernel]}, {gate}", *cells, f"{least / row['milliseconds']:.0%}"])
+    header = ["chip", "", "M cycles", "kernels alone", "ms at the nominal clock", "MB to and from HBM", "ms at HBM's rate", "of the time"]
+    return _titled("The same beside memory's floor, which the cycles know nothing of:", header, rows)
+
+
+def kernel_cycles(row: dict[str, Any]) -> float:
+    """Millions, without XLA's operations around the kernels."""
+    return sum(k["bundles_per_step"] * k["steps"] for k in row["kernels"]) / 1e6
+
+
+def floor(row: dict[str, Any]) -> float:
+    """Milliseconds that the kernels' bytes take at the memory's nominal rate."""
+    return sum(k["hbm_bytes"] for k in row["kernels"]) / CHIPS[row["target"]].hbm_gbs / 1e6
+
+
+def calls(found: Found) -> str:
+    """By the number of heads of a call."""
+    rows = []
+    for (chip, job), row in found.items():
+        if job.kernel in CALLS and not job.heads and job == Job(job.kernel, H=job.H):
+            taken = " + ".join(str(job.T // job.chunk_size * job.H // k["steps"]) for k in row["kernels"])
+            million = row["cycles"] / 1e6
+            rows.append([chip, CALLS[job.kernel], str(job.H), taken, f"{million:.3f}", f"{1000 * million / job.H:.1f}"])
+    rows.sort(key=lambda row: (row[0], row[1], int(row[2])))
+    header = ["chip", "", "heads", "a step", "M cycles", "thousand a head"]
+    return _titled("B1 T8192 K=V=128, bounded gate, by the number of heads:", header, rows)
 
 
 def variants(found: Found) -> str:
@@ -50,6 +87,9 @@ def variants(found: Found) -> str:
     rows = []
     for chip, kernel in TOKAMAX:
         for name, (plain, changed) in compared.items():
+            one, other = (found.get((chip, Job(kernel, **options))) for options in (plain, changed))
+            if one is None or other is None or one["date"] != other["date"]:  # kernels of one day only
+                continue
             cells = []
             for count in ("cycles", "weighted_cycles"):
                 before, after = (cycles(found, chip, Job(kernel, **options), count) for options in (plain, changed))
@@ -84,8 +124,9 @@ def kernels(found: Found) -> str:
         for k in row["kernels"]:
             used = [f"{k['slots'][n]['mean'] / k['slots'][n]['capacity']:.0%}" if n in k["slots"] else "" for n in slots]
             sizes = f"{k['bundles_per_step']}", as_taken(k), f"{k['steps']}", f"{k['vmem_bytes'] / 2**20:.1f}"
-            rows.append([chip, str(job).replace(" B1 T8192 H32 K128, bfloat16", ""), k["name"], *sizes, *used, f"{spills(k):.2f}"])
-    header = ["chip", "call", "kernel", "bundles a step", "branches as taken", "steps", "VMEM MiB", *slots, "spills a bundle"]
+            call = str(job).replace(" B1 T8192 H32 K128, bfloat16", "")
+            rows.append([chip, call, k["name"], *sizes, *used, f"{spills(k):.2f}", row["date"][5:]])
+    header = ["chip", "call", "kernel", "bundles a step", "branches as taken", "steps", "VMEM MiB", *slots, "spills a bundle", "recorded"]
     return _titled("Bundles and slots:", header, rows, right=3)
 
 
@@ -99,14 +140,17 @@ def chips(found: Found, failed: dict[tuple[str, Job], str]) -> str:
         return why(failed.get((chip, job), "–"))
 
     rows = [[str(job), *(cell(chip, job) for chip in CHIPS)] for job in jobs]
-    return _titled("Bundles a step of what was compiled for five chips:", ["", *CHIPS], rows, right=1)
+    days = sorted({row["date"] for (_, job), row in found.items() if job in jobs})
+    return _titled(f"Bundles a step of what was compiled for five chips ({', '.join(days)}):", ["", *CHIPS], rows, right=1)
 
 
 def provenance(records: list[dict[str, Any]]) -> str:
-    """Versions, and the commits of the records."""
+    """Versions, and the commits of the records, by day."""
     versions = ", ".join(f"{n} {records[0]['versions'][n]}" for n in ("libtpu", "jax") if n in records[0]["versions"])
-    commits = sorted({str(record["commit"])[:12] for record in records})
-    return f"{records[0]['date']}: {versions}; commit {', '.join(commits)}"
+    days: dict[str, set[str]] = {}
+    for record in records:
+        days.setdefault(record["date"], set()).add(str(record["commit"])[:12])
+    return f"{versions}; " + "; ".join(f"{day}: commit {', '.join(sorted(commits))}" for day, commits in sorted(days.items()))
 
 
 def cycles(found: Found, chip: str, job: Job, count: str = "cycles") -> float | None:

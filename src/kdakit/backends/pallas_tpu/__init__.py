@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from jax.experimental.pallas import tpu as pltpu
-
 from kdakit.backends.pallas_tpu import pool, tile
 from kdakit.backends.pallas_tpu.call import Saved, backward, forward, step
+from kdakit.backends.pallas_tpu.chip import SMALL, UNKNOWN, this_chip
 from kdakit.backends.pallas_tpu.tile import Config
 from kdakit.problem import Problem
 
@@ -17,6 +16,9 @@ __all__ = [
 ]  # fmt: skip
 
 folds = True  # no vmap of a kernel whose steps run in order
+MOST, MOST_BACKWARD = 32, 16  # heads of a step; a backward's 32 spill what 16 do not
+# Heads fill the latencies of each other's products: a forward's step on a v6e takes about so many bundles, and so many more for each head.
+STEP_BUNDLES, HEAD_BUNDLES = 1100, 225
 
 
 def supports(problem: Problem, device) -> str | None:
@@ -45,13 +47,18 @@ def operand_dtype(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, device) -> Config:
-    """Heads of a step fill the latencies of each other's products: 16 take 0.82 times the cycles of 8, each. Fewer where VMEM is small, as
-    on a TPU v4, or where there are fewer: blocks may be as wide as the array. There, what wants much room also takes shorter chunks."""
-    narrow, little = max(problem.K, problem.V) <= 128, _vmem_mib() <= 16
-    heads = 16 if problem.HV % 16 == 0 and narrow and problem.dtype == "bfloat16" and not little else 8
+    """Where VMEM is small, as on a TPU v4, or half a v6e's, what wants much room takes shorter chunks."""
+    chip, narrow = this_chip(), max(problem.K, problem.V) <= 128
+    little = chip.vmem_mib <= SMALL
     much = (problem.needs_grad or tile.packed_with_states(problem)) if not narrow else problem.needs_grad and problem.dtype != "bfloat16"
-    chunk = 32 if little and much else 128
-    return Config(heads=min(problem.HV, heads), interpret=str(device) != "tpu", chunk=chunk)
+    many = narrow and problem.dtype == "bfloat16" and not little
+    if problem.op == "recurrent":  # has no products, but states to copy while others are at work
+        heads = min(problem.HV, 16 if many and problem.HV % 16 == 0 else 8)
+    else:
+        heads = heads_of_step(problem, MOST if many else 8, chip.cores)
+    backward = heads_of_step(problem, MOST_BACKWARD, chip.cores) if heads > MOST_BACKWARD and heads % MOST_BACKWARD == 0 else heads
+    chunk = 32 if little and much else 64 if much and chip.vmem_mib <= UNKNOWN else 128
+    return Config(heads=heads, interpret=str(device) != "tpu", chunk=chunk, backward_heads=backward)
 
 
 def pooled():
@@ -59,9 +66,12 @@ def pooled():
     return pool
 
 
-def _vmem_mib() -> float:
-    """Of the TPU that programs are made for; infinite if that is none, but its interpreter."""
-    try:
-        return pltpu.get_tpu_info().vmem_capacity_bytes / 2**20
-    except ValueError:
-        return math.inf
+def heads_of_step(problem: Problem, most: int, cores: int = 1) -> int:
+    """Of the numbers that divide all heads the one that takes the least time, if a core takes whole blocks of heads.
+
+    Blocks in which XLA keeps 8 heads together take multiples of 8 or all there are; others, pairs, as two heads share matrices.
+    """
+    HV = problem.HV
+    unit = 8 if HV % 8 == 0 else 2 if HV % 2 == 0 else 1
+    found = [n for n in range(1, min(HV, most) + 1) if HV % n == 0 and (n % unit == 0 or n == HV)]
+    return min(found, key=lambda n: (math.ceil(problem.B * (HV // n) / cores) * (STEP_BUNDLES + HEAD_BUNDLES * n), -n))

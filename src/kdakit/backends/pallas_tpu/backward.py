@@ -19,7 +19,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.fused import Head, Inputs, Matrices, Rows, activate, apply_matrices, chunk_decay, state_block, step_rows
+from kdakit.backends.pallas_tpu.fused import (
+    Head,
+    Inputs,
+    Matrices,
+    Rows,
+    activate,
+    apply_matrices,
+    chunk_decay,
+    clear_heads,
+    state_block,
+    step_rows,
+)
 from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
 from kdakit.backends.pallas_tpu.heads import dot, read_heads, row_slices, row_sums, write_heads, write_zeros
 from kdakit.backends.pallas_tpu.intra import make_masks, operand
@@ -123,8 +134,11 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
 
     @pl.when(last)
     def _():
-        for h in range(tile.heads):
-            d_state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if given.d_final is None else state_block(tile, given.d_final[0, h])
+        if given.d_final is None:
+            clear_heads(tile, d_state)
+        else:
+            for h in range(tile.heads):
+                d_state[h] = state_block(tile, given.d_final[0, h])
         for ref in missed:
             ref[...] = jnp.zeros_like(ref)
 

@@ -103,7 +103,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
         return _no_gradients(problem, arrays, d_final_state, parts)
     if saved is None:  # after a token recurrence
         saved = forward(problem.replace(needs_grad=True), arrays, config)[1]
-    launch = make_launch(problem, arrays, config)
+    launch = make_launch(problem, arrays, config.of_backward)
     t, (B, _, _) = launch.tile, launch.grid
     inputs = input_operands(launch, arrays)
     inputs["collect"] = constant(jnp.asarray(collecting_matrix(t), jnp.bfloat16))

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, decays, gate_pieces, log_decay, normalise
+from kdakit.backends.pallas_tpu.gate import Decays, activate_beta, chunk_gate, decays, gate_pieces, normalise
 from kdakit.backends.pallas_tpu.heads import column, groups_of, read_heads, write_heads, write_zeros
 from kdakit.backends.pallas_tpu.intra import Factors, Masks, factors, make_masks, over_lanes, pair_products, unit_lower_inverses
 from kdakit.backends.pallas_tpu.sequences import own_tokens, where_tokens
@@ -34,7 +35,7 @@ class Head(NamedTuple):
     q: Any  # [C, K]  scaled
     k: Any  # [C, K]
     v: Any  # [C, V]
-    g: Any  # [C, K]  log-decay
+    g: Any  # [C, K]  log-decay, in base 2 where `Tile.bounded_gate` says so
     beta: Any  # [C, 1]
     d: Decays
     x: Factors
@@ -101,7 +102,7 @@ def activate(tile: Tile, inputs: Inputs, rows: Rows, members=None) -> list[Head]
     gates = []
     for h in range(tile.heads):
         a, bias = (None, None) if inputs.gate is None else (inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :])
-        gate = log_decay(tile, g[h], a, bias)
+        gate = chunk_gate(tile, g[h], a, bias)
         gates.append(gate if rows.valid is None else jnp.where(rows.valid, gate, 0.0))
     heads = []
     members = inputs.members[...] if members is None else members
@@ -136,6 +137,11 @@ def state_block(tile: Tile, state):
     return state if tile.state_v_first else state.T
 
 
+def clear_heads(tile: Tile, ref) -> None:
+    """[heads, V, K] of zeros; a loop, since a step that does not begin a sequence has to hold its code too."""
+    lax.fori_loop(0, tile.heads, lambda h, _: ref.__setitem__(h, jnp.zeros((tile.V, tile.K), ref.dtype)), None)
+
+
 def _save(out: Outputs, matrices: list[Matrices], r: list, v_new: list) -> None:
     """What the backward asked for."""
     if out.matrices is not None:
@@ -157,8 +163,11 @@ def forward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scrat
 
     @pl.when(first)
     def _():
+        if inputs.initial is None:
+            clear_heads(tile, state)
+            return
         for h in range(tile.heads):
-            state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if inputs.initial is None else state_block(tile, inputs.initial[0, h])
+            state[h] = state_block(tile, inputs.initial[0, h])
 
     def work():
         rows = step_rows(tile, T, inputs, table, step)

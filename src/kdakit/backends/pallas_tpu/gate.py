@@ -73,13 +73,21 @@ def member_sums(members, pieces):
 
 
 def gate_pieces(tile: Tile, gates: list):
-    """A group's log-decays [C, K] as terms of sums, [pieces * C, g K].
-
-    The machine's exponential is 2^x: where bfloat16 operands follow, gates are turned to that base once, instead of each exponent.
-    """
-    if tile.operand == "bfloat16":
+    """A group's gates [C, K], as `chunk_gate` has them, as terms of sums, [pieces * C, g K]."""
+    if tile.operand == "bfloat16" and not tile.bounded_gate:
         gates = [g * LOG2_E for g in gates]
     return pieces_of(side_by_side(gates), tile.pieces)
+
+
+def chunk_gate(tile: Tile, g, a, bias):
+    """`log_decay`; of the bounded gate where bfloat16 operands follow, in base 2: as the machine's exponential has it.
+
+    lower_bound log2(e) sigmoid(a x) = c tanh(a x / 2) + c,  c = lower_bound log2(e) / 2, x = g + bias: two products instead of five.
+    """
+    if not tile.bounded_gate:
+        return log_decay(tile, g, a, bias)
+    half, c = 0.5 * a, 0.5 * LOG2_E * tile.lower_bound
+    return c * jnp.tanh(half * (g + bias)) + c
 
 
 def decays(tile: Tile, members, pieces) -> list[Decays]:
@@ -117,17 +125,21 @@ def log_decay(tile: Tile, g, a, bias):
     return jnp.maximum(g, LOWEST)
 
 
-def log_decay_backward(tile: Tile, g, a, bias, log_decay, d_g):
-    """d_raw [C, K], and what a token and channel adds to d_A_log.
+def log_decay_backward(tile: Tile, g, a, bias, gate, d_g):
+    """d_raw [C, K], and what a token and channel adds to d_A_log; `gate` as `chunk_gate` had it.
 
     softplus, x = g + bias:      d_x = -a sigmoid(x) d_g, d_A_log = log_decay d_g
-    bounded, s = sigmoid(a x):   d_x = a z, d_A_log = a x z, z = lower_bound s (1 - s) d_g
+    bounded, s = sigmoid(a x):   d_x = a z, d_A_log = a x z, z = lower_bound s (1 - s) d_g = log_decay (1 - s) d_g
     """
     if tile.gate == "log_decay":
         return d_g, None
     x = g + bias
     if tile.gate == "softplus":
-        return -a * sigmoid(tile, x) * d_g, log_decay * d_g
+        return -a * sigmoid(tile, x) * d_g, gate * d_g
+    if tile.bounded_gate:
+        left = 1.0 - (1.0 / (LOG2_E * tile.lower_bound)) * gate
+        d_x = (1.0 / LOG2_E * a) * (gate * left * d_g)
+        return d_x, x * d_x
     d_x = a * (tile.lower_bound * sigmoid(tile, a * x) * sigmoid(tile, -a * x) * d_g)
     return d_x, x * d_x
 

@@ -1,7 +1,12 @@
-"""Blocks [1, C, heads, K] of [B, T, H, K] arrays, read and written head by head with no transposition.
+"""Blocks of [B, T, H, K] arrays, read and written head by head with no transposition in HBM.
 
-A head's rows lie `heads` rows apart, which a strided load gathers at no cost. Two bfloat16 heads share a 32-bit word: one strided load of
-words is two heads, and float32 is a shift away.
+A block follows the layout in which XLA keeps such an array on a TPU, so that no copy is made before a kernel (`Tile.layout`):
+
+tokens   [1, C, heads, K]           a multiple of 8 heads. A head's rows lie `heads` rows apart, which a strided load gathers
+merged   [1, C heads / 8, 8, K]     2 or 4 heads in all, several tokens in each 8 rows: the same rows in memory, the same strided loads
+heads    [1, heads, C, K]           other numbers, which XLA keeps head by head
+
+Two bfloat16 heads share a 32-bit word: one strided load of words is two heads, and float32 is a shift away.
 """
 
 from __future__ import annotations
@@ -16,15 +21,16 @@ HIGH_HALF = 0xFFFF0000
 
 def read_heads(tile, ref, rows=None) -> list:
     """float32 [C, K] of each head; zero where `rows` [C, 1] is False."""
-    heads = ref.shape[2]
-    if not _strided(tile, ref):
-        found = [ref[0, :, h, :].astype(jnp.float32) for h in range(heads)]
+    if tile.layout == "heads":
+        found = [ref[0, h].astype(jnp.float32) for h in range(tile.heads)]
+    elif not _strided(tile, ref):
+        found = [_plain(tile, ref)[:, h, :].astype(jnp.float32) for h in range(tile.heads)]
     elif ref.dtype == jnp.float32:
         view = _view(ref)
-        found = [view[_rows_of(ref, h)] for h in range(heads)]
+        found = [view[_rows_of(tile, ref, h)] for h in range(tile.heads)]
     else:
         view = _view(ref)
-        found = [x for pair in range(heads // 2) for x in unpack(view[_rows_of(ref, pair)])]
+        found = [x for pair in range(tile.heads // 2) for x in unpack(view[_rows_of(tile, ref, pair)])]
     return found if rows is None else [jnp.where(rows, x, 0.0) for x in found]
 
 
@@ -33,7 +39,14 @@ def write_heads(tile, ref, values: list, rows=None) -> None:
     if rows is not None:
         before = read_heads(tile, ref)
         values = [jnp.where(rows, x, y) for x, y in zip(values, before, strict=True)]
+    if tile.layout == "heads":
+        for h, x in enumerate(values):
+            ref[0, h] = x.astype(ref.dtype)
+        return
     if not _strided(tile, ref):
+        if tile.layout == "merged":
+            ref[0] = jnp.stack([x.astype(ref.dtype) for x in values], axis=1).reshape(ref.shape[1:])
+            return
         for h, x in enumerate(values):
             ref[0, :, h, :] = x.astype(ref.dtype)
         return
@@ -41,13 +54,17 @@ def write_heads(tile, ref, values: list, rows=None) -> None:
     if ref.dtype == jnp.bfloat16:
         values = [pack(*values[n : n + 2]) for n in range(0, len(values), 2)]
     for n, x in enumerate(values):
-        view[_rows_of(ref, n)] = x
+        view[_rows_of(tile, ref, n)] = x
+
+
+def _plain(tile, ref):
+    """[C, heads, K]."""
+    return ref[0].reshape(-1, tile.heads, ref.shape[3]) if tile.layout == "merged" else ref.at[0]
 
 
 def write_zeros(tile, ref, rows) -> None:
     """Where `rows` [C, 1] is True, of every head."""
-    _, C, heads, K = ref.shape
-    write_heads(tile, ref, [jnp.zeros((C, K), jnp.float32)] * heads, rows)
+    write_heads(tile, ref, [jnp.zeros((rows.shape[0], ref.shape[3]), jnp.float32)] * tile.heads, rows)
 
 
 def unpack(words) -> tuple:
@@ -68,10 +85,10 @@ def _view(ref):
     return flat if ref.dtype == jnp.float32 else flat.bitcast(jnp.uint32)
 
 
-def _rows_of(ref, n: int):
+def _rows_of(tile, ref, n: int):
     """In the view: head n, or with bfloat16 pair n of heads."""
-    _, C, heads, _ = ref.shape
-    return pl.ds(n, C, stride=heads if ref.dtype == jnp.float32 else heads // 2), slice(None)
+    stride = tile.heads if ref.dtype == jnp.float32 else tile.heads // 2
+    return pl.ds(n, ref.shape[1] * ref.shape[2] // tile.heads, stride=stride), slice(None)
 
 
 def _float(words):
@@ -79,9 +96,9 @@ def _float(words):
 
 
 def _strided(tile, ref) -> bool:
-    """Strided loads walk whole tiles: 128 lanes, and a multiple of 8 heads."""
-    _, _, heads, K = ref.shape
-    return tile.strided and K == 128 and heads % 8 == 0 and ref.dtype in (jnp.float32, jnp.bfloat16)
+    """Strided loads walk whole tiles: 128 lanes, and a multiple of 8 rows."""
+    _, _, rows, K = ref.shape
+    return tile.strided and K == 128 and rows % 8 == 0 and ref.dtype in (jnp.float32, jnp.bfloat16)
 
 
 def column(x):

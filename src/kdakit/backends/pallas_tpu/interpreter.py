@@ -11,11 +11,13 @@ import os
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from kdakit.backends.pallas_tpu.tile import Config
+from kdakit.mesh_axes import all_varying, result_like, vary
 
 
 def interpret_mode(config: Config):
@@ -28,6 +30,14 @@ def interpret_mode(config: Config):
             dma_execution_mode="eager" if config.eager_dma else "on_wait",
         )  # fmt: skip
     return pltpu.InterpretParams() if os.environ.get("KDAKIT_INTERPRETER") == "tpu" else True
+
+
+def varying_call(make, results: list, arrays: list, config: Config) -> list:
+    """make(shapes of results, `interpret`)(*arrays): a pallas_call whose results vary over the mesh axes over which any of its arrays does."""
+    axes, mode = all_varying(arrays), interpret_mode(config)
+    arrays = [vary(x, axes) for x in arrays]
+    call = make([result_like(np.zeros(()) if mode is True else arrays[0], x.shape, x.dtype) for x in results], mode)
+    return [vary(x, axes) for x in apart(call, results, *arrays)] if mode is True else call(*arrays)
 
 
 def apart(call, results: list, *arrays) -> list:

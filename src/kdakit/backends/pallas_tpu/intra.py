@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from kdakit.backends.pallas_tpu.gate import Decays, level_decays
-from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, row_slices, row_sums, side_by_side
+from kdakit.backends.pallas_tpu.heads import dot, row_slices, row_sums, side_by_side
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
 
@@ -115,7 +115,7 @@ def pair_products(tile: Tile, groups: list[list], masks: Masks, members) -> list
     found = [([], []) for _ in groups]  # blocks of rows of A_qk and P
     for n in range(tile.blocks):
         for group, (A_qk, P) in zip(groups, found, strict=True):
-            both = _across(tile, group, n) if n or tile.bounded else jnp.concatenate([zero, zero], axis=0)
+            both = _across(tile, group, masks, n) if n or tile.bounded else jnp.concatenate([zero, zero], axis=0)
             A_qk.append(both[:BLOCK])
             P.append(both[BLOCK:])
     found = [(jnp.concatenate(A_qk, axis=0), jnp.concatenate(P, axis=0)) for A_qk, P in found]
@@ -132,24 +132,31 @@ def _add_levels(tile: Tile, groups: list[list], masks: Masks, members, found: li
     for n, parts in enumerate(masks.levels):
         for m, (group, d) in enumerate(zip(groups, decays, strict=True)):
             here = [x[n] for x in d]
-            level = _neighbours(masks, group, here) if tile.levels[n] == 1 else _level(tile, group, here, n)
+            level = _neighbours(masks, group, here) if tile.levels[n] == 1 else _level(tile, group, masks, here, n)
             found[m] = [jnp.where(parts, new, x) for new, x in zip(level, found[m], strict=True)]
     diagonals = [over_lanes(masks, [row_sums(h.q * h.k) for h in group]) for group in groups]
     return [(jnp.where(masks.diagonal, x, A_qk), P) for x, (A_qk, P) in zip(diagonals, found, strict=True)]
 
 
-def _across(tile: Tile, group: list, n: int):
-    """[2 * 16, g C]: the q and then the k rows of block n against all columns that it sees."""
-    rows = side_by_side([rows_of(tile, h.x, n) for h in group])
-    columns = block_diagonal([columns_of(tile, column_blocks(tile, h.x, h.d, n)) for h in group])
-    return dot(tile, rows, columns, (1, 1))
+def _across(tile: Tile, group: list, masks: Masks, n: int):
+    """[2 * 16, g C]: the q and then the k rows of block n against all columns that it sees.
+
+    Columns of all heads of the group are one operand [g C, K], and so are rows: what a head's rows find in another's columns is left out
+    of the result. Zeros beside them, as `block_diagonal` has them, would have to be loaded into the matrix unit, which takes it longer.
+    """
+    rows = jnp.concatenate([rows_of(tile, h.x, n) for h in group], axis=0)
+    columns = jnp.concatenate([columns_of(tile, column_blocks(tile, h.x, h.d, n)) for h in group], axis=0)
+    found = row_slices(dot(tile, rows, columns, (1, 1)), len(group))
+    return over_lanes(masks, found)
 
 
-def _level(tile: Tile, group: list, decays: list, n: int) -> list:
-    """q and k rows against k columns [C, g C] at level n, where only pairs that part there are right."""
+def _level(tile: Tile, group: list, masks: Masks, decays: list, n: int) -> list:
+    """q and k rows against k columns [C, g C] at level n, where only pairs that part there are right; heads as in `_across`."""
     levels = [level_factors(tile, h, d, tile.levels[n]) for h, d in zip(group, decays, strict=True)]
-    both = dot(tile, side_by_side([x.rows for x in levels]), block_diagonal([x.columns for x in levels]), (1, 1))
-    return [in_turns(jnp.zeros_like(x), x) if tile.levels[n] == 8 else x for x in row_slices(both, 2)]
+    rows, columns = (jnp.concatenate(x, axis=0) for x in zip(*levels, strict=True))
+    found = [row_slices(x, 2) for x in row_slices(dot(tile, rows, columns, (1, 1)), len(group))]
+    both = [over_lanes(masks, list(x)) for x in zip(*found, strict=True)]
+    return [in_turns(jnp.zeros_like(x), x) if tile.levels[n] == 8 else x for x in both]
 
 
 def _neighbours(masks: Masks, group: list, decays: list) -> list:
@@ -183,10 +190,10 @@ def in_turns(even, odd):
 
 
 def over_lanes(masks: Masks, columns: list):
-    """g x [C, 1] -> [C, g C] or something that broadcasts to it: each head's column in its lanes."""
+    """g x [R, 1] or [R, g C] -> [R, g C], or something that broadcasts to it: of each head what is in its lanes."""
     out = columns[0]
     for here, x in zip(masks.group[1:], columns[1:], strict=True):
-        out = jnp.where(here, x, out)
+        out = jnp.where(here[: x.shape[0]], x, out)
     return out
 
 

@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kdakit.backends.pallas_tpu.chip import this_chip
 from kdakit.backends.pallas_tpu.gate import member_matrix
-from kdakit.backends.pallas_tpu.interpreter import apart, interpret_mode
+from kdakit.backends.pallas_tpu.interpreter import varying_call
 from kdakit.backends.pallas_tpu.sequences import Chunks, Table, chunk_starts, make_chunks, make_table, offsets, packed_ids, segment_rows
 from kdakit.backends.pallas_tpu.tile import Config, Tile, make_tile, padded, steps_hold_sequences
-from kdakit.mesh_axes import all_varying, result_like, vary
 from kdakit.problem import Arrays, Problem
-
-VMEM_LIMIT = 100 * 2**20
 
 
 class Operand(NamedTuple):
@@ -27,6 +24,7 @@ class Operand(NamedTuple):
     value: Any
     block: tuple | None  # None: it stays in HBM
     index: Any = None  # (batch, head block, step, chunk, sequence) -> block indices
+    restore: Any = None  # of an output: from the kernel's layout to the caller's; None: they are the same
 
 
 class Launch(NamedTuple):
@@ -51,9 +49,26 @@ def make_launch(problem: Problem, arrays: Arrays, config: Config, tokens: int | 
 
 
 def token_operand(launch: Launch, value) -> Operand:
-    """[B, T, HV, K]."""
-    t = launch.tile
-    return Operand(value, (1, t.C, t.heads, value.shape[-1]), lambda b, h, s, chunk, sequence: (b, chunk, h, 0))
+    """[B, T, HV, K], or its ShapeDtypeStruct, in the layout of the tile's blocks."""
+    t, (B, T, HV, width) = launch.tile, value.shape
+    if t.layout == "heads":
+        index = lambda b, h, s, chunk, sequence: (b, h, chunk, 0)
+        return Operand(_turned(value), (1, t.heads, t.C, width), index, _turned)
+    if t.layout == "merged":
+        index = lambda b, h, s, chunk, sequence: (b, chunk, 0, 0)
+        merged = _reshaped(value, (B, T * HV // 8, 8, width))
+        return Operand(merged, (1, t.C * HV // 8, 8, width), index, lambda x: x.reshape(value.shape))
+    return Operand(value, (1, t.C, t.heads, width), lambda b, h, s, chunk, sequence: (b, chunk, h, 0))
+
+
+def _turned(x):
+    """[B, T, HV, K] <-> [B, HV, T, K], or its ShapeDtypeStruct; where XLA keeps the array head by head, nothing is moved."""
+    B, T, HV, width = x.shape
+    return shape_of((B, HV, T, width), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.swapaxes(1, 2)
+
+
+def _reshaped(x, shape):
+    return shape_of(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
 
 
 def row_operand(launch: Launch, value) -> Operand:
@@ -162,19 +177,16 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
     )  # fmt: skip
     bound = partial(_bound, kernel, names, type(launch.table), len(table))
     arrays, results = [*table, *(x.value for x in inputs.values())], [x.value for x in outputs.values()]
-    axes, mode = all_varying(arrays), interpret_mode(launch.config)
-    arrays = [vary(x, axes) for x in arrays]
-    shapes = [result_like(np.zeros(()) if mode is True else arrays[0], x.shape, x.dtype) for x in results]
-    call = pl.pallas_call(
+    make = lambda shapes, mode: pl.pallas_call(
         bound, name=name, grid_spec=grid_spec, out_shape=shapes,
         input_output_aliases={len(table) + names[0].index(i): names[1].index(o) for i, o in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=this_chip().vmem_limit
         ),
         interpret=mode,
     )  # fmt: skip
-    out = [vary(x, axes) for x in apart(call, results, *arrays)] if mode is True else call(*arrays)
-    return dict(zip(names[1], out, strict=True))
+    found = varying_call(make, results, arrays, launch.config)
+    return {n: x if o.restore is None else o.restore(x) for (n, o), x in zip(outputs.items(), found, strict=True)}
 
 
 def _bound(kernel, names, kind, tables: int, *refs):

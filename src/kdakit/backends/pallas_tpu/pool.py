@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu.launch import gate_rows, interpret_mode, lanes
+from kdakit.backends.pallas_tpu.interpreter import varying_call
+from kdakit.backends.pallas_tpu.launch import gate_rows, lanes
 from kdakit.backends.pallas_tpu.pool_kernel import NAMES, Form, bound
 from kdakit.backends.pallas_tpu.spread import selections
 from kdakit.backends.pallas_tpu.tile import Config, make_tile, padded
@@ -120,7 +121,7 @@ def _call(form: Form, inputs: dict, specs: dict, pools: dict, rows: Rows, result
     out_specs = [*(_token_spec(T, heads, width) for _, width in results.values()), *(anywhere for _ in written)]
     counts = jnp.full_like(rows.source, T) if counts is None else counts
     scalars = [x.astype(jnp.int32).reshape(-1) for x in (*rows, counts)]
-    call = pl.pallas_call(
+    make = lambda shapes, mode: pl.pallas_call(
         partial(bound, form, (list(inputs), list(pools), list(results), list(scratch))), name=f"kda_{form.kind}",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(HV // heads, N), in_specs=[*specs.values(), *(anywhere for _ in pools)],
@@ -128,9 +129,10 @@ def _call(form: Form, inputs: dict, specs: dict, pools: dict, rows: Rows, result
         ),
         out_shape=shapes, input_output_aliases={len(scalars) + len(inputs) + n: len(results) + n for n in range(len(written))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=LIMIT),
-        interpret=interpret_mode(config),
+        interpret=mode,
     )  # fmt: skip
-    return dict(zip([*results, *written], call(*scalars, *inputs.values(), *pools.values()), strict=True))
+    found = varying_call(make, shapes, [*scalars, *inputs.values(), *pools.values()], config)
+    return dict(zip([*results, *written], found, strict=True))
 
 
 def _inputs(form: Form, problem: Problem, arrays: Arrays, layer: Layer | None) -> tuple[dict, dict]:

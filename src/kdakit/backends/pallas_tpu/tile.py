@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kdakit.problem import Problem
 
@@ -17,6 +17,11 @@ class Config:
     race_seed: int | None = None  # interpreter: detect races, with this seed for the order of parallel grid steps
     eager_dma: bool = True  # interpreter: copies happen when they are started, or else when they are waited for
     chunk: int = 128  # tokens per chunk at most, where the call's own chunks are nobody's business but the kernels'
+    backward_heads: int = 0  # value heads per grid step of the backward; 0: as many as the forward's
+
+    @property
+    def of_backward(self) -> Config:
+        return replace(self, heads=self.backward_heads or self.heads)
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,18 @@ class Tile:
     l2norm: bool
     beta: str
     scale: float
+    layout: str = "tokens"  # of blocks of tokens, see `heads`
     strided: bool = True  # heads are read by strided loads; the TPU interpreter knows none
 
     @property
     def group(self) -> int:
         """Heads whose [C, C] matrices lie side by side in 128 lanes."""
         return 2 if self.C == 64 and self.heads % 2 == 0 else 1
+
+    @property
+    def bounded_gate(self) -> bool:
+        """Whether the kernels for chunks hold this gate in base 2."""
+        return self.gate == "bounded" and self.operand == "bfloat16"
 
     @property
     def blocks(self) -> int:
@@ -92,6 +103,16 @@ def chunk_length(problem: Problem, config: Config) -> int:
     return min(most, max(BLOCK, 1 << max(problem.T - 1, 0).bit_length()))
 
 
+def token_layout(problem: Problem, heads: int) -> str:
+    """How blocks of [B, T, HV, K] arrays lie, if a step takes so many heads: as XLA keeps the arrays (`heads`)."""
+    if problem.HV % 8 == 0 or heads % 8 == 0:
+        return "tokens"
+    if problem.HV in (2, 4) and heads == problem.HV:
+        whole = padded(problem.K) == padded(problem.V) == LANES and problem.T % (8 // problem.HV) == 0
+        return "merged" if whole else "tokens"
+    return "heads"
+
+
 def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Tile:
     """`tokens`: per grid step; the chunk length if None."""
     o = problem.options
@@ -106,5 +127,5 @@ def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Ti
         ragged=tables or problem.T % C != 0, segments=bool(problem.varlen) and not tables,
         packed=problem.varlen == "cu_seqlens" and not tables, tables=tables,
         state_v_first=o.state_v_first, gate=o.gate, lower_bound=o.lower_bound, l2norm=o.l2norm, beta=o.beta, scale=o.scale,
-        strided=not config.interpret,
+        layout=token_layout(problem, config.heads) if tokens is None else "tokens", strided=not config.interpret,
     )  # fmt: skip
