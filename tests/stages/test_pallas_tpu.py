@@ -23,7 +23,8 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 from kdakit.backends import pallas_tpu  # noqa: E402
 from kdakit.backends.pallas_tpu import sequences, tile  # noqa: E402
 from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
-from kdakit.backends.pallas_tpu.launch import interpret_mode, make_launch, token_operand  # noqa: E402
+from kdakit.backends.pallas_tpu.interpreter import interpret_mode  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import make_launch, token_operand  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import run as launch  # noqa: E402
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}

@@ -33,7 +33,7 @@ def interpret_mode(config: Config):
 
 
 def varying_call(make, results: list, arrays: list, config: Config) -> list:
-    """make(shapes of results, `interpret`)(*arrays): a pallas_call whose results vary over the mesh axes over which any of its arrays does."""
+    """make(shapes of results, `interpret`)(*arrays), a pallas_call: results vary over the mesh axes over which any of the arrays does."""
     axes, mode = all_varying(arrays), interpret_mode(config)
     arrays = [vary(x, axes) for x in arrays]
     call = make([result_like(np.zeros(()) if mode is True else arrays[0], x.shape, x.dtype) for x in results], mode)
