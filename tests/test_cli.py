@@ -78,6 +78,7 @@ def broken(monkeypatch):
 
     module.forward = forward
     monkeypatch.setitem(sys.modules, "broken_backend", module)
+    monkeypatch.setattr(dispatch, "_loaded", dict(dispatch._loaded))  # not that of the test before
     monkeypatch.setattr(dispatch, "BACKENDS", (*dispatch.BACKENDS, Backend("broken", "torch", "broken_backend", "wrong")))
 
 
@@ -192,9 +193,7 @@ def test_doctor_survives_without_rich(monkeypatch, capsys):
 def test_doctor_reports_a_backend_whose_supports_raises(broken, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["broken_backend"], "supports", lambda problem, device: 1 / 0)
     assert main(["doctor"]) == 0
-    assert "broken" in capsys.readouterr().out
-    assert main(["doctor", "--json"]) == 0  # the table breaks words where columns are narrow
-    assert "ZeroDivisionError" in str(json.loads(capsys.readouterr().out)["support"]["broken"])
+    assert "ZeroDivisionError" in capsys.readouterr().out
 
 
 def test_doctor_writes_its_table(tmp_path, capsys):

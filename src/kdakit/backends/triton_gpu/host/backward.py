@@ -28,7 +28,7 @@ class Replayed(NamedTuple):
     first: torch.Tensor  # [N, HV, 2, C, KP]  what rounding took from k_in and q_decayed of the first chunks
     states: torch.Tensor  # [slots, HV, VP, KP]  before each chunk
     r: torch.Tensor  # [B, T, HV, V]  v - k_in S
-    r_lost: torch.Tensor  # [N, HV, C, VP]  what rounding took from r of the last chunks
+    r_lost: torch.Tensor | None = None  # [N, HV, C, VP]  what rounding took from r of the last chunks, if config.exact_last
 
 
 def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
@@ -36,15 +36,15 @@ def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ..
     slots = chunk_slots(problem, C)
     first = problem.N if corrected(problem) else 0
     shapes = [(slots, HV, 3, C, KP), (slots, HV, KP), (slots, HV, 3, C), (first, HV, 2, C, KP), (slots, HV, VP, KP)]
-    shapes += [(problem.B, problem.T, HV, problem.V), last_shape(problem, config)]
+    shapes += [(problem.B, problem.T, HV, problem.V)] + [last_shape(problem, config)] * config.exact_last
     lost = "float32" if problem.dtype == "float16" else problem.dtype  # strong decays underflow in float16
     dtypes = (problem.dtype, "float32", "float32", lost, problem.dtype, problem.dtype, problem.dtype)
-    return list(zip(shapes, dtypes, strict=True))
+    return list(zip(shapes, dtypes, strict=False))
 
 
 def last_shape(problem: Problem, config: Config) -> tuple[int, ...]:
     """Of what rounding takes from rows of the last chunks."""
-    return problem.N if config.exact_last else 0, problem.HV, config.chunk, padded(problem.V)
+    return problem.N, problem.HV, config.chunk, padded(problem.V)
 
 
 def k_solved(x: Replayed, config: Config) -> torch.Tensor:
@@ -116,7 +116,7 @@ class Reversed(NamedTuple):
 
     d_states: torch.Tensor  # [slots, HV, VP, KP]  dS' after each chunk
     d_v: torch.Tensor  # [B, T, HV, V]
-    y_lost: torch.Tensor  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
+    y_lost: torch.Tensor | None  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
     alone: torch.Tensor | None  # what the gradient of a given beta needs
     d_initial: torch.Tensor | None
 
@@ -126,7 +126,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
-    y_lost = torch.empty(last_shape(problem, config), dtype=d_v.dtype, device=device)
+    y_lost = torch.empty(last_shape(problem, config), dtype=d_v.dtype, device=device) if config.exact_last else None
     d_initial, alone = None, None
     if problem.options.beta == "given":
         alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)

@@ -89,10 +89,13 @@ def replay_kernel(
     if HAS_INITIAL:
         m_first = m_v[:, None] & (o_k < K)[None, :] & (i_c == 0)
         b_S += tl.load(p_initial + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
+    p_lost = p_r_lost
+    if HAS_LOST:
+        p_lost += (i_n * HV + i_h) * C * VP
     replay_states(
         p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
         p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V,
-        p_r_lost + (i_n * HV + i_h) * C * VP, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
+        p_lost, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
         V, KP, VP, C, HALF, GROUP, ALIGN, HAS_LOST, PRECISION, STAGES,
     )  # fmt: skip
 
