@@ -63,13 +63,15 @@ def test_pallas_tpu(case):
 
 @pytest.mark.parametrize("case", [SEGMENTS] + [ROWS, FUSED_PACKED] * FULL, ids=lambda c: c.name)
 def test_pallas_tpu_that_looks_afterwards(case, monkeypatch):
-    """As on a TPU: the kernels run on what they get, and again where something was not finite; gradients too."""
+    """As on a TPU: the kernels run on what they get, and again where something was not finite; gradients too. The second run is another
+    program to the interpreter's compiler, which may round a * b + c once in one of them."""
     pytest.importorskip("jax")
     from kdakit.backends import pallas_tpu
 
     monkeypatch.delenv("KDAKIT_INTERPRETER", raising=False)
     monkeypatch.setattr(pallas_tpu, "interpreted", lambda device: None)
-    not_finite.check(case, "float32", runs("pallas_tpu", case), values=(np.nan, -np.inf) if FULL else (np.nan,), gradients=True)
+    values = (np.nan, -np.inf) if FULL else (np.nan,)
+    not_finite.check(case, "float32", runs("pallas_tpu", case), values=values, gradients=True, rounding=2.0**-20)
 
 
 @pytest.mark.parametrize("backend", ["torch_native", "xla", "pallas_tpu"])

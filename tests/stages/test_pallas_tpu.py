@@ -141,7 +141,9 @@ def test_sequences_of_chunks():
     """Each chunk's first sequence: the one of its first token, or one without tokens before that."""
     cu = np.concatenate([[0], np.cumsum([0, 16, 0, 3, 30, 0])])
     made = sequences.make_chunks(jnp.asarray(cu, jnp.int32), 49, 16)
-    assert np.array_equal(made.starts, cu) and made.first.tolist() == [0, 2, 4, 4, 6]
+    assert made.starts.tolist() == [*cu, 49] and made.first.tolist() == [0, 2, 4, 4, 7]
+    padded = sequences.make_chunks(jnp.asarray(cu, jnp.int32), 70, 16)  # the tokens past them are one more sequence
+    assert padded.starts.tolist() == [*cu, 70] and padded.first.tolist() == [0, 2, 4, 4, 6, 7]
 
 
 def test_the_interpreter_would_show_an_unset_state():
@@ -262,17 +264,19 @@ def test_pairs_of_heads():
     assert not races_found()
 
 
+@pytest.mark.parametrize("padding", [0, 21])
 @pytest.mark.parametrize("lengths", [(5, 0, 19), (16, 16), (24,), (0, 0, 1, 31, 0), (1,) * 20])
-def test_table_visits_every_token_once_and_in_order(lengths):
-    T, C = sum(lengths), 16
+def test_table_visits_every_token_once_and_in_order(lengths, padding):
+    T, C = sum(lengths) + padding, 16
     cu = np.concatenate([[0], np.cumsum(lengths)])
     table = sequences.make_table(jnp.asarray(cu, jnp.int32), T, C)
-    assert table.block.shape == (sequences.visits(T, C, len(lengths)),)
+    assert table.block.shape == (sequences.visits(T, C, len(lengths) + 1),)  # one more begins where nobody's tokens do
     seen = []
-    for block, low, high, sequence, first, last in np.stack(table, 1).tolist():
+    for block, low, high, sequence, first, last, real in np.stack(table, 1).tolist():
         tokens = list(range(block * C + low, block * C + high))
-        assert all(cu[sequence] <= t < cu[sequence + 1] for t in tokens)
-        assert first == (bool(tokens) and tokens[0] == cu[sequence]) and last == (bool(tokens) and tokens[-1] == cu[sequence + 1] - 1)
+        assert real == any(t < cu[-1] for t in tokens)
+        assert not real or all(cu[sequence] <= t < cu[sequence + 1] for t in tokens)
+        assert first == (real and tokens[0] == cu[sequence]) and last == (real and tokens[-1] == cu[sequence + 1] - 1)
         seen += tokens
     assert seen == list(range(T))
 
@@ -293,7 +297,7 @@ def test_decode_takes_the_initial_states_place():
     rest = arrays._replace(initial_state=None)
     step = lambda state, rest: pallas_tpu.step(problem, rest._replace(initial_state=state), tile.Config(heads=2, interpret=False))
     text = jax.export.export(jax.jit(step, donate_argnums=0), platforms=["tpu"])(arrays.initial_state, rest).mlir_module()
-    assert "output_operand_aliases" in text and "kda_step" in text
+    assert "output_operand_aliases" in text and "kda_decode" in text
 
 
 def test_only_named_calls_are_interpreted():

@@ -68,7 +68,7 @@ def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: 
     if problem.options.disable_recompute:
         y = rebuild(problem, arrays, x, space.lower, config)
         replay(problem, arrays, x, y, space.checkpoints, config)
-        return [space.lower, space.solved, *y]
+        return [space.lower, space.solved, *(x for x in y if x is not None)]
     return [space.lower, space.solved, space.checkpoints]
 
 
