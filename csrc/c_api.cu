@@ -101,10 +101,12 @@ static kda_status check_options(const kda_prefill_args &args) {
 }
 
 // The caller's struct as this library knows it: shorter ones end in zeros; longer ones may not ask for what it does not know.
-static kda_status read_struct(const kda_prefill_args *given, kda_prefill_args &args) {
+// `least`: bytes that a caller's struct must have; `name`: its type.
+template <class Args>
+static kda_status read_struct(const Args *given, size_t least, const char *name, Args &args) {
   if (given == nullptr) return fail(KDA_INVALID_ARGUMENT, "args must not be NULL");
-  if (given->size < offsetof(kda_prefill_args, scale) || given->size > MAX_STRUCT)
-    return fail(KDA_INVALID_ARGUMENT, "args.size must be sizeof(kda_prefill_args) = %zu, got %zu", sizeof args, given->size);
+  if (given->size < least || given->size > MAX_STRUCT)
+    return fail(KDA_INVALID_ARGUMENT, "args.size must be sizeof(%s) = %zu, got %zu", name, sizeof args, given->size);
   memset(&args, 0, sizeof args);
   memcpy(&args, given, given->size < sizeof args ? given->size : sizeof args);
   const unsigned char *byte = reinterpret_cast<const unsigned char *>(given);
@@ -117,7 +119,7 @@ static kda_status read_struct(const kda_prefill_args *given, kda_prefill_args &a
 // The same with every field checked and defaults filled in. `pointers`: the tensors' memory must be there already.
 static kda_status read_args(const kda_prefill_args *given, const int32_t *io, int n_io, const int32_t *wide, int n_wide, bool pointers,
                             kda_prefill_args &args) {
-  KDA_TRY(read_struct(given, args));
+  KDA_TRY(read_struct(given, offsetof(kda_prefill_args, scale), "kda_prefill_args", args));
   KDA_TRY(check_size("batch", args.batch, 0));
   KDA_TRY(check_size("tokens", args.tokens, 0));
   KDA_TRY(check_size("heads", args.heads, 1));
@@ -160,20 +162,6 @@ static kda_status check_workspace(const kda_prefill_args &args, size_t bytes) {
 
 static const int32_t F32[] = {KDA_FLOAT32};
 #ifdef KDAKIT_HOPPER
-// As read_struct: a caller's struct of another length.
-static kda_status read_gradient_struct(const kda_gradient_args *given, kda_gradient_args &args) {
-  if (given == nullptr) return fail(KDA_INVALID_ARGUMENT, "args must not be NULL");
-  if (given->size < offsetof(kda_gradient_args, lower_dtype) || given->size > MAX_STRUCT)
-    return fail(KDA_INVALID_ARGUMENT, "args.size must be sizeof(kda_gradient_args) = %zu, got %zu", sizeof args, given->size);
-  memset(&args, 0, sizeof args);
-  memcpy(&args, given, given->size < sizeof args ? given->size : sizeof args);
-  const unsigned char *byte = reinterpret_cast<const unsigned char *>(given);
-  for (size_t i = sizeof args; i < given->size; ++i)
-    if (byte[i])
-      return fail(KDA_UNSUPPORTED, "args sets a field at byte %zu of %zu: this library knows the first %zu", i, given->size, sizeof args);
-  return KDA_OK;
-}
-
 static const int32_t BF16[] = {KDA_BFLOAT16}, EITHER[] = {KDA_BFLOAT16, KDA_FLOAT32};
 #endif
 
@@ -219,7 +207,7 @@ extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *given) {
 extern "C" kda_status kda_gradient_bf16(const kda_gradient_args *given) {
   kda_gradient_args args;
   kda_prefill_args forward;
-  KDA_TRY(read_gradient_struct(given, args));
+  KDA_TRY(read_struct(given, offsetof(kda_gradient_args, lower_dtype), "kda_gradient_args", args));
   KDA_TRY(read_args(args.forward, BF16, 1, EITHER, 2, false, forward));
   return gradient_bf16(args, forward);
 }

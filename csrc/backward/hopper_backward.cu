@@ -57,12 +57,7 @@ kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &
   if (forward.beta.data == nullptr) return fail(KDA_INVALID_ARGUMENT, "forward->beta.data must not be NULL");
   if (reinterpret_cast<uintptr_t>(forward.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
   KDA_TRY(check_pointers(args, forward));
-  int device = 0, major = 0, minor = 0;
-  KDA_CUDA(cudaGetDevice(&device));
-  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  if (major != 9 || minor != 0)
-    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need compute capability 9.0, this device has %d.%d", major, minor);
+  KDA_TRY(check_hopper());
   KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), slots, static_cast<cudaStream_t>(forward.stream)));
   return KDA_OK;
 }

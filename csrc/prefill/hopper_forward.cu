@@ -20,16 +20,6 @@ kda_status check_rows(const char *name, const kda_tensor &x) {
   return KDA_OK;
 }
 
-kda_status check_device() {
-  int device = 0, major = 0, minor = 0;
-  KDA_CUDA(cudaGetDevice(&device));
-  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  if (major != 9 || minor != 0)
-    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need compute capability 9.0, this device has %d.%d", major, minor);
-  return KDA_OK;
-}
-
 // Into how many parts each sequence is scanned, by the microseconds that an H200 takes; 1: in one piece. All parts but the last are walked
 // along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block. Where it
 // fits no third part, two, which part only if the first is forgotten; beyond kTwo heads those that do not part lose more than others gain.
@@ -56,6 +46,16 @@ size_t records_bytes(const kda_prefill_args &args) {
 
 }  // namespace
 
+kda_status check_hopper() {
+  int device = 0, major = 0, minor = 0;
+  KDA_CUDA(cudaGetDevice(&device));
+  KDA_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  KDA_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  if (major != 9 || minor != 0)
+    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need compute capability 9.0, this device has %d.%d", major, minor);
+  return KDA_OK;
+}
+
 kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes) {
   if (args.key_dim != 128 || args.value_dim != 128)
     return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need key_dim = value_dim = 128, got %lld and %lld", (long long)args.key_dim,
@@ -76,7 +76,7 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   KDA_TRY(check_rows("g", args.g));
   KDA_TRY(check_rows("o", args.o));
   if (reinterpret_cast<uintptr_t>(args.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
-  KDA_TRY(check_device());
+  KDA_TRY(check_hopper());
   HopperForward p = forward_of(args);
   p.parts = parts_of(args), p.links = static_cast<uint8_t *>(p.workspace) + records_bytes(args);
   const auto stream = static_cast<cudaStream_t>(args.stream);

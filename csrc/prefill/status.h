@@ -8,6 +8,9 @@ namespace kda {
 // Store a message for kda_last_error and return `status`. printf-style.
 __attribute__((format(printf, 2, 3))) kda_status fail(kda_status status, const char *format, ...);
 
+// Whether the current device runs the bfloat16 kernels.
+kda_status check_hopper();
+
 #define KDA_CUDA(call)                                                                                              \
   do {                                                                                                              \
     cudaError_t error_ = (call);                                                                                    \

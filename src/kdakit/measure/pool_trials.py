@@ -53,7 +53,7 @@ def judge(trial: Trial, backend: str) -> dict[str, Any]:
     """What came of it: within tolerance, or what was wrong. Never raises."""
     try:
         return {"what": str(trial), **_judge(trial, backend)}
-    except Exception as raised:
+    except Exception as raised:  # a failure of any kind is what this looks for
         return {"what": str(trial), "ok": False, "used": {}, "complaint": f"{type(raised).__name__}: {raised}"[:2000]}
 
 
