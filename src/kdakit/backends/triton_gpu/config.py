@@ -76,7 +76,7 @@ class Config:
     restore_warps: int = 4
     step_block_v: int = 32
     step_warps: int = 2
-    exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta. No GPU has run it yet
+    exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
 
@@ -268,6 +268,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
         # Gradients have no scale of their own, so float16 does not hold those within a chunk.
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
         by_token=normed and bounded(problem) and KP == 128,  # the head size whose speed it is for
+        exact_last=not wide,
         **sizes,
     )
 
