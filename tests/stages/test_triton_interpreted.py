@@ -385,6 +385,13 @@ def test_gradients_with_every_gate_at_its_bound():
 
 
 @interpreter
+def test_gradient_of_an_initial_state_that_every_gate_forgets():
+    """Log-decays from -15 to -25 in all channels: what is left of the state is its first token's decay alone, of 2^-22 to 2^-36."""
+    case = Case("forgotten", "", gate="strong", lengths=(2, 0, 3), options=NORMED, **SIZES | {"T": 5, "K": 16})
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), gradients(case, "bfloat16", tensors(case, "bfloat16")))
+
+
+@interpreter
 def test_gradients_lose_little_beyond_their_own_rounding():
     """bfloat16: k, v and g beside what rounding the result alone costs; a factor that is rounded where it was not would show."""
     case = Case("model_sigmoid", "", gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | BOUND, **SIZES | {"V": 32})

@@ -77,9 +77,9 @@ def test_gradients_of_a_given_beta_wait_without_a_table(monkeypatch):
 
 
 def test_the_file(tmp_path):
-    text = shown.dump("sm_90", ["a campaign"], {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1})
+    text = shown.dump("sm_90", ["a campaign"], {"17": "g 1.20"}, {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1})
     assert json.loads(text) == {
-        "chip": "sm_90", "sources": ["a campaign"], "forms": {"gradient": {"bfloat16 K64": 3}, "scan": {"float32 K16 V16": 1}},
+        "chip": "sm_90", "sources": ["a campaign"], "exceeded": {"17": "g 1.20"}, "forms": {"gradient": {"bfloat16 K64": 3}, "scan": {"float32 K16 V16": 1}},
     }  # fmt: skip
     (tmp_path / "sm_90.json").write_text(text)
     shown.shown.cache_clear()
@@ -87,3 +87,25 @@ def test_the_file(tmp_path):
         patched.setattr(shown, "FOLDER", tmp_path)
         assert shown.shown("sm_90") == {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1}
     shown.shown.cache_clear()
+
+
+def test_what_a_campaign_takes_out(tmp_path, monkeypatch, capsys):
+    """A problem a little beyond the rule is named; forms of one that went wrong, by its numbers or otherwise, wait."""
+    from types import SimpleNamespace
+
+    from kdakit.cli import random_search
+    from kdakit.measure.trial import Verdict
+
+    def verdict(label, form, ok=True, inexact=False, **used):
+        return Verdict(label, "", "triton_gpu", "bfloat16", "gradient", 64, 64, ok, used=used, forms=(f"scan {form}",), inexact=inexact)
+
+    monkeypatch.setattr(config, "chip_of", lambda device: CHIP)
+    found = [
+        verdict("1", "a", g=0.5), verdict("2", "a", False, True, g=1.25, k=0.5),
+        verdict("3", "b"), verdict("4", "b", False, True, g=30.0),
+        verdict("5", "c"), verdict("6", "c", False, g=0.5),
+    ]  # fmt: skip
+    random_search.record(SimpleNamespace(device="cuda", record=tmp_path, random=6, seed=1), "triton_gpu", found)
+    table = json.loads((tmp_path / "sm_90.json").read_text())
+    assert table["forms"] == {"scan": {"a": 1}} and table["exceeded"] == {"2": "bfloat16 gradient K64 V64: g 1.25"}
+    assert "3 right, 3 not" in table["sources"][0] and "2 taken out" in capsys.readouterr().out

@@ -154,22 +154,30 @@ def row(v: Verdict) -> dict[str, Any]:
 
 
 def record(args, backend: str, verdicts: list[Verdict]) -> None:
-    """Adds the forms of problems that were right to the chip's table; those of a problem that failed lose their place in it."""
+    """Adds the forms of problems that were right to the chip's table. Those of a problem that went wrong lose their place in it; one whose
+    error is a little beyond the rule is named there."""
     from kdakit.backends.triton_gpu import shown
     from kdakit.backends.triton_gpu.config import chip_of
 
     chip = chip_of(args.device or "cuda").name
     file = Path(args.record) / f"{chip}.json"
-    before = json.loads(file.read_text()) if file.exists() else {"sources": [], "forms": {}}
+    before = json.loads(file.read_text()) if file.exists() else {"sources": [], "exceeded": {}, "forms": {}}
     counts = Counter({f"{kernel} {rest}": n for kernel, found in before["forms"].items() for rest, n in found.items()})
     counts.update(form for v in verdicts if v.ok for form in v.forms)
-    wrong = {form for v in verdicts if not v.ok for form in v.forms}
+    failed = [v for v in verdicts if not v.ok]
+    wrong = {form for v in failed if v.beyond > shown.WRONG for form in v.forms}
     passed = sum(v.ok and not v.refused for v in verdicts)
-    source = f"kdakit verify --random {args.random} --seed {args.seed} --backend {backend}: {passed} right, {len(verdicts) - passed} not"
+    source = f"kdakit verify --random {args.random} --seed {args.seed} --backend {backend}: {passed} right, {len(failed)} not"
+    exceeded = before["exceeded"] | {v.label: told(v) for v in failed if v.beyond <= shown.WRONG}
     kept = {form: n for form, n in counts.items() if form not in wrong}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(shown.dump(chip, [*before["sources"], source], kept))
+    file.write_text(shown.dump(chip, [*before["sources"], source], exceeded, kept))
     print(f"{file}: {len(kept)} forms, {len(wrong)} taken out")
+
+
+def told(v: Verdict) -> str:
+    """What is beyond the rule, and how far."""
+    return f"{v.dtype} {v.call} K{v.K} V{v.V}: " + ", ".join(f"{name} {used:.2f}" for name, used in v.used.items() if used > 1)
 
 
 def show(out, backend: str, verdicts: list[Verdict]) -> None:

@@ -34,6 +34,12 @@ class Verdict:
     judged: float = 0.0  # seconds for the truth
     used: dict[str, float] = field(default_factory=dict)  # share of the tolerance, by output
     forms: tuple[str, ...] = ()  # what ran, as the backend's `forms` names it
+    inexact: bool = False  # numbers beyond the rule, and nothing else, are what is wrong
+
+    @property
+    def beyond(self) -> float:
+        """How many times what is allowed the worst error is; infinite where something else is wrong too."""
+        return max(self.used.values(), default=0.0) if self.ok or self.inexact else float("inf")
 
     @property
     def deadly(self) -> bool:
@@ -66,6 +72,7 @@ def judge(drawn: Drawn | int, backend: str, device: Any = None) -> Verdict:
         rows = checking.compare_quickly(problem, arrays, runs[0], cotangents, dispatch.operand_dtype(backend, problem))
     except Exception as raised:  # a failure of any kind is what this looks for
         return Verdict(ok=False, complaint=f"{type(raised).__name__}: {raised}"[:600], **about)
+    about |= dict(inexact=not complaints and not all(row.ok for row in rows))
     complaints += [f"{row.name}: error {row.error:.2e}, allowed {row.tolerance:.2e}" for row in rows if not row.ok]
     about |= dict(judged=round(time.perf_counter() - start - about["seconds"], 3))
     used = {row.name: round(row.used, 4) for row in rows}

@@ -10,7 +10,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693359375)  # 9 bits
 LN2_LOW = tl.constexpr(-0.00021219444005469057)
 L2_EPSILON = tl.constexpr(1e-6)
-FLOOR = tl.constexpr(-29.0)  # an unbounded gate is raised to this: 2^-29 is far below what bfloat16 factors resolve
+# An unbounded gate is raised to this. 2^-29 is far below what bfloat16 factors of pairs resolve; but where all channels forget so much, the
+# gradient of the initial state is made of nothing else, so that rows by themselves have a floor of their own.
+FLOOR = tl.constexpr(-29.0)
+ROW_FLOOR = tl.constexpr(-100.0)
 
 
 @triton.jit
@@ -160,7 +163,7 @@ def inverse_power_of_2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def gate_share(b_g, b_bias, a, unit, GATE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr):
+def gate_share(b_g, b_bias, a, unit, GATE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, LOWEST: tl.constexpr = FLOOR):
     """The log2-decay in (negative) units of `gate_unit`, which is left to its sums; b_bias as `scaled_bias` makes it.
 
     log_decay: -g        softplus: max(x, 0) + log2(1 + 2^-|x|)        bounded: 1 / (1 + 2^-a x)        with x = log2(e) (g + bias)
@@ -172,7 +175,7 @@ def gate_share(b_g, b_bias, a, unit, GATE: tl.constexpr, BOUNDED: tl.constexpr, 
         b_y = tl.maximum(b_x, 0.0) + log2_one_plus(inverse_power_of_2(tl.abs(b_x), PTX), False, PTX)
     else:
         b_y = -b_g
-    return b_y if BOUNDED else tl.minimum(b_y, FLOOR / unit, tl.PropagateNan.ALL)  # NaN is no gate that forgets
+    return b_y if BOUNDED else tl.minimum(b_y, LOWEST / unit, tl.PropagateNan.ALL)  # NaN is no gate that forgets
 
 
 @triton.jit

@@ -9,7 +9,16 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
-from kdakit.backends.triton_gpu.device.gate import gate_share, gate_slope, gate_unit, inverse_norm, power_of_2, scaled_bias, write_strength
+from kdakit.backends.triton_gpu.device.gate import (
+    ROW_FLOOR,
+    gate_share,
+    gate_slope,
+    gate_unit,
+    inverse_norm,
+    power_of_2,
+    scaled_bias,
+    write_strength,
+)
 from kdakit.backends.triton_gpu.device.matrix import product, round_to
 from kdakit.backends.triton_gpu.device.program import locate_chunk
 from kdakit.backends.triton_gpu.device.token_tiles import by_token, channel_index, half_sums, running_sums, to_float32, token_index
@@ -78,7 +87,7 @@ def half_tiles(
     if HAS_DT_BIAS:
         o_k = tl.arange(0, 8 * J)[:, None] // 8 * c + tl.arange(0, c)[None, :]
         b_bias = scaled_bias(tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32), a, GATE)[:, None, :]
-    b_s, b_total = decay_sums(gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX), unit)
+    b_s, b_total = decay_sums(gate_share(b_g.to(tl.float32), b_bias, a, unit, GATE, BOUNDED, PTX, ROW_FLOOR), unit)
     b_qk = tl.reshape(to_float32(b_qk, PTX) * b_norm[:, :, None], [8 * J, 2, 4, c])
     b_k = round_to(k_part(b_qk) * power_of_2(b_total[:, None, :] - b_s, PTX), SOLVE_DTYPE)
     b_rows = tl.reshape(b_qk * power_of_2(b_s + b_before[:, None, :], PTX)[:, None], [8 * J, 8, c])

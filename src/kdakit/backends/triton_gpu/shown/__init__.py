@@ -20,6 +20,7 @@ from kdakit.problem import Options, Problem
 
 FOLDER = Path(__file__).parent
 LEAST = 1  # problems that must have been right
+WRONG = 10.0  # times the accuracy rule: a form with such an error waits; what is beyond the rule by less is named in the file
 
 
 def gate_kind(problem: Problem) -> str:
@@ -129,14 +130,26 @@ def shown(chip: str) -> dict[str, int]:
     return {f"{kernel} {rest}": count for kernel, found in table["forms"].items() for rest, count in found.items()}
 
 
-def dump(chip: str, sources: list[str], counts: dict[str, int]) -> str:
-    """A chip's file: a line per form, by kernel."""
+def exceeded(chip: str) -> dict[str, str]:
+    """{random problem: what exceeded the accuracy rule, and by how much} of a chip."""
+    file = FOLDER / f"{chip}.json"
+    return json.loads(file.read_text())["exceeded"] if file.exists() else {}
+
+
+def dump(chip: str, sources: list[str], beyond: dict[str, str], counts: dict[str, int]) -> str:
+    """A chip's file: a line per problem that exceeded the rule, and per form, by kernel."""
     kernels: dict[str, list[str]] = {}
     for name in sorted(counts):
         kernel, _, rest = name.partition(" ")
         kernels.setdefault(kernel, []).append(f"   {json.dumps(rest)}: {counts[name]}")
     parts = [f'  "{kernel}": {{\n' + ",\n".join(lines) + "\n  }" for kernel, lines in kernels.items()]
-    head = [f' "chip": {json.dumps(chip)},', f' "sources": {json.dumps(sources)},', ' "forms": {']
+    named = ",\n".join(f"  {json.dumps(label)}: {json.dumps(beyond[label])}" for label in sorted(beyond))
+    head = [
+        f' "chip": {json.dumps(chip)},',
+        f' "sources": {json.dumps(sources, indent=2)},',
+        f' "exceeded": {{\n{named}\n }},',
+        ' "forms": {',
+    ]
     return "\n".join(["{", *head, ",\n".join(parts), " }", "}"]) + "\n"
 
 
@@ -153,6 +166,8 @@ def summary(chip: Chip) -> dict[str, str]:
         told[f"{dtype} {call}"] = (
             f"of {len(kinds)} kinds of problem {len(kinds) - len(absent)} as they are, {len(absent) - wait} with wider heads, {wait} wait"
         )
+    if beyond := exceeded(chip.name):
+        told["random problems"] = f"{len(beyond)} were beyond the accuracy rule, by less than {WRONG:g} times: {', '.join(beyond.values())}"
     return told
 
 
