@@ -79,7 +79,8 @@ def test_gradients_of_a_given_beta_wait_without_a_table(monkeypatch):
 def test_the_file(tmp_path):
     text = shown.dump("sm_90", ["a campaign"], {"17": "g 1.20"}, {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1})
     assert json.loads(text) == {
-        "chip": "sm_90", "sources": ["a campaign"], "exceeded": {"17": "g 1.20"}, "forms": {"gradient": {"bfloat16 K64": 3}, "scan": {"float32 K16 V16": 1}},
+        "chip": "sm_90", "sources": ["a campaign"], "exceeded": {"17": "g 1.20"},
+        "forms": {"gradient": {"bfloat16 K64": 3}, "scan": {"float32 K16 V16": 1}},
     }  # fmt: skip
     (tmp_path / "sm_90.json").write_text(text)
     shown.shown.cache_clear()
