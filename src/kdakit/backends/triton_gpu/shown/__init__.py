@@ -176,7 +176,7 @@ GATES = (("log_decay", None, False), ("log_decay", -5.0, True), ("softplus", Non
 
 
 def _kind(dtype: str, call: str, K: int, V: int, gate: tuple[str, float | None, bool], l2norm: bool) -> Problem:
-    options = Options(K**-0.5, *gate, l2norm)
+    options = Options(scale=K**-0.5, **dict(zip(("gate", "lower_bound", "safe_gate"), gate, strict=True)), l2norm=l2norm)
     return Problem(
         op="recurrent" if call == "step" else "chunk", B=1, T=1, H=1, HV=1, K=K, V=V, N=1, dtype=dtype, gate_dtype=dtype, beta_dtype=dtype,
         state_dtype="float32", varlen="", has_A_log=gate[0] == "softplus", has_dt_bias=False, has_initial_state=False,
