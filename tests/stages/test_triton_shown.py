@@ -1,6 +1,7 @@
 """What a chip has shown, and the tile sizes: nothing ships for sm_90 that an H200 has not run. Plain Python over data."""
 
 import json
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -39,21 +40,41 @@ def test_no_tile_has_joined_rows_of_64():
 
 
 def test_what_the_table_holds_can_run():
-    """No form is in it that the present tile sizes do not lead to."""
+    """No form is in it that the present tile sizes do not lead to, whatever chunks the states are asked for between."""
     known = set(shown.shown("sm_90"))
-    crowds = [one.replace(B=n, N=n) for one in every_kind() for n in (1, 22, 44, 132)] if known else []
-    assert known <= {name for one in crowds for name in shown.forms(one, config.choose(one, CHIP))}
+    kinds = [(one, n) for one in every_kind() for n in shown.sequences(CHIP)]
+    found = {name for one, n in kinds for name in shown.forms(one.replace(B=n, N=n), config.choose(one.replace(B=n, N=n), CHIP))}
+    for one, n in kinds if known - found else ():
+        for changes in ({"state_v_first": True}, *({"return_intermediate_states": True, "chunk_size": C} for C in (16, 32))):
+            other = one.replace(B=n, N=n, **changes)
+            found.update(shown.forms(other, config.choose(other, CHIP)))
+    assert known and known <= found
 
 
 def test_a_changed_tile_waits(monkeypatch):
     """With a table: the size that was wrong, and any other that nobody has run."""
-    from dataclasses import replace
-
     one = problem("bfloat16", 64, 64)
     right = config.choose(one, CHIP)
     known = dict.fromkeys(shown.forms(one, right), 1)
     for changes in (dict(slice_k=64, slice_warps=4), dict(reverse_stages=7), dict(product_slice_k=16), dict(scan_warps=1)):
         assert not known.keys() >= set(shown.forms(one, replace(right, **changes))), changes
+
+
+def test_a_scan_in_parts_that_waits_is_a_whole_one(monkeypatch):
+    monkeypatch.setattr(config, "UNCHECKED", False)
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    one = problem("bfloat16", 128, 128, grad=False)
+    usual = config.choose(one, CHIP)
+    crowds = [one.replace(B=n, N=n) for n in shown.sequences(CHIP)]
+    known = {name: 1 for crowd in crowds for name in shown.forms(crowd, config.choose(crowd, CHIP))}
+    parts = [name for name in known if " parts " in name]
+    monkeypatch.setattr(shown, "shown", lambda chip: known)
+    assert usual.split and parts and shown.settled(one, CHIP) == usual and shown.waits(one, CHIP) is None
+    for name in parts:
+        del known[name]
+    shown._missing.cache_clear()
+    assert shown.settled(one, CHIP) == replace(usual, split=False) and shown.missing(one, CHIP) == ()
+    shown._missing.cache_clear()
 
 
 def test_chips_without_a_table(monkeypatch):
@@ -110,3 +131,6 @@ def test_what_a_campaign_takes_out(tmp_path, monkeypatch, capsys):
     table = json.loads((tmp_path / "sm_90.json").read_text())
     assert table["forms"] == {"scan": {"a": 1}} and table["exceeded"] == {"2": "bfloat16 gradient K64 V64: g 1.25"}
     assert "3 right, 3 not" in table["sources"][0] and "2 taken out" in capsys.readouterr().out
+    random_search.record(SimpleNamespace(device="cuda", record=tmp_path, random=1, seed=1), "triton_gpu", [verdict("2", "a", g=0.25)])
+    table = json.loads((tmp_path / "sm_90.json").read_text())
+    assert table["forms"] == {"scan": {"a": 2}} and table["exceeded"] == {}

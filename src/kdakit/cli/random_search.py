@@ -168,7 +168,9 @@ def record(args, backend: str, verdicts: list[Verdict]) -> None:
     wrong = {form for v in failed if v.beyond > shown.WRONG for form in v.forms}
     passed = sum(v.ok and not v.refused for v in verdicts)
     source = f"kdakit verify --random {args.random} --seed {args.seed} --backend {backend}: {passed} right, {len(failed)} not"
-    exceeded = before["exceeded"] | {v.label: told(v) for v in failed if v.beyond <= shown.WRONG}
+    tried = {v.label for v in verdicts}
+    exceeded = {label: text for label, text in before["exceeded"].items() if label not in tried}
+    exceeded |= {v.label: told(v) for v in failed if v.beyond <= shown.WRONG}
     kept = {form: n for form, n in counts.items() if form not in wrong}
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(shown.dump(chip, [*before["sources"], source], exceeded, kept))

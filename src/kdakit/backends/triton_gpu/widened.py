@@ -19,8 +19,9 @@ from kdakit.reference import Result
 @lru_cache(maxsize=1024)
 def config_for(problem: Problem, chip: Chip) -> Config:
     """The problem's own configuration, or that of the least wider one which the chip has shown. For sizes that are plain numbers."""
+    pick = choose if config.UNCHECKED or config.INTERPRETED else shown.settled
     K, V = wide_sizes(problem, chip)
-    return replace(choose(problem.replace(K=K, V=V), chip), wide_K=K, wide_V=V) if K else choose(problem, chip)
+    return replace(pick(problem.replace(K=K, V=V), chip), wide_K=K, wide_V=V) if K else pick(problem, chip)
 
 
 def wide_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:

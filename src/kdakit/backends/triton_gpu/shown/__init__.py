@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,12 +72,25 @@ def missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
     return _missing(problem.replace(B=1, T=1, N=1, H=1, HV=1, varlen=""), chip)
 
 
+def sequences(chip: Chip) -> tuple[int, ...]:
+    """Numbers of sequences of one head with which `config` chooses whatever it may choose: alone, few, some, many."""
+    return 1, 3, chip.processors // 6, chip.processors // 3, chip.processors
+
+
 @lru_cache(maxsize=4096)
 def _missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
     known = shown(chip.name)
-    crowds = [problem.replace(B=n, N=n) for n in (1, chip.processors // 6, chip.processors // 3, chip.processors)]
-    found = dict.fromkeys(name for crowd in crowds for name in forms(crowd, config.choose(crowd, chip)))
+    crowds = [problem.replace(B=n, N=n) for n in sequences(chip)]
+    found = dict.fromkeys(name for crowd in crowds for name in forms(crowd, settled(crowd, chip)))
     return tuple(name for name in found if known.get(name, 0) < LEAST)
+
+
+def settled(problem: Problem, chip: Chip) -> Config:
+    """What `config.choose` says, but for a scan in parts that the chip has not shown: there, sequences are scanned whole."""
+    c, known = config.choose(problem, chip), shown(chip.name)
+    if c.split and known and not all(name in known for name in forms(problem, c) if name.startswith("scan")):
+        return replace(c, split=False)
+    return c
 
 
 def wider(problem: Problem, chip: Chip) -> tuple[int, int]:
