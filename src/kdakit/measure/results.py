@@ -16,8 +16,12 @@ NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
 
 
 def section(name: str, records: list[dict[str, Any]]) -> str:
-    """What a generated section of that name holds."""
-    return speed.markdown(records) if name == "speed" else markdown(records)
+    """What a generated section of that name holds. `whole` has its own heading, and is empty where nothing was recorded."""
+    if name == "speed":
+        return speed.markdown(records)
+    if name == "whole":
+        return f"## Measured\n\n{markdown(records)}" if records else ""
+    return markdown(records)
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
@@ -132,7 +136,8 @@ def _exponents(rows) -> str:
     return f": time grows as T^{time:.2f}, memory as T^{math.log(last['extra_mib'] / first['extra_mib']) / span:.2f}"
 
 
-MODES = {"fwd": "forward", "fwdbwd": "forward + backward", "decode": "decode", "eager": "forward, call after call"}
+MODES = {"fwd": "forward", "fwdbwd": "forward + backward", "decode": "decode", "eager": "forward, call after call",
+         "graph": "forward, graph"}  # fmt: skip
 
 
 def label(row) -> str:
