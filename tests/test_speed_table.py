@@ -70,3 +70,11 @@ def test_every_row_is_an_entry_of_the_suite():
     assert set(speed.ENTRIES) <= set(SUITES["gpu"])
     timed = {name for entry in SUITES["gpu"].values() for name in entry.contestants}
     assert timed <= set(speed.NAMES) and {name for names in speed.COLUMNS.values() for name in names} <= timed
+
+
+def test_who_was_absent_is_said_once():
+    gone = [{"contestant": "flash_kda", "entry": f"fwd h{n}", "reason": "it is not installed"} for n in (16, 32, 64)]
+    other = {"contestant": "cudnn", "entry": "fwd h96", "reason": "it has no softplus gate"}
+    assert results.absences([*gone, other]) == [
+        "flash_kda did not run 3 jobs: it is not installed.", "cudnn did not run fwd h96: it has no softplus gate."
+    ]  # fmt: skip
