@@ -131,7 +131,7 @@ def draw(seed: int) -> tuple[Case, str]:
 def check(
     case, dtype: str, run, seed: int = 0, values=VALUES, gradients: bool = True, rounding: float = 0.0, names=(*DIFFERENTIABLE, *COTANGENTS)
 ) -> int:
-    """run(arrays, cotangents) -> {name: array}, with every value in every input of `names`: nothing leaks. Returns how many were injected."""
+    """run(arrays, cotangents) -> {name: array}, with every value in every one of `names`: nothing leaks. Returns how many were injected."""
     clean = run(case.arrays(dtype), case.cotangents(dtype) if gradients else None)
     assert all(np.isfinite(x).all() for x in clean.values())
     number, wrong = 0, []
