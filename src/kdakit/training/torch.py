@@ -130,7 +130,7 @@ class Learner:
         check_weights(self.model.config, state.weights)
         weights = {name: torch.from_numpy(as_plain_floats(state.weights[name])) for name in self.named}
         fused = self.place.device.type == "cuda"
-        moments = {}
+        moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for name, parameter in self.named.items():
             moments[parameter] = {
                 "step": torch.tensor(float(state.step), device=parameter.device if fused else "cpu"),
