@@ -57,12 +57,13 @@ docs: $(STAMP)  ## the site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/, and the pictures of records
-	$(BIN)/kdakit doctor --table README.md docs/backends.md docs/adding-a-backend.md
+	$(BIN)/kdakit doctor --table docs/backends.md docs/adding-a-backend.md
 	$(BIN)/kdakit verify --dtype float32 bfloat16 --table docs/numerics.md
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/*.json)) --table docs/performance.md --section cpu
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/ranks/*.json)) --table docs/distributed.md --section ranks
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*.json)) --table docs/performance.md --section gpu
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*.json)) --table README.md --section speed
+	$(if $(wildcard benchmarks/results/gpu/whole/*.json),$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/whole/*.json)) --table docs/train-and-serve.md --section whole)
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/first_calls/*.json)) --table docs/performance.md --section first_calls
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/pool/*_pool.json)) --table docs/serving.md --section pool
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/pool/*_state_bits.json)) --table docs/serving.md --section state_bits

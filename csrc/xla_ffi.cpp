@@ -49,28 +49,39 @@ static ffi::Error failure(kda_status status) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("kdakit: ") + kda_status_name(status) + ": " + kda_last_error());
 }
 
-static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, Any k, Any v, Any g, Any beta, F32 A_log, F32 dt_bias,
-                          F32 initial_state, Any cu_seqlens, ffi::Result<Any> o, ffi::Result<F32> final_state, int64_t chunk_size,
-                          float scale, int32_t gate, float lower_bound, int32_t safe_gate, int32_t beta_kind, int32_t l2norm,
-                          int32_t state_v_first) {
-  kda_prefill_args args = KDA_PREFILL_ARGS_INIT;
+// Empty, or the first buffer of a call that is not of the shape which q, v and cu_seqlens give it.
+static std::string wrong_buffer(const Any &q, const Any &k, const Any &v, const Any &g, const Any &beta, const F32 &A_log,
+                                const F32 &dt_bias, const F32 &initial_state, const Any &cu_seqlens, const Any &o,
+                                const F32 &final_state, bool state_v_first) {
   const auto shape = q.dimensions(), values = v.dimensions();
-  if (shape.size() != 4 || values.size() != 4)
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]");
+  if (shape.size() != 4 || values.size() != 4) return "kdakit: q must be [B, T, H, K] and v [B, T, HV, V]";
   const int64_t B = shape[0], T = shape[1], H = shape[2], K = shape[3], HV = values[2], V = values[3];
   const bool packed = cu_seqlens.element_count() != 0;
   const int64_t N = packed ? int64_t(cu_seqlens.element_count()) - 1 : B, rows = state_v_first ? V : K, columns = state_v_first ? K : V;
   for (const std::string &wrong : {
          wrong_shape("k", k.dimensions(), {B, T, H, K}), wrong_shape("v", values, {B, T, HV, V}),
          wrong_shape("g", g.dimensions(), {B, T, HV, K}),
-         wrong_shape("beta", beta.dimensions(), {B, T, HV}), wrong_shape("o", o->dimensions(), {B, T, HV, V}),
-         wrong_shape("final_state", final_state->dimensions(), {N, HV, rows, columns}),
+         wrong_shape("beta", beta.dimensions(), {B, T, HV}), wrong_shape("o", o.dimensions(), {B, T, HV, V}),
+         wrong_shape("final_state", final_state.dimensions(), {N, HV, rows, columns}),
          initial_state.element_count() ? wrong_shape("initial_state", initial_state.dimensions(), {N, HV, rows, columns}) : std::string(),
          wrong_count("A_log", A_log.element_count(), HV), wrong_count("dt_bias", dt_bias.element_count(), HV * K),
        })
-    if (!wrong.empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, wrong);
+    if (!wrong.empty()) return wrong;
   if (packed && cu_seqlens.element_type() != ffi::S32 && cu_seqlens.element_type() != ffi::S64)
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "kdakit: cu_seqlens must be int32 or int64");
+    return "kdakit: cu_seqlens must be int32 or int64";
+  return "";
+}
+
+static ffi::Error prefill(void *stream, ffi::ScratchAllocator scratch, Any q, Any k, Any v, Any g, Any beta, F32 A_log, F32 dt_bias,
+                          F32 initial_state, Any cu_seqlens, ffi::Result<Any> o, ffi::Result<F32> final_state, int64_t chunk_size,
+                          float scale, int32_t gate, float lower_bound, int32_t safe_gate, int32_t beta_kind, int32_t l2norm,
+                          int32_t state_v_first) {
+  const std::string wrong =
+      wrong_buffer(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *o, *final_state, state_v_first != 0);
+  if (!wrong.empty()) return ffi::Error(ffi::ErrorCode::kInvalidArgument, wrong);
+  kda_prefill_args args = KDA_PREFILL_ARGS_INIT;
+  const auto shape = q.dimensions(), values = v.dimensions();
+  const bool packed = cu_seqlens.element_count() != 0;
   const bool half = q.element_type() == ffi::BF16;
   args.batch = shape[0], args.tokens = shape[1], args.heads = shape[2], args.key_dim = shape[3];
   args.value_heads = values[2], args.value_dim = values[3], args.chunk_size = chunk_size;

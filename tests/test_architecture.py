@@ -149,6 +149,26 @@ def test_the_map_of_native_code_names_every_kernel_file():
     assert kernels and not {name for name in kernels if name not in text}
 
 
+def gate_formulas() -> set[str]:
+    """The files that multiply by lower_bound: those with the bounded gate in them."""
+
+    def is_bound(x: ast.AST) -> bool:
+        return getattr(x, "id", getattr(x, "attr", None)) == "lower_bound"
+
+    python = {path for path in FILES for x in ast.walk(ast.parse(path.read_text()))
+              if isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mult) and (is_bound(x.left) or is_bound(x.right))}  # fmt: skip
+    product = re.compile(r"^[^/]*(lower_bound \* |\* lower_bound\b)", re.MULTILINE)
+    return {str(path.relative_to(ROOT)) for path in python | {path for path in NATIVE if product.search(path.read_text())}}
+
+
+def test_contributing_names_every_file_with_the_formula_of_a_gate():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("**The gates.**")[2].partition("\n\n")[0]
+    listed = set(re.findall(r"`([\w/]+\.(?:py|cuh))`", text))
+    found = gate_formulas()
+    assert len(found) == len(listed), (sorted(found), sorted(listed))
+    assert all(any(path.endswith("/" + name) or path == name for path in found) for name in listed), listed
+
+
 def test_no_assert_on_user_input():
     for path in FILES:
         bare = [n.lineno for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)]

@@ -1,7 +1,7 @@
 """What is not finite stays in its own sequence and head: NaN and infinity into every input of every backend that runs here.
 
 Triton's kernels do it in stages/test_triton_interpreted.py and in stages/test_triton_gpu.py; those of CUDA in
-stages/test_cuda_emulated.py.
+stages/test_cuda_emulated.py and stages/test_hopper_emulated.py.
 """
 
 import os
@@ -11,6 +11,7 @@ import not_finite
 import numpy as np
 import pytest
 
+from kdakit import reference
 from kdakit.cases import CASES, FUSED, SEGMENT_CASES, Case
 from kdakit.measure import checking
 
@@ -19,6 +20,7 @@ ROWS = Case(
     "nf_rows", "two rows, grouped heads", B=2, T=40, H=2, HV=4, K=16, V=8, options={"chunk_size": 64, "return_intermediate_states": True}
 )
 PACKED = Case("nf_packed", "packed, an empty sequence", T=40, H=1, HV=2, K=16, V=8, lengths=(9, 0, 17, 14))
+PACKED_STATES = replace(PACKED, name="nf_packed_states", options={"chunk_size": 16, "return_intermediate_states": True})
 SEGMENTS = Case("nf_segments", "three segments in a chunk", T=40, H=1, HV=2, K=16, V=8, segments=((9, 17, 14),))
 FUSED_PACKED = Case("nf_fused", "packed, everything in the kernel", T=40, H=2, HV=2, K=16, V=8, lengths=(19, 0, 21), gate="raw",
                     beta="logits", A_log=True, dt_bias=True, options=FUSED)  # fmt: skip
@@ -38,6 +40,17 @@ HALF = NAMES if FULL else ("grouped", "varlen")
 def test_torch_native(name, dtype):
     pytest.importorskip("torch")
     assert not_finite.check(CASES[name], dtype, runs("torch_native", CASES[name], dtype)) >= 21
+
+
+def test_torch_native_states_of_packed_sequences():
+    """As many as there are chunks, with and without gradients: room for more is not handed out, which nobody has written to."""
+    pytest.importorskip("torch")
+    case, run = PACKED_STATES, runs("torch_native", PACKED_STATES)
+    arrays, truth = case.arrays("float32"), reference.forward(case.problem("float32"), case.arrays("float32")).states
+    for cotangents in (None, case.cotangents("float32")):
+        found = run(arrays, cotangents)["states"]
+        assert found.shape == truth.shape and np.abs(found - truth).max() < 1e-5
+    not_finite.check(case, "float32", run, values=(np.nan,))
 
 
 @pytest.mark.parametrize("seed", range(12 if FULL else 6))

@@ -4,7 +4,7 @@
 
 namespace kda::hopper {
 
-constexpr float kGateFloor = -29.0f, kLn2 = 0.6931471805599453f;  // the floor of hopper_prepare.cu
+constexpr float kGateFloor = -29.0f, kLn2 = 0.6931471805599453f;  // the floor of hopper_prepare_decay.cuh
 
 template <Gate GATE>
 struct GateOf {

@@ -44,6 +44,13 @@ class Sequences:
             self.of_token = np.broadcast_to(np.arange(B)[:, None], (B, T))
             self.entering = self.leaving = np.arange(B)
 
+    def of_chunk(self, case, chunks: int) -> np.ndarray:
+        """[B, chunks] of the states before each chunk, of sequences one after the other where they are packed; -1: nobody's."""
+        if not case.lengths:
+            return np.broadcast_to(np.arange(case.B)[:, None], (case.B, chunks))
+        counts = [-(-n // case.options["chunk_size"]) for n in case.lengths]
+        return np.r_[np.repeat(np.arange(len(counts)), counts), np.full(chunks - sum(counts), -1)][None]
+
 
 def injections(case, dtype: str = "float32", seed: int = 0, values=VALUES):
     """Every value into every input and cotangent, at a place of its own."""
@@ -89,8 +96,8 @@ def leaks(case, clean: dict, found: dict, injected: Injection, rounding: float =
             own = np.ones(rows.shape, bool) if injected.sequence is None else rows == injected.sequence
             may = (own[:, None] & same_head).reshape(*value.shape[:2], 1, 1)
         elif name == "states":
-            own = np.ones(case.B, bool) if injected.sequence is None or case.lengths else np.arange(case.B) == injected.sequence
-            may = (own[:, None, None] & same_head).reshape(case.B, 1, case.HV, 1, 1)
+            own = where.of_chunk(case, value.shape[1]) == injected.sequence if injected.sequence is not None else np.ones((1, 1), bool)
+            may = (own[..., None] & same_head)[..., None, None]
         else:
             own = np.ones(where.of_token.shape, bool) if injected.sequence is None else where.of_token == injected.sequence
             may = (own[..., None] & same_head).reshape(*value.shape[:3], *[1] * (value.ndim - 3))
@@ -121,13 +128,15 @@ def draw(seed: int) -> tuple[Case, str]:
     return Case(f"drawn_{seed}", "drawn", **sizes, **rows, **computed, options=options), str(rng.choice(["float32", "bfloat16"]))
 
 
-def check(case, dtype: str, run, seed: int = 0, values=VALUES, gradients: bool = True, rounding: float = 0.0) -> int:
-    """run(arrays, cotangents) -> {name: array}, with every value in every input: nothing leaks. Returns how many were injected."""
+def check(
+    case, dtype: str, run, seed: int = 0, values=VALUES, gradients: bool = True, rounding: float = 0.0, names=(*DIFFERENTIABLE, *COTANGENTS)
+) -> int:
+    """run(arrays, cotangents) -> {name: array}, with every value in every one of `names`: nothing leaks. Returns how many were injected."""
     clean = run(case.arrays(dtype), case.cotangents(dtype) if gradients else None)
     assert all(np.isfinite(x).all() for x in clean.values())
     number, wrong = 0, []
     for injected in injections(case, dtype, seed, values):
-        if not (gradients or injected.forward):
+        if not (gradients or injected.forward) or injected.name not in names:
             continue
         found = run(injected.arrays, injected.cotangents if gradients else None)
         number += 1

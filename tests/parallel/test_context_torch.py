@@ -120,6 +120,12 @@ for turn in range(3):
     given = None if what == "no_tensor" and rank == 1 else q
     backend = "torch_native" if what == "backend" and rank == 1 else "auto"
     try:
+        if what == "dtype":
+            parallel.all_tokens(q.half() if rank == 1 else q, group)
+        if what == "unreadable":
+            cu = torch.tensor([0, 3 * q.shape[1]])
+            given, q, v, g, beta, cu = (x.to("meta") if rank == 1 else x for x in (q, q, v, g, beta, cu))
+            parallel.chunk_kda(given, q, v, g, beta, group=group, cu_seqlens=cu)
         parallel.chunk_kda(given, q, v, g, beta, group=group, backend=backend)
     except Exception:
         assert time.time() - begin < 10, "raised too late"
@@ -132,6 +138,8 @@ REFUSALS = {
     "refuse": ["refused on rank 1", "beta must be one of", "refused on rank 1"],
     "no_tensor": ["refused on rank 1", "q must be a torch.Tensor, got NoneType", "refused on rank 1"],
     "backend": ["options must be the same on every rank"] * 3,
+    "dtype": ["dtype must be the same on every rank"] * 3,
+    "unreadable": ["refused on rank 1", "meta", "refused on rank 1"],  # by an error of another kind than a check's
     "die": [None, "", None],
     "hang": [None, "", None],
 }

@@ -1,5 +1,8 @@
 """A serving call that is refused has changed nothing: every call with every wrong argument, every tensor and every slot as it was."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from sequences import HV, OPTIONS, K, V, tokens
@@ -245,3 +248,34 @@ def test_a_slot_lives_on_after_two_thousand_million_owners(framework):
     made = side.serving.commit(side.pool, draft, [3, 3])
     states = (side.pool if made is None else made).states([0, 1])
     assert states[0].any() and states[1].any()
+
+
+def test_slots_change_one_after_the_other_whatever_threads_ask(monkeypatch):
+    """Between looking for a free slot and taking it, and between looking whether one is taken and freeing it, nobody else does."""
+    pytest.importorskip("torch")
+    from kdakit.serving.torch import StatePool
+
+    pool, publish = StatePool(slots=4, HV=1, K=2, V=2), StatePool.publish
+    monkeypatch.setattr(StatePool, "publish", lambda *args: (time.sleep(0.02), publish(*args))[1])
+
+    def together(call):
+        found, meeting = [], threading.Barrier(3)
+
+        def work():
+            meeting.wait()
+            try:
+                found.append(call())
+            except ValueError as problem:
+                found.append(problem)
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert pool.generation[:4].tolist() == pool.table.generation, "the device knows other owners than the host"
+        return found
+
+    assert sorted(together(lambda: pool.allocate(1)[0])) == [0, 1, 2]
+    refused = [x for x in together(lambda: pool.free([1])) if x is not None]
+    assert len(refused) == 2 and all("which is free" in str(x) for x in refused) and pool.table.free == 2

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 
+import not_finite
 import numpy as np
 import pytest
 
@@ -131,6 +132,25 @@ HARD = [
 @pytest.mark.parametrize("name", HARD)
 def test_cases(kernels, name):
     check(kernels, replace(CASES[name], H=1, HV=2 if name == "grouped" else 1, B=1, K=128, V=128))
+
+
+NOT_FINITE = (
+    Case("given", "any log-decay", T=6, H=1, HV=2, K=128, V=128, lengths=(2, 4), options={"chunk_size": 64}),
+    Case("softplus", "a raw gate", T=6, H=1, HV=2, K=128, V=128, lengths=(2, 4), gate="raw", A_log=True,
+         options={"chunk_size": 64, "use_gate_in_kernel": True}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_FINITE, ids=lambda case: case.name)
+def test_a_gate_that_is_nan_shows_and_stays_where_it_is(kernels, case):
+    """It is no gate that forgets: it is not raised to the floor, its head's outputs are NaN from there on, and no bit of others changes."""
+    problem = case.problem("bfloat16")
+    run = lambda arrays: scan(problem, arrays, prepare(kernels, problem, arrays))
+    (injected,) = (x for x in not_finite.injections(case, "bfloat16", values=(np.nan,)) if x.name == "g")
+    clean, found = run(case.arrays("bfloat16")), run(injected.arrays)
+    assert all(np.isfinite(x).all() for x in clean.values()) and not_finite.leaks(case, clean, found, injected) == []
+    last = sum(case.lengths[: injected.sequence + 1]) - 1
+    assert np.isnan(found["o"][0, last, injected.head]).all() and np.isnan(found["final_state"][injected.sequence, injected.head]).any()
 
 
 def _three_resets(rng, shape):

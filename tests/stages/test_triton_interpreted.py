@@ -504,6 +504,16 @@ def test_what_is_not_finite_stays_where_it_is(gate):
 
 
 @interpreter
+def test_states_between_chunks_keep_what_is_not_finite():
+    """NaN in one token: in the buffer of states, those of its own sequence and head alone may change, chunk for chunk."""
+    options = {"chunk_size": 16, "return_intermediate_states": True}
+    case = Case("states", "two chunks, none, one", T=21, H=1, HV=2, K=16, V=16, lengths=(18, 0, 3), options=options)
+    results = lambda arrays, _: checking.run_arrays("triton_gpu", case, "float32", arrays)
+    assert results(case.arrays("float32"), None)["states"].shape[:3] == (1, 3, 2)
+    assert not_finite.check(case, "float32", results, seed=1, values=(np.nan,), gradients=False, names=("k", "g", "initial_state")) == 3
+
+
+@interpreter
 def test_tuning_refuses_what_is_wrong(monkeypatch):
     """`kdakit bench --tune` holds every candidate against float64: here a decoding step, right and then with a dropped update."""
     from kdakit.measure import tuned_calls

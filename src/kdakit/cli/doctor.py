@@ -212,10 +212,10 @@ def _answer(backend, problem, where) -> str:
     return dispatch.supports(backend.name, problem, where) or OK
 
 
-# What each backend is for. Where no GPU can be asked, `triton_gpu` answers as on an H200 (sm_90).
+# What each backend is for. Where no GPU can be asked, `triton_gpu` and `triton_ffi` answer as on an H200 (sm_90).
 OWN_DEVICE = {
-    "triton_gpu": "a GPU", "cuda": "an NVIDIA GPU", "torch_native": "any device", "pallas_tpu": "a TPU", "cuda_ffi": "an NVIDIA GPU",
-    "xla": "any device",
+    "triton_gpu": "a GPU", "cuda": "an NVIDIA GPU", "torch_native": "any device", "pallas_tpu": "a TPU",
+    "triton_ffi": "a GPU", "cuda_ffi": "an NVIDIA GPU", "xla": "any device",
 }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def _own_answer(backend, problem) -> str:
     """`_answer` on the backend's own device, whether or not there is one here."""
     from kdakit import dispatch
 
-    module, where = dispatch.load(backend.name), {"triton_gpu": "cuda", "pallas_tpu": "tpu"}.get(backend.name, "cpu")
+    module, where = dispatch.load(backend.name), {"triton_gpu": "cuda", "triton_ffi": "gpu", "pallas_tpu": "tpu"}.get(backend.name, "cpu")
     if OWN_DEVICE.get(backend.name) != "an NVIDIA GPU" or (problem.op == "recurrent" and module.step is None):
         device = _device(backend.framework, where)
         answer = _answer(backend, problem, device)

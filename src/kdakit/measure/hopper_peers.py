@@ -8,6 +8,7 @@ flash_kda_vllm   vLLM's build of FlashKDA, from the library in its wheel; vLLM i
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -22,9 +23,16 @@ PLAN = "kda_hopper_cuda"  # pinned: without it cuDNN may pick an engine that com
 
 
 def versions() -> dict[str, str]:
-    """Of those that have been imported."""
-    found = {"nvidia-cudnn-frontend": sys.modules.get("cudnn")}
-    return {name: getattr(module, "__version__", "unversioned") for name, module in found.items() if module is not None}
+    """Of those that have been imported or loaded."""
+    found = {}
+    if (module := sys.modules.get("cudnn")) is not None:
+        found["nvidia-cudnn-frontend"] = getattr(module, "__version__", "unversioned")
+    if _load_vllm.cache_info().currsize:
+        try:
+            found["vllm"] = importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            found["vllm"] = "unversioned"
+    return found
 
 
 def cudnn_refusal(case: Case, dtype: str, op: str = "chunk", grad: bool = False) -> str | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kdakit.measure import speed
 from kdakit.measure.choices import UsageError
 from kdakit.measure.results import label
 
-COLOURS = ("#2f6f9f", "#d98032", "#4c9a6a", "#8a5fa8", "#777777")
+COLOURS = ("#2f6f9f", "#d98032", "#4c9a6a", "#8a5fa8", "#777777", "#b04a5a", "#5aa7b0", "#b0a03a")
 
 
 def save(record: dict[str, Any], path: str) -> None:
@@ -59,7 +60,8 @@ def _bars(plt, record):
         panel.set_visible(False)
     for panel, rows in zip(panels.flat, groups.values(), strict=False):
         times = [r["median_ms"] for r in rows]
-        bars = panel.bar([r["contestant"] for r in rows], times, color=[COLOURS[names.index(r["contestant"]) % len(COLOURS)] for r in rows])
+        colours = [COLOURS[names.index(r["contestant"]) % len(COLOURS)] for r in rows]
+        bars = panel.bar([shown(r["contestant"]) for r in rows], times, color=colours)
         panel.set_ylim(top=max(times) * 1.25)
         for bar, r in zip(bars, rows, strict=True):
             text = f"{duration(r['median_ms'])}\n{max(times) / r['median_ms']:.1f}x"
@@ -71,10 +73,15 @@ def _bars(plt, record):
     return figure
 
 
+def shown(contestant: str) -> str:
+    """Its name as readers know it."""
+    return speed.NAMES.get(contestant, contestant).replace("`", "")
+
+
 def panel_title(row: dict[str, Any]) -> str:
     """'forward, softplus gate' over '8192 tokens, 96 heads of 128'."""
     what, _, sizes = label(row).partition(", ")
-    gate = ", softplus gate" if row.get("gate") == "softplus" else ""
+    gate = {"softplus": ", softplus gate", "log_decay": ", log-decays given"}.get(row.get("gate", ""), "") if "entry" in row else ""
     return f"{what}{gate}\n{sizes}"
 
 

@@ -12,12 +12,16 @@ from kdakit.measure import generated, gpu_results, speed, suites
 # The packages that every measurement names.
 UNKNOWN = "not recorded"  # what an old record does not say
 WIDTH = 120  # of prose in documents
-NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda")
+NAMED = ("python", "torch", "jax", "numpy", "fla-core", "flash_kda", "vllm", "nvidia-cudnn-frontend")
 
 
 def section(name: str, records: list[dict[str, Any]]) -> str:
-    """What a generated section of that name holds."""
-    return speed.markdown(records) if name == "speed" else markdown(records)
+    """What a generated section of that name holds. `whole` has its own heading, and is empty where nothing was recorded."""
+    if name == "speed":
+        return speed.markdown(records)
+    if name == "whole":
+        return f"## Measured\n\n{markdown(records)}" if records else ""
+    return markdown(records)
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
@@ -25,9 +29,18 @@ def markdown(records: list[dict[str, Any]]) -> str:
     for record in records:
         for title, header, rows in speed.overview(record) if record["kind"] == "suite" else tables(record):
             parts += [f"**{title}**", generated.markdown_table(header, rows, right=tuple(range(1, len(header))))]
-        parts += [wrap(f"{gone['contestant']} did not run {label(gone)}: {gone['reason']}.") for gone in record["missing"]]
+        parts += [wrap(line) for line in absences(record["missing"])]
         parts.append(wrap(provenance(record)))
     return "\n\n".join(parts)
+
+
+def absences(missing: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each implementation and reason, however many jobs it kept it from."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for gone in missing:
+        groups.setdefault((gone["contestant"], gone["reason"]), []).append(label(gone))
+    jobs = lambda labels: labels[0] if len(labels) == 1 else f"{len(labels)} jobs"
+    return [f"{contestant} did not run {jobs(labels)}: {reason}." for (contestant, reason), labels in groups.items()]
 
 
 def wrap(text: str) -> str:
@@ -132,7 +145,8 @@ def _exponents(rows) -> str:
     return f": time grows as T^{time:.2f}, memory as T^{math.log(last['extra_mib'] / first['extra_mib']) / span:.2f}"
 
 
-MODES = {"fwd": "forward", "fwdbwd": "forward + backward", "decode": "decode", "eager": "forward, call after call"}
+MODES = {"fwd": "forward", "fwdbwd": "forward + backward", "decode": "decode", "eager": "forward, call after call",
+         "graph": "forward, graph"}  # fmt: skip
 
 
 def label(row) -> str:

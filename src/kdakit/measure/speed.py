@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from kdakit.measure.choices import UsageError
 from kdakit.measure.generated import markdown_table
 
 OURS = "kdakit"
@@ -28,6 +29,8 @@ ENTRIES = {
     "fwd h96 softplus": "forward, 96 heads, softplus gate",
     "fwdbwd h96": "forward + backward, 96 heads",
     "fwdbwd h96 given": "forward + backward, 96 heads, log-decays given in float32",
+    "fwdbwd h32": "forward + backward, 32 heads",
+    "fwdbwd h32 given": "forward + backward, 32 heads, log-decays given in float32",
     "decode b32": "one token for 32 sequences, 32 heads",
 }
 NAMES = {
@@ -35,45 +38,73 @@ NAMES = {
     "flash_kda_vllm": "vLLM's FlashKDA", "cudnn": "cuDNN", "cudnn_g32": "cuDNN, float32 g",
 }  # fmt: skip
 REGIMES = {"iid": "gates that forget at once", "normal": "gates at random", "fla": "gates that forget slowly"}
-VERSIONS = {"FLA": "fla-core", "cuDNN": "nvidia-cudnn-frontend"}
+VERSIONS = {"FLA": "fla-core", "vLLM's FlashKDA": "vllm", "cuDNN": "nvidia-cudnn-frontend"}
 
 Row = dict[str, Any]
 
 
 def markdown(records: list[Row]) -> str:
-    """The table of the newest gpu suite among the records, with what it was measured on."""
-    record = max((r for r in records if r["settings"].get("suite") == "gpu"), key=lambda r: r["date"])
+    """The table of the newest gpu suite among the records, whoever took part in it, with what it was measured on."""
+    record = _newest(records)
     found = {(r["entry"], r["contestant"]): r for r in record["results"]}
-    columns = {title: names for title, names in COLUMNS.items() if any((entry, n) in found for entry in ENTRIES for n in names)}
+    columns = _columns(found)
     rows = []
     for entry, text in ENTRIES.items():
         best = {title: _fastest(found, entry, names) for title, names in columns.items()}
         if best[OURS] is not None:
-            rows.append([text, *(_cell(title, row, best[OURS]) for title, row in best.items())])
-    header = ["ms per call (error of o)", *(f"{title} {record['versions'].get(VERSIONS.get(title, ''), '')}".strip() for title in columns)]
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton"))
+            rows.append([text, *_cells(best, best[OURS])])
+    header = ["ms per call (error of o)", *(_titled(title, record["versions"]) for title in columns)]
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton") if name in record["versions"])
     note = (
-        f"One {record['machine']['device']}, bfloat16, K = V = 128; gate, norms and sigmoid in the kernel, initial and final state. "
-        "Medians of one run in which all take turns; 2x: kdakit is twice as fast. Errors are relative to the float64 "
-        f"recurrence, on three heads. {record['date']}, {versions}, commit {record['commit'][:12]}."
+        f"One {record['machine']['device']}, bfloat16, K = V = 128, initial and final state; gate, norms and sigmoid in the kernel unless "
+        "log-decays are given. Medians of one run in which all take turns; kdakit: the faster of `triton_gpu` and `cuda`; 2x: kdakit is "
+        "twice as fast; –: it did not run there. Errors are relative to the float64 recurrence, on three heads. "
+        f"{record['date']}, {versions}, commit {record['commit'][:12]}."
     )
     return markdown_table(header, rows, right=tuple(range(1, len(header)))) + "\n\n" + textwrap.fill(note, 120)
+
+
+def _newest(records: list[Row]) -> Row:
+    """Of the gpu suites that timed us on something of ENTRIES; of two of one day the last given."""
+    shown = {(entry, name) for entry in ENTRIES for name in COLUMNS[OURS]}
+    suites = [r for r in records if r["settings"].get("suite") == "gpu" and shown & {(x["entry"], x["contestant"]) for x in r["results"]}]
+    if not suites:
+        raise UsageError("the records hold no gpu suite with a time of triton_gpu or cuda: kdakit bench --suite gpu --accuracy --json FILE")
+    return max(reversed(suites), key=lambda r: r["date"])
+
+
+def _columns(found: dict[tuple[str, str], Row]) -> dict[str, tuple[str, ...]]:
+    """Those of COLUMNS that have a time, then whoever else has."""
+    ran = list(dict.fromkeys(name for entry, name in found if entry in ENTRIES))
+    known = [name for names in COLUMNS.values() for name in names]
+    columns = {title: names for title, names in COLUMNS.items() if title == OURS or set(names) & set(ran)}
+    return columns | {NAMES.get(name, name): (name,) for name in ran if name not in known}
+
+
+def _titled(title: str, versions: Row) -> str:
+    version = versions.get(VERSIONS.get(title, ""), "unversioned")
+    return title if version == "unversioned" else f"{title} {version}"
 
 
 def _fastest(found: dict[tuple[str, str], Row], entry: str, names: tuple[str, ...]) -> Row | None:
     return min((found[entry, n] for n in names if (entry, n) in found), key=lambda r: r["median_ms"], default=None)
 
 
-def _cell(title: str, row: Row | None, ours: Row) -> str:
-    if row is None:
-        return "–"
-    shown = time_and_error(row, bold=title == OURS)
-    return shown if title == OURS else f"{shown}, {row['median_ms'] / ours['median_ms']:.1f}x"
+def _cells(best: dict[str, Row | None], ours: Row) -> list[str]:
+    """Times with errors, the fastest bold; those of others with how many times as fast we are."""
+    fastest = min((row for row in best.values() if row is not None), key=lambda r: r["median_ms"])
+    cells = []
+    for row in best.values():
+        ratio = "" if row is None or row is ours else f", {row['median_ms'] / ours['median_ms']:.1f}x"
+        cells.append("–" if row is None else time_and_error(row, bold=row is fastest) + ratio)
+    return cells
 
 
 def time_and_error(row: Row, bold: bool = False) -> str:
     time = f"{row['median_ms']:.4f}" if row["median_ms"] < 0.1 else f"{row['median_ms']:.3f}"
-    error = "" if row.get("error_o") is None else f" ({row['error_o']:.1e})".replace("e-0", "e-")
+    error = ""
+    if "error_o" in row:  # None: it was compared and is not finite
+        error = " (not finite)" if row["error_o"] is None else f" ({row['error_o']:.1e})".replace("e-0", "e-")
     return f"**{time}**{error}" if bold else f"{time}{error}"
 
 
@@ -108,7 +139,7 @@ def in_words(row: Row) -> str:
         what = f"decode, {s['B']} sequence{'s' * (s['B'] > 1)}, {s['H']} heads"
     else:
         tokens = f"{len(s['lengths'])} x {s['lengths'][0]} packed" if s["lengths"] else f"{s['T']} tokens"
-        what = f"{modes[row['mode']]}, {tokens}, {s['H']} heads"
+        what = f"{modes.get(row['mode'], row['mode'])}, {tokens}, {s['H']} heads"
     if row["dtype"] == "float32":
         what += f" of {s['K']}, float32, chunks of {row['chunk_size']}"
     elif row["gate"] != "bounded":

@@ -160,7 +160,7 @@ def graph_us(call: Callable[[Any], Any], caches: list, replays: int = 10) -> flo
 
 def tables(record: dict[str, Any]):
     s, rows = record["settings"], record["results"]
-    header = ["", "layer", "forward, ms", "forward + backward, ms", "extra MiB"]
+    header = ["", "layer", "forward, ms", "forward + backward, ms", "peak memory, MiB"]
     made = []
     for r in (r for r in rows if r["entry"].startswith("train")):
         made.append([r["entry"][6:], r["contestant"], f"{r['forward_ms']:.3f}", f"{r['fwdbwd_ms']:.2f}", f"{r['extra_mib']:,.0f}"])

@@ -162,7 +162,7 @@ def tables(record: dict[str, Any]):
     timed = [r for r in record["results"] if r["entry"] == "train"]
     s = record["settings"]
     slowest = max(timed, key=lambda r: r["median_ms"])
-    header = ["layers of", "ms a step", "tokens/s", "of peak", "extra MiB", f"times as fast as {slowest['contestant']}"]
+    header = ["layers of", "ms a step", "tokens/s", "of peak", "peak memory, MiB", f"times as fast as {slowest['contestant']}"]
     made = []
     for r in timed:
         share = "–" if r["peak_share"] is None else f"{r['peak_share']:.1%}"

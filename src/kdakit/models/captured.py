@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -73,9 +74,15 @@ class CapturedSteps:
 
     def __init__(self) -> None:
         self.steps: list[CapturedStep] = []
+        self.lock = threading.Lock()
 
     def __reduce__(self):
         return CapturedSteps, ()  # a copy of a model captures its own
+
+    def __call__(self, model: Any, tokens: Tensor, cache: list) -> tuple[Tensor, Moved]:
+        """A step of the sequence with this cache. Between finding a graph that is free and taking it no other thread may find it."""
+        with self.lock:
+            return self.find(model, cache)(tokens, cache)
 
     def find(self, model: Any, cache: list) -> CapturedStep:
         for step in self.steps:

@@ -16,8 +16,10 @@ def generate(
     sample(logits [B, vocab_size]) chooses; see `kdakit.models.sampling`. piece > 0 prefills in pieces of that many tokens.
     """
     prompt = np.asarray(prompt)
-    if prompt.ndim != 2 or prompt.shape[1] < 1:
+    if prompt.ndim != 2 or prompt.size < 1:
         raise ValueError(f"prompt must be [B, T] with at least one token, got {prompt.shape}")
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise TypeError(f"prompt must hold integers, got {prompt.dtype}")
     vocabulary = model.config.vocab_size
     if prompt.min() < 0 or prompt.max() >= vocabulary:
         raise ValueError(f"prompt must hold tokens 0 .. {vocabulary - 1}, got {prompt.min()} .. {prompt.max()}")
@@ -26,6 +28,8 @@ def generate(
     for start in range(0, prompt.shape[1], piece):
         logits, cache = call(prompt[:, start : start + piece], cache)
     for i in range(count):
+        if not np.isfinite(logits[:, -1]).all():
+            raise FloatingPointError(f"the logits after {prompt.shape[1] + i} tokens must be finite, and are not: look at the weights")
         chosen = sample(logits[:, -1])
         yield chosen
         if i + 1 < count:

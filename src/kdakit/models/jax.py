@@ -113,9 +113,11 @@ class KimiLinear(nnx.Module):
         return {name: np.asarray(value[...], np.float32) for name, value in self._named()}
 
     def load_weights(self, weights: dict[str, np.ndarray]) -> None:
+        """All of them, or none where one cannot be taken."""
         check_weights(self.config, weights)
-        for name, value in self._named():
-            value[...] = jnp.asarray(weights[name], value[...].dtype)
+        given = [(value, jnp.asarray(weights[name], value[...].dtype)) for name, value in self._named()]
+        for value, found in given:
+            value[...] = found
 
     def _named(self):
         return [(".".join(map(str, path)), value) for path, value in nnx.to_flat_state(nnx.state(self, nnx.Param))]

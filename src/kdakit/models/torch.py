@@ -24,7 +24,7 @@ from kdakit.models.captured import CapturedSteps
 from kdakit.models.config import ModelConfig
 from kdakit.models.initial import initial_weights
 from kdakit.models.place import kept_float32
-from kdakit.models.weights import check_tokens, check_weights
+from kdakit.models.weights import as_plain_floats, check_tokens, check_weights
 
 
 class SwiGLU(nn.Module):
@@ -121,14 +121,17 @@ class KimiLinear(nn.Module):
         return rows.restore(F.linear(x, head)), None if cache is None else following
 
     def weights(self) -> dict[str, np.ndarray]:
-        """{name: array} as `kdakit.models.weights.save` and the JAX model take them."""
-        return {name: value.detach().float().cpu().numpy() for name, value in self.state_dict().items()}
+        """{name: array} as `kdakit.models.weights.save` and the JAX model take them: copies, which learning on does not change."""
+        return {name: value.detach().to("cpu", torch.float32, copy=True).numpy() for name, value in self.state_dict().items()}
 
     def load_weights(self, weights: dict[str, np.ndarray]) -> None:
+        """All of them, or none where one cannot be taken."""
         check_weights(self.config, weights)
+        own = self.state_dict()
+        given = {name: torch.from_numpy(as_plain_floats(weights[name])) for name in own}
         with torch.no_grad():
-            for name, value in self.state_dict().items():
-                value.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+            for name, value in own.items():
+                value.copy_(given[name])
 
     def inference(self, graph: bool = True):
         """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays and without gradients.
@@ -142,7 +145,7 @@ class KimiLinear(nn.Module):
         def call(tokens: np.ndarray, cache: list):
             given = torch.as_tensor(tokens, device=device)
             if graph and device.type == "cuda" and given.shape[1] == 1:
-                logits, cache = self._steps.find(self, cache)(given, cache)
+                logits, cache = self._steps(self, given, cache)
             else:
                 logits, cache = self(given, cache=cache)
             return logits.float().cpu().numpy(), cache

@@ -23,6 +23,12 @@ LARGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")  # as arrays and as headers name them
 
 
+DTYPES = {  # of safetensors
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4",
+    "U16": "<u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+
+
 class WeightsError(ValueError):
     """A file that is not what it should be."""
 
@@ -102,13 +108,24 @@ def to_bytes(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None =
 
 def from_bytes(data: bytes, path: str | Path) -> dict[str, np.ndarray]:
     """Arrays of a safetensors file's bytes."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load as parse
+    from safetensors import SafetensorError, deserialize
 
     try:
-        return parse(data)
+        return {name: _array(x["dtype"], x["shape"], x["data"]) for name, x in deserialize(data)}
     except (SafetensorError, ValueError, KeyError) as problem:
         raise WeightsError(f"{path} must be a whole safetensors file, got {len(data)} bytes that are none: {problem}") from problem
+
+
+def _array(dtype: str, shape: list[int], data: Any) -> np.ndarray:
+    """An array of a file; NumPy has no bfloat16, which float32 holds exactly."""
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.frombuffer(data, DTYPES[dtype]).reshape(shape).copy()
+
+
+def as_plain_floats(x: np.ndarray) -> np.ndarray:
+    """Contiguous, and of a dtype that NumPy and PyTorch both know: bfloat16 of another package as float32."""
+    return np.ascontiguousarray(x, np.float32 if str(x.dtype) == "bfloat16" else None)
 
 
 def check_weights(config: ModelConfig, weights: Mapping[str, Any]) -> None:

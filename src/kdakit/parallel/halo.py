@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kdakit.parallel.exchange import agree, collective_device
+from kdakit.parallel.exchange import agree, collective_device, fingerprint
 
 
 def token_counts(x: Tensor, group: Any) -> list[int]:
     """How many tokens [B, T, ..] each rank has; the same error everywhere if they disagree on anything else."""
-    return agree(group, collective_device(group, x.device), x.shape[1], {"B": x.shape[0], "channels": x.shape[2:].numel()}, None)
+    facts = {"B": x.shape[0], "channels": x.shape[2:].numel(), "dtype": fingerprint(x.dtype)}
+    return agree(group, collective_device(group, x.device), x.shape[1], facts, None)
 
 
 def previous_tokens(x: Tensor, count: int, group: Any = None, tokens: list[int] | None = None) -> Tensor:

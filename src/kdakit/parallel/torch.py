@@ -121,7 +121,7 @@ def _meet(
                 fingerprint((problem.options, backend, problem.has_A_log, problem.has_dt_bias, problem.has_initial_state)), fingerprint(cu),
                 int(needs_grad))  # fmt: skip
         facts = dict(zip(facts, said, strict=True))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of whatever kind: a rank that does not come to the meeting leaves the others waiting
         refusal = error
     device = collective_device(group, getattr(arrays.q, "device", torch.device("cpu")))
     everyone = agree(group, device, tokens, facts, refusal)

@@ -66,8 +66,9 @@ def describe(call: str, op: str, sizes: PoolSizes, arrays: Arrays, rows: int, op
     """The Problem of a serving call, in which every row has a state in the pool."""
     for name in options:
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.0)
-            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; did you mean {near[0]!r}?")
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(OPTIONS)}"
+            raise TypeError(f"{call}() got an unexpected keyword argument {name!r}; {hint}")
     problem = make_problem(op, arrays, make_options(arrays, output_final_state=True, **options, **more))
     for name in ("HV", "K", "V"):
         if getattr(problem, name) != getattr(sizes, name):

@@ -27,6 +27,7 @@ from kdakit.serving.requests import Counts, Request, checked_prompt
 __all__ = ["Counts", "Engine", "Request"]
 
 REMEMBERED_FAULTS = 16
+_claiming = threading.Lock()
 
 
 class Engine:
@@ -51,10 +52,16 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         with self._lock:
-            if request.owner is not None:
-                raise ValueError("a request must be submitted once, got one that was before: make another with the same prompt")
-            prompt = checked_prompt(request, self.served.vocabulary)
-            request.text, request.asked, request.owner = prompt, len(prompt), self
+            with _claiming:  # two engines have two locks
+                if request.owner is not None:
+                    raise ValueError("a request must be submitted once, got one that was before: make another with the same prompt")
+                request.owner = self
+            try:
+                prompt = checked_prompt(request, self.served.vocabulary)
+            except BaseException:
+                request.owner = None
+                raise
+            request.text, request.asked = prompt, len(prompt)
             self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:

@@ -59,6 +59,7 @@ def report() -> dict[str, Any]:
 
 def _module(stack: str) -> ModuleType:
     if stack not in STACKS:
-        near = difflib.get_close_matches(str(stack), STACKS, n=1, cutoff=0.0)
-        raise ValueError(f"stack must be one of {', '.join(STACKS)}, got {stack!r}; did you mean {near[0]!r}?")
+        near = difflib.get_close_matches(str(stack), STACKS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"stack must be one of {', '.join(STACKS)}, got {stack!r}{hint}")
     return import_module(f"kdakit.stacks.{stack}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kdakit.models.config import ModelConfig
 from kdakit.models.place import Place
 from kdakit.models.torch import KimiLinear, cast, loss
-from kdakit.models.weights import check_weights
+from kdakit.models.weights import as_plain_floats, check_weights
 from kdakit.training.optimizer import AdamW, TrainingState, decays
 
 
@@ -126,19 +126,23 @@ class Learner:
         return (state[key] if state else torch.zeros_like(parameter)).detach().cpu().numpy().copy()
 
     def load(self, state: TrainingState) -> None:
+        """All of it, or nothing where a part cannot be taken."""
         check_weights(self.model.config, state.weights)
-        with torch.no_grad():
-            for name, parameter in self.named.items():
-                parameter.copy_(torch.from_numpy(np.ascontiguousarray(state.weights[name])))
-        self._refresh()
-        self.count = state.step
+        weights = {name: torch.from_numpy(as_plain_floats(state.weights[name])) for name in self.named}
         fused = self.place.device.type == "cuda"
+        moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for name, parameter in self.named.items():
-            self.adam.state[parameter] = {
+            moments[parameter] = {
                 "step": torch.tensor(float(state.step), device=parameter.device if fused else "cpu"),
                 "exp_avg": torch.from_numpy(state.first[name].copy()).to(parameter),
                 "exp_avg_sq": torch.from_numpy(state.second[name].copy()).to(parameter),
             }
+        with torch.no_grad():
+            for name, parameter in self.named.items():
+                parameter.copy_(weights[name])
+        self._refresh()
+        self.adam.state.update(moments)
+        self.count = state.step
 
 
 def masters(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:

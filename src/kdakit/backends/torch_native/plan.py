@@ -196,5 +196,5 @@ class PackedPlan:
         state.copy_(torch.where(here[n], own, state))
 
     def chunk_states(self, states: torch.Tensor) -> torch.Tensor:
-        """[NT, HV, K, V] -> [1, NT, HV, K, V]."""
-        return states[None]
+        """[NT, HV, K, V] -> [1, used, HV, K, V]: behind those that are used nothing has been written."""
+        return states[None, : self.used]

@@ -54,6 +54,9 @@ class CapturedCalls:
         self.memory = torch.cuda.graph_pool_handle()
         self.made: dict[tuple[str, int, int], Captured] = {}
 
+    def __contains__(self, captured: Captured) -> bool:
+        return any(captured is own for own in self.made.values())
+
     def decode(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Logits [N, 1, vocabulary], which the next call of the same size overwrites."""
         return self._replay("decode", slots, tokens).logits[: len(slots)]

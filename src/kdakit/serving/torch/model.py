@@ -139,7 +139,7 @@ class ServedModel:
     def commit(self, drafts: list[Draft] | CapturedDraft, accepted: list[int]) -> None:
         """The first accepted[n] tokens of each row, in every layer or in none."""
         if isinstance(drafts, CapturedDraft):
-            if self.captured is None:
+            if self.captured is None or drafts.of not in self.captured:
                 raise ValueError("drafts must have been made by this model's verify, got another's")
             return self.captured.commit(drafts, accepted)
         if len(drafts) != len(self.pools):

@@ -1,0 +1,87 @@
+// X = (I + A_kk)^-1 by columns of blocks, and what is solved with it: A_solved^T and k_solved, staged for the record.
+#pragma once
+#include "hopper.h"
+#include "hopper_prepare_block.cuh"
+
+namespace kda::hopper {
+
+// A operands: the blocks (block + d, block) of X, transposed, as halves.
+__device__ __forceinline__ void solve_columns(const Place& at, uint32_t (&solved)[4][4]) {
+  const uint32_t k_rows = at.smem + kRowsK;
+  load_matrices_transposed(solved[0], k_rows + at.block * kTile + kX + ((at.lane & 7) + ((at.lane >> 4) << 3)) * kPitchX +
+                                          ((at.lane >> 3) & 1) * 16);
+#pragma unroll
+  for (int d = 1; d < 4; ++d) {
+    if (at.block + d >= 4) continue;
+    const uint32_t below = k_rows + (at.block + d) * kTile;
+    Square acc = {}, next = {};
+#pragma unroll
+    for (int e = 0; e < d; ++e) multiply_transposed(acc, solved[e], below + (at.block + e) * kBlock * 2, kPitch, at.lane);
+    uint32_t a[4];
+    half_operand(a, acc);
+    multiply_transposed(next, a, below + kX, kPitchX, at.lane);
+    half_operand(solved[d], next);
+  }
+}
+
+// Rows of A_solved^T of this block, every second column block per warp, staged for the record: those at and right of the diagonal.
+template <bool L2NORM>
+__device__ __forceinline__ void square_out(const HopperForward& p, const Place& at, const Shared& shared, const uint32_t (&solved)[4][4],
+                                           const float (&strength)[2]) {
+  const int lane = at.lane;
+  const uint32_t tile = at.smem + at.block * kTile;
+#pragma unroll
+  for (int d = 0; d < 4; ++d) {
+    const int i = at.block + d;
+    if (i >= 4 || i % 2 != at.odd) continue;
+    const uint32_t to = tile + (d < 2 ? kRowsK : kRowsQ) + kStageA + d % 2 * kSquare;
+    Square acc = {};
+#pragma unroll
+    for (int e = 0; e <= d; ++e) multiply_transposed(acc, solved[e], tile + kRowsQ + d * kTile + (at.block + e) * kBlock * 2, kPitch, lane);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = square_row(2 * half, lane), column = i * kBlock + square_column(n, 0, lane);
+        const float f = strength[half] * p.scale;
+        const float f0 = L2NORM ? f : f * shared.norms[0][column], f1 = L2NORM ? f : f * shared.norms[0][column + 1];
+        store_shared(to + row * 32 + ((n ^ (row >> 2 & 1)) << 4) + (lane % 4) * 4,
+                     pack_bf16(acc.x[n][2 * half] * f0, acc.x[n][2 * half + 1] * f1));
+      }
+  }
+}
+
+// Rows of k_solved of this block, 64 channels per warp: blocks from the nearest to the farthest, decayed on the way.
+__device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, const uint32_t (&solved)[4][4],
+                                         const float (&strength)[2]) {
+  const int lane = at.lane;
+  float acc[8][4] = {};
+#pragma unroll
+  for (int d = 0; d < 4; ++d) {
+    if (at.block + d >= 4) continue;
+    const uint32_t tile = at.smem + kTails + (at.block + d) * kTile + (row_fragment(lane) ^ (at.odd << 7));
+    const float* factors = d == 0 ? nullptr : &shared.totals[at.block + d - 1][64 * at.odd + 2 * (lane % 4)];
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      if (d > 0) {
+        const float2 f0 = *reinterpret_cast<const float2*>(factors + 16 * s), f1 = *reinterpret_cast<const float2*>(factors + 16 * s + 8);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) acc[2 * s][r] *= r % 2 ? f0.y : f0.x, acc[2 * s + 1][r] *= r % 2 ? f1.y : f1.x;
+      }
+      uint32_t b[4];
+      load_matrices_transposed(b, tile ^ (s << 5));
+      mma_half(acc[2 * s], solved[d], b[0], b[1]), mma_half(acc[2 * s + 1], solved[d], b[2], b[3]);
+    }
+  }
+  const uint32_t stage = at.smem + kStageK + at.block * kTile + at.odd * 2048;
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = square_row(2 * half, lane);
+      store_shared(stage + row * 128 + ((n ^ (row & 7)) << 4) + (lane % 4) * 4,
+                   pack_bf16(acc[n][2 * half] * strength[half], acc[n][2 * half + 1] * strength[half]));
+    }
+}
+
+}  // namespace kda::hopper
