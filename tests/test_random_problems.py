@@ -32,6 +32,9 @@ def shown(verdicts):
 
 # Where torch_native uses more than the rule allows, and how much of it: correlated keys or three channels, beta near 1 or 2 and hardly any
 # decay, see docs/numerics.md. They stay in the list of problems; one that is mended leaves this one.
+# The root is a chunk's A and its inverse in float32: computed in float64 and then rounded, they bring the worst, 26000086, from 3.3 to 1.04
+# (float64 sums of the gates' parameters leave it where it is). That doubles `intra`, and cannot be done for some chunks only: a choice that
+# depends on a chunk's inverse would let later tokens change bits of earlier ones.
 LIMITS = {22000102: 1.5, 24000052: 1.5, 26000086: 3.5, 28000100: 1.5, 30000020: 1.5}
 
 
@@ -157,10 +160,11 @@ def test_the_quick_verdict_is_the_verdict():
     """No more of the plain recurrence is run than a pass needs; a fail has seen it all."""
     drawn = next(d for d in map(draw, numbers(8)) if d.grad and d.dtype == "float32" and quick(d))
     problem, arrays, cotangents = drawn.problem(), drawn.arrays(), drawn.cotangents()
-    results = checking.expect(problem, arrays, cotangents).truth
+    expected = checking.expect(problem, arrays, cotangents)
+    results = expected.truth
     assert all(row.ok for row in checking.compare_quickly(problem, arrays, results, cotangents))
     results = results | {"o": results["o"] * (1 + 1e-4)}
     fast = checking.compare_quickly(problem, arrays, results, cotangents)
-    slow = checking.compare(problem, arrays, results, cotangents)
+    slow = checking.compare(problem, arrays, results, cotangents, expected=expected)
     assert [row.name for row in fast if not row.ok] == ["o"]
     assert [(row.name, row.ok, row.tolerance) for row in fast] == [(row.name, row.ok, row.tolerance) for row in slow]
