@@ -32,9 +32,9 @@ def shown(verdicts):
 
 # Where torch_native uses more than the rule allows, and how much of it: correlated keys or three channels, beta near 1 or 2 and hardly any
 # decay, see docs/numerics.md. They stay in the list of problems; one that is mended leaves this one.
-# The root is a chunk's A and its inverse in float32: computed in float64 and then rounded, they bring the worst, 26000086, from 3.3 to 1.04
-# (float64 sums of the gates' parameters leave it where it is). That doubles `intra`, and cannot be done for some chunks only: a choice that
-# depends on a chunk's inverse would let later tokens change bits of earlier ones.
+# The root is a chunk's A and its inverse in float32: computed in float64 and then rounded, they bring the worst, 26000086, from 3.3 to
+# 1.04; float64 sums of the gates' parameters leave it where it is. A forward (B1 T2048 H4 K128) then takes 1.7 times as long, and chunks
+# cannot be picked by their inverses: later tokens would change bits of earlier ones.
 LIMITS = {22000102: 1.5, 24000052: 1.5, 26000086: 3.5, 28000100: 1.5, 30000020: 1.5}
 
 
