@@ -11,7 +11,6 @@ import os
 import pickle
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,32 +24,17 @@ os.environ.setdefault("KDAKIT_INTERPRETER", "tpu")  # TPU kernels: memory that n
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_patch_a_launch():
-    """Triton's interpreter replaces the functions of triton.language anew at every call of a jitted helper: a third of its time."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
+def quick_interpreter():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import quick_triton
 
-    if not hasattr(interpreter, "_LangPatchScope"):  # not the interpreter of Triton 3.6
-        return
-    patch, launched = interpreter._patch_lang, []
-
-    def patch_once(function):
-        if launched:
-            return interpreter._LangPatchScope()  # nothing changed, nothing to restore
-        scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        launched.append(scope.restore)
-        scope.restore = lambda: launched.pop()()
-        return scope
-
-    interpreter._patch_lang = patch_once
+        quick_triton.hasten()
 
 
 def pytest_configure(config):
-    if "KDAKIT_TRUTHS" not in os.environ:  # else this is a worker, or a process that a test has started
-        folder = tempfile.TemporaryDirectory(prefix="kdakit_truths_")
-        os.environ["KDAKIT_TRUTHS"] = folder.name
+    if "KDAKIT_SESSION" not in os.environ:  # else this is a worker, or a process that a test has started
+        folder = tempfile.TemporaryDirectory(prefix="kdakit_session_")
+        os.environ["KDAKIT_SESSION"] = folder.name
         config.add_cleanup(folder.cleanup)
 
 
@@ -61,7 +45,7 @@ def one_truth_a_session():
 
     def kept(*given, **named):
         key = hashlib.sha256(pickle.dumps((given, sorted(named.items())))).hexdigest()
-        file = Path(os.environ["KDAKIT_TRUTHS"]) / key
+        file = Path(os.environ["KDAKIT_SESSION"]) / key
         if not file.exists():
             part = file.with_suffix(f".{os.getpid()}")
             part.write_bytes(pickle.dumps(expect(*given, **named)))
@@ -69,6 +53,19 @@ def one_truth_a_session():
         return pickle.loads(file.read_bytes())
 
     checking.expect = kept
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_verdicts():
+    """Comparisons run no more of the plain recurrence than a pass needs; the verdict is the same, see test_random_problems.py."""
+    compare = checking.compare
+
+    def quickly(problem, arrays, results, cotangents=None, operand_dtype="float32", expected=None):
+        if expected is not None:
+            return compare(problem, arrays, results, cotangents, operand_dtype, expected)
+        return checking.compare_quickly(problem, arrays, results, cotangents, operand_dtype)
+
+    checking.compare = quickly
 
 
 # They take longest, most of them in processes of their own: begun first, none of them is what the other worker waits for at the end.

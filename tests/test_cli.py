@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -511,12 +512,15 @@ def test_commit_is_none_outside_a_checkout(monkeypatch, tmp_path):
 
 
 def test_demo_shows_what_the_delta_rule_is_worth(tmp_path, capsys, monkeypatch):
-    """The short form, from its fixed seed: over 95 % right with the delta rule, far behind without."""
+    """The short form, from its fixed seed: over 95 % right with the delta rule, far behind without. Unless KDAKIT_FULL=1 (make test-full)
+    not half of its steps, by when one has learned something and the other nothing: 29 % and 9 %, where guessing has 6 %."""
     frameworks_of("torch", "matplotlib", "safetensors")
     from kdakit.cli import demo
 
     monkeypatch.setattr(demo, "what_runs", lambda out: ["torch_native"])
     monkeypatch.setattr(demo, "CASES", ("short",))
+    full = os.environ.get("KDAKIT_FULL") == "1"
+    monkeypatch.setattr(demo, "QUICK", demo.QUICK if full else demo.QUICK | {"steps": 120})
     threads = sys.modules["torch"].get_num_threads()
     assert main(["demo", "--quick", "--framework", "torch", "--out", str(tmp_path)]) == 0
     sys.modules["torch"].set_num_threads(threads)
@@ -524,7 +528,7 @@ def test_demo_shows_what_the_delta_rule_is_worth(tmp_path, capsys, monkeypatch):
     assert "Is it right?" in out and "tokens/s of training" in out and "KV cache keeps" in out and "Largest distance" in out
     record = json.loads((tmp_path / "demo.json").read_text())
     last = {row["contestant"]: row["curve"][-1]["accuracy"] for row in record["results"]}
-    assert last["KDA"] > 0.95 and last["no delta rule"] < last["KDA"] - 0.2, last
+    assert last["KDA"] > (0.95 if full else 0.2) and last["no delta rule"] < last["KDA"] - (0.2 if full else 0.1), last
     assert record["prefill_and_step_differ_by"] < 1e-5
     assert [row["state_bytes"] for row in record["memory"]] == [record["memory"][0]["state_bytes"]] * 2
     assert record["memory"][1]["kv_bytes"] == 4 * record["memory"][0]["kv_bytes"]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from kdakit import reference
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)  # another T, or no gradient, may be cut otherwise: the same numbers, not the same bits
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 
 
 def padded_case(seed: int, T: int = 70, group: int = 2):
@@ -85,8 +87,11 @@ def test_torch(backend, seed, op):
             torch.testing.assert_close(d, expected[name], **CLOSE, msg=name)
 
 
-@pytest.mark.parametrize("op", ["chunk_kda", "fused_recurrent_kda"])
-@pytest.mark.parametrize("seed", range(2))
+CALLS = ("chunk_kda", "fused_recurrent_kda")
+JAX = list(product(range(3), CALLS)) if FULL else [(0, "chunk_kda"), (1, "fused_recurrent_kda")]  # every length is a program to compile
+
+
+@pytest.mark.parametrize("seed, op", JAX)
 def test_jax(seed, op):
     jax = pytest.importorskip("jax")
     call = getattr(__import__("kdakit.jax", fromlist=[op]), op)

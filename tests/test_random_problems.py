@@ -3,6 +3,8 @@
 Triton's interpreter runs its own in tests/stages/test_triton_interpreted.py, and a GPU's campaign is `make test-gpu`.
 """
 
+import os
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ from kdakit import dispatch
 from kdakit.measure import checking, shrink
 from kdakit.measure.random_problems import FORMS, PER_FORM, SIZES, draw, form_of, numbers, parse
 from kdakit.measure.trial import judge
+
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 
 
 def quick(drawn, most=250_000):
@@ -28,6 +32,9 @@ def shown(verdicts):
 
 # Where torch_native uses more than the rule allows, and how much of it: correlated keys or three channels, beta near 1 or 2 and hardly any
 # decay, see docs/numerics.md. They stay in the list of problems; one that is mended leaves this one.
+# The root is a chunk's A and its inverse in float32: computed in float64 and then rounded, they bring the worst, 26000086, from 3.3 to
+# 1.04; float64 sums of the gates' parameters leave it where it is. A forward (B1 T2048 H4 K128) then takes 1.7 times as long, and chunks
+# cannot be picked by their inverses: later tokens would change bits of earlier ones.
 LIMITS = {22000102: 1.5, 24000052: 1.5, 26000086: 3.5, 28000100: 1.5, 30000020: 1.5}
 
 
@@ -41,7 +48,7 @@ def test_torch_native(part):
         assert 1 < max(verdicts[number].used.values()) < LIMITS[number], (number, verdicts[number].used)
 
 
-@pytest.mark.parametrize("backend, seeds", [("xla", range(31, 35)), ("pallas_tpu", range(35, 37))])
+@pytest.mark.parametrize("backend, seeds", [("xla", range(31, 35 if FULL else 33)), ("pallas_tpu", range(35, 37))])
 def test_jax(backend, seeds):
     """Every size is a program to compile."""
     pytest.importorskip("jax")
@@ -153,10 +160,11 @@ def test_the_quick_verdict_is_the_verdict():
     """No more of the plain recurrence is run than a pass needs; a fail has seen it all."""
     drawn = next(d for d in map(draw, numbers(8)) if d.grad and d.dtype == "float32" and quick(d))
     problem, arrays, cotangents = drawn.problem(), drawn.arrays(), drawn.cotangents()
-    results = checking.expect(problem, arrays, cotangents).truth
+    expected = checking.expect(problem, arrays, cotangents)
+    results = expected.truth
     assert all(row.ok for row in checking.compare_quickly(problem, arrays, results, cotangents))
     results = results | {"o": results["o"] * (1 + 1e-4)}
     fast = checking.compare_quickly(problem, arrays, results, cotangents)
-    slow = checking.compare(problem, arrays, results, cotangents)
+    slow = checking.compare(problem, arrays, results, cotangents, expected=expected)
     assert [row.name for row in fast if not row.ok] == ["o"]
     assert [(row.name, row.ok, row.tolerance) for row in fast] == [(row.name, row.ok, row.tolerance) for row in slow]

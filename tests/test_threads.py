@@ -61,7 +61,7 @@ print("same", sum(found.get(n) == results(n) for n in range(number)))
 """
 
 
-@pytest.mark.parametrize("framework, threads, calls", [("torch", 2, 4), ("torch", 8, 400), ("jax", 2, 2), ("jax", 8, 8)])
+@pytest.mark.parametrize("framework, threads, calls", [("torch", 2, 4), ("torch", 8, 160), ("jax", 2, 2), ("jax", 8, 8)])
 def test_first_calls(framework, threads, calls):
     pytest.importorskip(framework)
     program = (TORCH if framework == "torch" else JAX) + THREADS

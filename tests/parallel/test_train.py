@@ -13,8 +13,8 @@ SIZES = {"steps": 4, "batch": 4, "length": 32, "layers": 2, "hidden": 16, "heads
 SMALL = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
 
 
-# With KDAKIT_FULL=1 (`make test-full`) also two processes, which hold a sequence each in two slices: so do two of the four.
-MORE = [("--nproc", "2")] if os.environ.get("KDAKIT_FULL") == "1" else []
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
+TWO, FOUR = ("--nproc", "2"), ("--nproc", "4", "--context", "2")  # a sequence in two slices; and the batch in two parts
 
 
 def train(folder, *words):
@@ -32,7 +32,7 @@ def train(folder, *words):
 
 @pytest.mark.parametrize(
     ("framework", "cuts"),
-    [("torch", [*MORE, ("--nproc", "4", "--context", "2")]), ("jax", [("--nproc", "4", "--context", "2")])],
+    [("torch", [TWO, FOUR] if FULL else [FOUR]), ("jax", [FOUR if FULL else TWO])],
     ids=["torch", "jax"],
 )
 def test_many_processes_make_the_losses_of_one(tmp_path, framework, cuts):

@@ -107,21 +107,25 @@ def test_pools_and_context_parallel_calls_go_to_fla(enabled):
     assert adapter._recurrent_refusal(**x | dict(beta=torch.rand(1, 37, 2, 8))) == "beta per value channel is FLA's alone"
 
 
-def test_switches():
+def test_switches_and_counts_that_survive_their_process(tmp_path):
+    """On a CPU FLA itself has nothing: a call that goes to it fails."""
     code = (
-        "import kdakit, torch, json; from kdakit import stacks\n"
-        "kdakit.enable('fla')\n"
+        "import kdakit.fla, torch, json, os\n"
         "from fla.ops.kda import chunk_kda\n"
+        "from fla.ops.kda.gate import fused_kda_gate\n"
         "x = [torch.rand(1, 8, 1, 16) for _ in range(3)]\n"
         "def call():\n"
         "    try: chunk_kda(*x, -x[0], x[0][..., 0])\n"
         "    except Exception: return 'fla'\n"
         "    return 'kdakit'\n"
-        "first = call(); kdakit.disable('fla'); second = call(); kdakit.enable('fla'); third = call()\n"
-        "print(json.dumps([first, second, third]))"
+        "found = [call()]; kdakit.disable('fla'); found.append(call()); kdakit.enable('fla'); found.append(call())\n"
+        "fused_kda_gate(torch.ones(1, 2, 1, 4), torch.zeros(1))\n"
+        "os.environ['KDAKIT_FLA'] = '0'; found.append(call())\n"
+        "print(json.dumps(found))"
     )
-    assert json.loads(alone(code)) == ["kdakit", "fla", "kdakit"]  # on a CPU FLA has nothing
-    assert json.loads(alone(code, KDAKIT_FLA="0")) == ["fla"] * 3
+    file = tmp_path / "counts.json"
+    assert json.loads(alone(code, KDAKIT_COUNTS=str(file))) == ["kdakit", "fla", "kdakit", "fla"]
+    assert json.loads(file.read_text())["fla"]["taken"] == {"chunk_kda": 2, "fused_kda_gate": 1}
 
 
 def test_nothing_happens_unasked():
@@ -137,13 +141,6 @@ def test_nothing_happens_unasked():
         "assert not any(m.startswith('kdakit.stacks') for m in sys.modules)\n"
     )
     alone(code)
-
-
-def test_counts_survive_their_process(tmp_path):
-    file = tmp_path / "counts.json"
-    code = "import kdakit.fla, torch; from fla.ops.kda.gate import fused_kda_gate; fused_kda_gate(torch.ones(1, 2, 1, 4), torch.zeros(1))"
-    alone(code, KDAKIT_COUNTS=str(file))
-    assert json.loads(file.read_text())["fla"]["taken"] == {"fused_kda_gate": 1}
 
 
 def test_the_registry_of_fla_05(tmp_path):

@@ -4,21 +4,20 @@ Shared memory starts as NaN, copies land as late as they may, and the order of t
 """
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import replace
 
+import emulated
 import not_finite
 import numpy as np
 import pytest
 
 from kdakit import chunked
-from kdakit.backends.cuda import CHUNK_64_BYTES, build, library
+from kdakit.backends.cuda import CHUNK_64_BYTES, library
 from kdakit.cases import CASES, Case
 from kdakit.measure import checking
 from kdakit.reference import activate
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+pytestmark = emulated.needs_compiler
 GUARD = 64  # floats of NaN around every output
 HARD = [
     "plain", "one_token", "no_tokens", "gate_huge", "gate_resets", "gate_spikes", "keys_identical", "identical_two", "softplus_huge",
@@ -27,25 +26,8 @@ HARD = [
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    target = tmp_path_factory.mktemp("emulated") / "libkdakit_emulated.so"
-    source = build.source_folder() / "tests" / "emulate_prefill.cpp"
-    command = [
-        "g++",
-        "-O2",
-        "-std=c++17",
-        "-shared",
-        "-fPIC",
-        "-DKDA_EMULATE",
-        "-Wall",
-        "-Wno-unknown-pragmas",
-        "-o",
-        str(target),
-        str(source),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    library = ctypes.CDLL(str(target))
+def kernels():
+    library = emulated.load("prefill", "-O2")
     library.kda_emulate_record_bytes.restype = ctypes.c_size_t
     return library
 

@@ -3,34 +3,27 @@ leave, rounded as they round, and the gradients are held against the float64 rec
 
 import ctypes
 import os
-import shutil
-import subprocess
 from dataclasses import replace
 
+import emulated
 import numpy as np
 import pytest
 
 from kdakit import accuracy, reference
-from kdakit.backends.cuda import build, library
+from kdakit.backends.cuda import library
 from kdakit.cases import CASES, Case
 from kdakit.chunked import intra
 from kdakit.measure import checking
 from kdakit.rounding import round_to
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+pytestmark = emulated.needs_compiler
 CHUNK, D = 64, 128
 TINY = 2.0**-64  # a smaller given beta divides nothing
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """Compiled for this module."""
-    target = tmp_path_factory.mktemp("emulated") / "libkdakit_gradient_emulated.so"
-    source = build.source_folder() / "tests" / "emulate_gradient.cpp"
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DKDA_EMULATE", "-Wall", "-Wno-unknown-pragmas"]
-    done = subprocess.run(["g++", *options, "-o", str(target), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return ctypes.CDLL(str(target))
+def kernels():
+    return emulated.load("gradient")
 
 
 def bf16(x):

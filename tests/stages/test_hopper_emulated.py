@@ -4,32 +4,25 @@ Gates are what is hard here: the kernel refers decays to whole numbers, and no g
 """
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import replace
 
+import emulated
 import not_finite
 import numpy as np
 import pytest
 
-from kdakit.backends.cuda import build, library
+from kdakit.backends.cuda import library
 from kdakit.cases import CASES, FUSED, Case
 from kdakit.measure import checking
 from kdakit.rounding import round_to
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+pytestmark = emulated.needs_compiler
 CHUNK = 64
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    """Compiled for this module."""
-    target = tmp_path_factory.mktemp("emulated") / "libkdakit_hopper_emulated.so"
-    source = build.source_folder() / "tests" / "emulate_hopper.cpp"
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DKDA_EMULATE", "-Wall", "-Wno-unknown-pragmas"]
-    done = subprocess.run(["g++", *options, "-o", str(target), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = ctypes.CDLL(str(target))
+def kernels():
+    found = emulated.load("hopper")
     found.kda_emulate_record_bytes_bf16.restype = ctypes.c_size_t
     return found
 

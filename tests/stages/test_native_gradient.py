@@ -5,21 +5,21 @@ The interpreter must be chosen before Triton is imported: one test runs this fil
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import emulated
 import pytest
 
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
-from kdakit.backends.cuda import build, library, op
+from kdakit.backends.cuda import library, op
 from kdakit.cases import FUSED, Case
 from kdakit.measure import checking, native_gradient
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ was not found")
+pytestmark = emulated.needs_compiler
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SIZES = dict(T=40, H=1, HV=1, K=128, V=128)
 # float32 `lower` in the plain kernels' order, and betas of 0; float16 `lower` of normalised keys.
@@ -38,14 +38,11 @@ def test_in_the_interpreter():
 
 
 @pytest.fixture
-def emulated(tmp_path, monkeypatch):
+def calls(monkeypatch):
     """Calls of the kernel, which goes where a measurement would put it."""
     from kdakit.backends.triton_gpu.host import backward
 
-    target, source = tmp_path / "libemulated.so", build.source_folder() / "tests" / "emulate_gradient.cpp"
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-DKDA_EMULATE", "-Wno-unknown-pragmas"]
-    subprocess.run(["g++", *options, "-o", str(target), str(source)], check=True)
-    kernels, calls = ctypes.CDLL(str(target)), []
+    kernels, calls = emulated.load("gradient"), []
 
     def run(args):
         calls.append(args.group)
@@ -58,11 +55,11 @@ def emulated(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
-def test_gradients(emulated, case):
+def test_gradients(calls, case):
     problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
     found = checking.run_case("triton_gpu", case, "bfloat16")
     rows = checking.compare_quickly(problem, arrays, found, cotangents, "bfloat16")
-    assert emulated == [4 if case.name == "plain" else 1]
+    assert calls == [4 if case.name == "plain" else 1]
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 
