@@ -6,6 +6,7 @@ The contract itself is test_contract.py, where pallas_tpu takes part like every 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from jax.experimental import pallas as pl  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from kdakit.backends import pallas_tpu  # noqa: E402
-from kdakit.backends.pallas_tpu import sequences, tile  # noqa: E402
+from kdakit.backends.pallas_tpu import gate, sequences, tile  # noqa: E402
 from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
 from kdakit.backends.pallas_tpu.interpreter import interpret_mode  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import make_launch, token_operand  # noqa: E402
@@ -279,6 +280,22 @@ def test_table_visits_every_token_once_and_in_order(lengths, padding):
         assert first == (real and tokens[0] == cu[sequence]) and last == (real and tokens[-1] == cu[sequence + 1] - 1)
         seen += tokens
     assert seen == list(range(T))
+
+
+def test_decays_around_the_middle_of_a_run():
+    """Of any gates, however strong: what lies between two tokens of a run of 8 is neither lost nor overflows."""
+    problem = GATED.problem("bfloat16", "chunk", False)
+    shape = replace(tile.make_tile(problem, tile.Config(heads=2)), C=64, K=128, heads=1)
+    rng = np.random.default_rng(0)
+    g = -np.exp2(rng.uniform(-12, 14, (64, 128))).astype(np.float32)  # in base 2; from nearly nothing to far beyond float32
+    pieces = gate.gate_pieces(replace(shape, gate="softplus"), [jnp.asarray(g)])
+    head = SimpleNamespace(pieces=pieces)
+    ((to, back),) = gate.centred_decays(shape, jnp.asarray(gate.member_matrix(shape), jnp.bfloat16), [head])
+    to, back, total = (np.asarray(x, np.float64) for x in (to, back, np.cumsum(g.astype(np.float64), 0)))
+    assert np.isfinite(to).all() and np.isfinite(back).all()
+    i, j = np.nonzero(np.tril(np.arange(64)[:, None] // 8 == np.arange(64) // 8))
+    error = np.abs(to[i] * back[j] - np.exp2(total[i] - total[j]))
+    assert shape.centred and error.max() < 2e-4, error.max()
 
 
 def test_saving_more_names_more():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -104,6 +105,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     if saved is None:  # after a token recurrence
         saved = forward(problem.replace(needs_grad=True), arrays, config)[1]
     launch = make_launch(problem, arrays, config.of_backward)
+    launch = launch._replace(tile=replace(launch.tile, centred=False))  # its levels are of the forward's rounding or better
     t, (B, _, _) = launch.tile, launch.grid
     inputs = input_operands(launch, arrays)
     inputs["collect"] = constant(jnp.asarray(collecting_matrix(t), jnp.bfloat16))
