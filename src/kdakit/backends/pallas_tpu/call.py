@@ -19,6 +19,7 @@ from kdakit.backends.pallas_tpu.launch import (
     Operand,
     constant,
     from_token_rows,
+    input_operand,
     input_operands,
     lanes,
     make_launch,
@@ -109,7 +110,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     t, (B, _, _) = launch.tile, launch.grid
     inputs = input_operands(launch, arrays)
     inputs["collect"] = constant(jnp.asarray(collecting_matrix(t), jnp.bfloat16))
-    inputs["d_o"] = token_operand(launch, lanes(d_o.astype(t.dtype)))
+    inputs["d_o"] = input_operand(launch, lanes(d_o.astype(t.dtype)))
     inputs["states"] = step_operand(launch, saved.states, t.heads)
     inputs["matrices"] = step_operand(launch, saved.matrices, t.heads // t.group)
     if saved.values is not None:

@@ -138,7 +138,8 @@ def _add_levels(tile: Tile, groups: list[list], masks: Masks, members, found: li
             found[m] = [jnp.where(parts, new, x) for new, x in zip(level, found[m], strict=True)]
     if tile.centred:
         own = masks.run & masks.lower, masks.run & masks.strict
-        inside = [_inside_runs(tile, group, masks, members) for group in groups]
+        around = [centred_decays(tile, members, group) for group in groups]
+        inside = [_inside_runs(tile, group, masks, d) for group, d in zip(groups, around, strict=True)]
         return [tuple(jnp.where(m, new, x) for m, new, x in zip(own, a, b, strict=True)) for a, b in zip(inside, found, strict=True)]
     diagonals = [over_lanes(masks, [row_sums(h.q * h.k) for h in group]) for group in groups]
     return [(jnp.where(masks.diagonal, x, A_qk), P) for x, (A_qk, P) in zip(diagonals, found, strict=True)]
@@ -165,10 +166,10 @@ def _level(tile: Tile, group: list, masks: Masks, decays: list, n: int) -> list:
     return [in_turns(jnp.zeros_like(x), x) if tile.levels[n] == 8 else x for x in both]
 
 
-def _inside_runs(tile: Tile, group: list, masks: Masks, members) -> list:
+def _inside_runs(tile: Tile, group: list, masks: Masks, decays: list) -> list:
     """q and k rows against k columns [C, g C], where only pairs inside runs of 8, the row not before the column, are right."""
     rows, columns = [], []
-    for h, (to, back) in zip(group, centred_decays(tile, members, group), strict=True):
+    for h, (to, back) in zip(group, decays, strict=True):
         rows += [operand(tile, h.q * to), operand(tile, h.k * to)]
         columns.append(operand(tile, h.k * back))
     found = [row_slices(x, 2) for x in row_slices(dot(tile, jnp.concatenate(rows), jnp.concatenate(columns), (1, 1)), len(group))]
