@@ -78,9 +78,10 @@ def token_operand(launch: Launch, value) -> Operand:
 
 
 def input_operand(launch: Launch, value) -> Operand:
-    """The same of an input; of more than 8 heads, 8 by 8: a strided load has 8 sublanes, and reaches no more tokens if they lie apart."""
+    """The same of an input; of more than 16 heads, 8 by 8: a strided load has 8 sublanes, and reaches fewer tokens if they lie apart."""
     t, found = launch.tile, token_operand(launch, value)
-    return found._replace(parts=t.heads // 8) if t.layout == "tokens" and t.heads % 8 == 0 and value.dtype == jnp.bfloat16 else found
+    apart = t.layout == "tokens" and t.heads > 16 and t.heads % 8 == 0 and value.dtype == jnp.bfloat16
+    return found._replace(parts=t.heads // 8) if apart else found
 
 
 def _turned(x):
