@@ -168,7 +168,7 @@ def layer():
 
 
 def model():
-    """A whole model, its delta layers on the kernels: loss and gradients on 8 devices, the loss on 2 and 4; as one device has them by `xla`."""
+    """A whole model, its delta layers on the kernels: loss and gradients on 8 devices, the loss on 2 and 4; as `xla` has them on one."""
     from flax import nnx
 
     from kdakit.models.config import ModelConfig

@@ -55,8 +55,9 @@ def runs(job: Job, found: list[Branch]) -> list[float] | None:
 
 
 def _visits(found: list[Branch], edge: float) -> list[float] | None:
-    """Of a kernel that visits a chunk once for each sequence in it: the visit itself; where one's sequence begins or ends, `edge`; zeros for
-    tokens that are nobody's, of which there are none: behind the visit, but for the forward's last branch, which takes a final state."""
+    """Of a kernel that visits a chunk once for each sequence in it: the visit itself; where one's sequence begins or ends, `edge`; zeros
+    for tokens that are nobody's, of which there are none: behind the visit, but for the forward's last branch, which takes a final state.
+    """
     if not found:
         return None
     visit = max(found, key=lambda branch: branch.last - branch.first)

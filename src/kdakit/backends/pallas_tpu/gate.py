@@ -42,8 +42,8 @@ class Decays(NamedTuple):
 def member_matrix(tile: Tile) -> np.ndarray:
     """[sums, pieces * C] of 0/1: whether a token's gate is part of a sum; sums are `to`, `after` and the levels, C rows each.
 
-    Where pairs are `Tile.centred`, C rows of 0, 1 and -1 more: from the middle of a run of 8 to the token, and less than 0 what lies between
-    a token and the middle behind it.
+    Where pairs are `Tile.centred`, C rows of 0, 1 and -1 more: from the middle of a run of 8 to the token, and less than 0 what lies
+    between a token and the middle behind it.
     """
     found = _members(tile).astype(np.float32)
     if tile.centred:
