@@ -25,7 +25,7 @@ from kdakit.backends import pallas_tpu  # noqa: E402
 from kdakit.backends.pallas_tpu import gate, sequences, tile  # noqa: E402
 from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
 from kdakit.backends.pallas_tpu.interpreter import interpret_mode  # noqa: E402
-from kdakit.backends.pallas_tpu.launch import make_launch, token_operand  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import input_operand, make_launch, token_operand  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import run as launch  # noqa: E402
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -236,13 +236,14 @@ def test_strided_stores(dtype):
     assert np.array_equal(memory.array[:, :20], want[:, :20]) and np.array_equal(memory.array[:, 20:], x[:, 20:])
 
 
-@pytest.mark.parametrize("HV, heads", [(16, 8), (4, 4), (6, 2)])
+@pytest.mark.parametrize("HV, heads", [(16, 8), (4, 4), (6, 2), (24, 24)])
 def test_blocks_of_every_layout_hold_their_own_heads(HV, heads):
-    """A kernel that copies what it reads: all heads and tokens come back in their places, the last chunk cut short."""
+    """A kernel that copies what it reads: all heads and tokens come back in their places, the last chunk cut short. 24 come in parts."""
     case = Case("copied", "a copy", T=28, H=HV, HV=HV, K=128, V=128, options={"chunk_size": 16})
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 28, HV, 128)), jnp.bfloat16)
     made = make_launch(case.problem("bfloat16"), None, tile.Config(heads=heads, interpret=True))
-    operand, out = token_operand(made, q), token_operand(made, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    operand, out = input_operand(made, q), token_operand(made, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    assert operand.parts == (3 if heads == 24 else 1)
     kernel = lambda table, inputs, outputs, scratch: write_heads(made.tile, outputs["o"], read_heads(made.tile, inputs["q"]))
     assert np.array_equal(launch(made, kernel, "copy", {"q": operand}, {"o": out}, [])["o"], q)
 
@@ -253,6 +254,14 @@ def test_heads_that_fill_no_block():
     pltpu.reset_tpu_interpret_mode_state()
     assert_right(case, run(case, tile.Config(heads=8, interpret=True, race_seed=0), grad=False), grad=False)
     assert not races_found()
+
+
+def test_pairs_of_heads_of_an_unbounded_gate():
+    """As below; pairs of a run of 8 tokens are referred to its middle."""
+    case = replace(GATED, T=80, options=FUSED | {"chunk_size": 64})
+    made = tile.make_tile(case.problem("bfloat16", "chunk", False), tile.Config(heads=2))
+    assert made.group == 2 and made.centred and made.levels == (8,)
+    assert_right(case, run(case, tile.Config(heads=2, interpret=True), "bfloat16", grad=False), "bfloat16", grad=False)
 
 
 def test_pairs_of_heads():
