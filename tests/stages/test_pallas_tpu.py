@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from kdakit.backends import pallas_tpu  # noqa: E402
-from kdakit.backends.pallas_tpu import gate, sequences, tile  # noqa: E402
+from kdakit.backends.pallas_tpu import gate, packed, sequences, tile  # noqa: E402
 from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
 from kdakit.backends.pallas_tpu.interpreter import interpret_mode  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import input_operand, make_launch, token_operand  # noqa: E402
@@ -128,6 +128,16 @@ def test_packed_sequences_with_states(case, dtype, seed, eager):
     found = run(case, tile.Config(heads=case.HV, interpret=True, race_seed=seed, eager_dma=eager), dtype, grad=False)
     assert not races_found()
     assert_right(case, found, dtype, grad=False)
+
+
+@pytest.mark.parametrize("lengths", [(10, 22, 9), (32, 5, 4)])
+def test_packed_states_that_come_one_at_a_time(monkeypatch, lengths):
+    """Large states have one place to arrive in: the second of a chunk's two sequences waits for it if the first begins there too."""
+    monkeypatch.setattr(packed, "LARGE", 0)
+    case = replace(PACKED, T=41, lengths=lengths, options=EDGES.options)
+    pltpu.reset_tpu_interpret_mode_state()
+    assert_right(case, run(case, tile.Config(heads=1, interpret=True, race_seed=0, eager_dma=False), grad=False), grad=False)
+    assert not races_found()
 
 
 def test_packed_heads_that_fill_no_block():

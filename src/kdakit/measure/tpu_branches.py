@@ -45,12 +45,14 @@ def runs(job: Job, found: list[Branch]) -> list[float] | None:
         return [1 / chunks] * count
     if job.kernel == "training":
         return _visits(found, N / (chunks + N - 1))
-    edges = min(chunks, N + 1)  # chunks in which sequences begin or end: N - 1 times both
-    visits = N - 1 + edges
-    # inside a sequence; not: what its sequences share, and visits, of which: it begins, has tokens, they are nobody's, it ends
-    each = [chunks - edges, edges, edges, visits, N, visits, 0, N]
+    edges, two = N + 1, N - 1  # chunks in which sequences begin or end: the first and the last, and others where one ends and one begins
+    if edges > chunks:
+        return None
+    # inside a sequence; not: what its sequences share; two together, of which: the first begins, the second ends; visits of the first and
+    # the last alone, of which: it begins, has tokens, they are nobody's, it ends
+    each = [chunks - edges, edges, edges, two, 0, 0, 2, 1, 2, 0, 1]
     if len(each) == count + 1:
-        del each[6]  # of few heads, whose zeros are soon written
+        del each[9]  # of few heads, whose zeros are soon written
     return [n / chunks for n in each] if len(each) == count else None
 
 
