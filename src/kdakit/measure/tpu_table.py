@@ -28,7 +28,7 @@ Found = dict[tuple[str, Job], dict[str, Any]]
 def render(files: list[str]) -> str:
     """All tables that the records are enough for."""
     records = [json.loads(Path(file).read_text()) for file in files]
-    found: Found = {(row["target"], Job(**row["job"])): row | {"date": r["date"]} for r in records for row in r["results"]}
+    found: Found = {(row["target"], Job(**row["job"])): row | {"date": r["date"], "commit": r["commit"]} for r in records for row in r["results"]}
     failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
     parts = [against_tokamax(found), peers(found), memory(found), variants(found), calls(found), heads(found), kernels(found)]
     parts += [tpu_decode_table.render(found), chips(found, failed), provenance(records)]
@@ -108,7 +108,7 @@ def variants(found: Found) -> str:
     for chip, kernel in TOKAMAX:
         for name, (plain, changed) in compared.items():
             one, other = (found.get((chip, Job(kernel, **options))) for options in (plain, changed))
-            if one is None or other is None or one["date"] != other["date"]:  # kernels of one day only
+            if one is None or other is None or one["commit"] != other["commit"]:  # the same kernels only
                 continue
             cells = []
             for count in ("cycles", "weighted_cycles"):
