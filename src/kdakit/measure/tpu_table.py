@@ -28,7 +28,8 @@ Found = dict[tuple[str, Job], dict[str, Any]]
 def render(files: list[str]) -> str:
     """All tables that the records are enough for."""
     records = [json.loads(Path(file).read_text()) for file in files]
-    found: Found = {(row["target"], Job(**row["job"])): row | {"date": r["date"], "commit": r["commit"]} for r in records for row in r["results"]}
+    about = lambda record: {name: record[name] for name in ("date", "commit")}
+    found: Found = {(row["target"], Job(**row["job"])): row | about(r) for r in records for row in r["results"]}
     failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
     parts = [against_tokamax(found), peers(found), memory(found), variants(found), calls(found), heads(found), kernels(found)]
     parts += [tpu_decode_table.render(found), chips(found, failed), provenance(records)]
