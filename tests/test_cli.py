@@ -696,12 +696,20 @@ def test_branches_count_as_often_as_they_are_taken():
     text = bundles(copies, whole, small, (200, 400), (700, 900), total=1000)
     assert tpu_branches.branches(text) == (1000, [(200, 400), (700, 900)])
     assert tpu_branches.weighted(Job("forward", T=640, states=True), 1007, text) == 1007 - 400 + 400 / 10
-    packed = bundles((100, 400), (401, 980), (500, 900), (510, 620), (620, 730), (740, 890), total=1000)
+    zeros, both = (2995, 3105), [(1560, 2690), (1570, 1680), (2500, 2680)]
+    packed = [(100, 1400), (1401, 3380), (1410, 1550), *both, (2700, 3370), (2710, 2820), (2830, 2990), zeros, (3110, 3360)]
     job = Job("forward", T=640, sequences=3, states=True)  # ten chunks: two with two sequences, the first and the last with an edge
-    inside, edges, visits = 300, 579 - 400, 400 - 110 - 110 - 150
-    want = 1000 - 300 - 579 + 0.6 * inside + 0.4 * edges + 0.6 * visits + 0.3 * 110 + 0.6 * 110 + 0.3 * 150
-    assert tpu_branches.weighted(job, 1000, packed) == round(want, 1)
+    inside, edges, two, loop = 1300, 1979 - 1130 - 670, 1130 - 110 - 180, 670 - 110 - 160 - 250
+    want = 3400 - 1300 - 1979 + 0.6 * inside + 0.4 * edges + 0.2 * two + 0.2 * loop + 0.1 * 110 + 0.2 * 160 + 0.1 * 250
+    assert tpu_branches.weighted(job, 3400, bundles(*(x for x in packed if x != zeros), total=3400)) == round(want, 1)
+    assert tpu_branches.weighted(job, 3400, bundles(*packed, total=3400)) == round(want - 0.2 * 110, 1), "nobody's tokens: none"
+    assert tpu_branches.weighted(replace(job, T=192), 3400, bundles(*packed, total=3400)) is None, "more than two in a chunk"
     assert tpu_branches.weighted(job, 1000, text) is None, "two branches are not that kernel's"
+    job = Job("training", T=640, sequences=3, states=True)  # twelve visits
+    forward = bundles((3, 1990), (100, 300), (310, 1600), (1610, 1720), (1730, 1900), total=2000)
+    assert tpu_branches.weighted(job, 2000, forward) == 2000 - 200 - 110 - 170 + (200 + 170) / 4
+    backward = bundles((3, 1990), (100, 300), (310, 1600), (1400, 1520), (1730, 1900), total=2000)
+    assert tpu_branches.weighted(job, 2000, backward) == 2000 - 200 - 120 - 170 + (200 + 120) / 4
 
 
 def test_an_interpreter_is_not_timed():

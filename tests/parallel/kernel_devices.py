@@ -6,15 +6,19 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import kernel_calls as calls
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kdakit.jax import chunk_kda, fused_recurrent_kda
+from kdakit.parallel.heads import parameter_specs
 from kdakit.parallel.jax import sharded_chunk_kda, split
 
 KERNELS = dict(backend="pallas_tpu")
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 SHORT = calls.OPTIONS | dict(chunk_size=16)
 ACROSS = re.compile(r"all-gather|all-to-all|collective-permute|reduce-scatter")  # sums of a parameter's gradient are no exchange
 
@@ -125,13 +129,26 @@ def tokens():
     check("context", calls.all_of(lambda **x: call(**x, **KERNELS), SHORT), given, exchanges=True)
 
 
+def spread_over(mesh, state):
+    """A module's parameters, split by heads over the mesh axis `model`."""
+    from flax import nnx
+
+    flat = nnx.to_flat_state(state)
+    specs = parameter_specs((".".join(map(str, path)) for path, _ in flat), axis="model").values()
+    moved = [(path, p.replace(jax.device_put(p[...], NamedSharding(mesh, s)))) for (path, p), s in zip(flat, specs, strict=True)]
+    return nnx.from_flat_state(dict(moved))
+
+
+def near(got, want, where):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-4 * np.linalg.norm(b) + 1e-9, where
+
+
 def layer():
     """A layer with its parameters split by heads, its batch by rows."""
-    import jax.numpy as jnp
     from flax import nnx
 
     from kdakit.layers.jax import KimiDeltaAttention
-    from kdakit.parallel.heads import parameter_specs
 
     graph, state = nnx.split(
         KimiDeltaAttention(hidden_size=16, head_dim=8, num_heads=2, num_v_heads=4, backend="pallas_tpu", rngs=nnx.Rngs(0))
@@ -145,14 +162,38 @@ def layer():
 
     want = jax.jit(jax.value_and_grad(lambda s, x: loss(s, x, "xla")))(state, x)
     mesh = mesh_of(2, 2)
-    flat = nnx.to_flat_state(state)
-    specs = parameter_specs((".".join(map(str, path)) for path, _ in flat), axis="model").values()
-    moved = [(path, p.replace(jax.device_put(p[...], NamedSharding(mesh, s)))) for (path, p), s in zip(flat, specs, strict=True)]
     with split(batch="data", heads="model"):
         run = jax.jit(jax.value_and_grad(lambda s, x: loss(s, x, "pallas_tpu")))
-        got = run(nnx.from_flat_state(dict(moved)), jax.device_put(x, NamedSharding(mesh, P("data"))))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-4 * np.linalg.norm(b) + 1e-9
+        near(run(spread_over(mesh, state), jax.device_put(x, NamedSharding(mesh, P("data")))), want, "layer")
+
+
+def model():
+    """A whole model, its delta layers on the kernels: loss and gradients on 8 devices, the loss on 2 and 4; as `xla` has them on one."""
+    from flax import nnx
+
+    from kdakit.models.config import ModelConfig
+    from kdakit.models.jax import KimiLinear
+
+    config = ModelConfig(vocab_size=16, hidden_size=16, num_layers=2, attention_every=2, head_dim=8, num_heads=2, num_v_heads=2)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (4, 9)))
+    losses = {}
+    for backend in ("xla", "pallas_tpu"):
+        graph, state = nnx.split(KimiLinear(config, seed=3, backend=backend))
+
+        def loss(state, tokens, graph=graph):
+            log_p = jax.nn.log_softmax(nnx.merge(graph, state)(tokens[:, :-1])[0])
+            return -jnp.take_along_axis(log_p, tokens[:, 1:, None], -1).mean()
+
+        losses[backend] = loss
+    want = jax.jit(jax.value_and_grad(losses["xla"]), compiler_options=QUICK)(state, tokens)
+    for sizes in ((4, 2), *[(1, 2), (2, 2)] * FULL):
+        start, mesh = time.perf_counter(), mesh_of(*sizes)
+        whole = sizes == (4, 2)
+        with split(batch="data", heads="model"):
+            run = jax.jit(jax.value_and_grad(losses["pallas_tpu"]) if whole else losses["pallas_tpu"], compiler_options=QUICK)
+            found = run(spread_over(mesh, state), jax.device_put(tokens, NamedSharding(mesh, P("data"))))
+        near(found, want if whole else want[0], f"model on {sizes}")
+        print(f"model on {sizes}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ def run(script: str, *words: str, **more: str) -> str:
 
 
 def test_on_eight_devices():
-    """Explicit and Auto axes, shard_map with its checks, decode, tokens; 2, 4 and 8 devices; each as the truth of the whole call."""
+    """Explicit and Auto axes, shard_map with its checks, decode, tokens, a model; up to 8 devices; each as the truth of the whole call."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    names = ["recurrence", "explicit_types", "auto_types", "manual", "partly_manual", "tokens"]
+    names = ["recurrence", "explicit_types", "auto_types", "manual", "partly_manual", "tokens", "model"]
     run("kernel_devices.py", *names, *["layer"] * FULL, XLA_FLAGS=flags)
 
 

@@ -79,7 +79,7 @@ def test_segment_ids_lower_for_every_chip():
 
 
 def test_drafts_lower_for_every_chip():
-    """verify, which writes nothing, and commit, both over a pool; and a page for each drafted token."""
+    """verify, which writes nothing, and commit, both over a pool; a page for each drafted token; verify with a layer around it."""
     from kdakit.backends.pallas_tpu import pool
 
     arrays, problem = problem_of(replace(FEW, kernel="step", B=2, gate="log_decay"))
@@ -92,6 +92,10 @@ def test_drafts_lower_for_every_chip():
     lowers(lambda *x: pool.decode(problem, *x, config), (arrays, states, drafted), calls=1)
     lowers(lambda *x: pool.verify(problem, *x, config), (arrays, states, row), calls=1)
     lowers(lambda *x: pool.commit(problem, *x, config), (each, each, each, states, row, row), calls=1)
+    windows, taps = ({n: array(*lead, 2, 128) for n in "qkv"} for lead in ((8, 3), (4,)))
+    layer = lambda windows, taps, gate, weight: pool.Layer(windows, taps, None, gate, weight, 1e-5)
+    drafted = lambda arrays, states, row, *around: pool.verify(problem, arrays, states, row, config, layer(*around))
+    lowers(drafted, (arrays, states, row, windows, taps, arrays.v, array(128)), calls=1)
 
 
 def test_a_primitive_that_mosaic_lacks_is_refused():

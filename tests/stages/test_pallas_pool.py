@@ -19,8 +19,8 @@ from kdakit.backends.pallas_tpu.tile import Config  # noqa: E402
 from kdakit.layers.jax import KimiDeltaAttention  # noqa: E402
 from kdakit.measure.pool_trials import Trial, draw, judge  # noqa: E402
 from kdakit.problem import Arrays, make_options, make_problem  # noqa: E402
-from kdakit.serving.jax import StatePool, calls, decode  # noqa: E402
-from kdakit.serving.jax.layer import decode_layer, layer_pool  # noqa: E402
+from kdakit.serving.jax import StatePool, calls, commit, decode  # noqa: E402
+from kdakit.serving.jax.layer import decode_layer, layer_pool, verify_layer  # noqa: E402
 
 TRIALS = [
     Trial(rows=5, dtype="bfloat16", gate="bounded", K=128, V=128, HV=4, seed=4),
@@ -167,6 +167,29 @@ def test_a_layer_over_a_pool():
         kept = [held.contents.windows[n][:2] for n in ("q", "k", "v")]
         found[backend] = [*outputs, *kept, held.states([0, 1])]
     assert not found["pallas_tpu"][0][1].any() and not found["pallas_tpu"][1][1].any()
+    for got, want in zip(found["pallas_tpu"], found["xla"], strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_a_layers_drafts():
+    """Verified in one kernel, committed in part: as the layer's own words, and nothing moves before."""
+    sizes = dict(hidden_size=24, head_dim=16, num_heads=1, num_v_heads=2, lower_bound=-5.0)
+    found = {}
+    for backend in ("xla", "pallas_tpu"):
+        layer = KimiDeltaAttention(**sizes, backend=backend, rngs=nnx.Rngs(0))
+        held, rng = layer_pool(layer, 3), np.random.default_rng(0)
+        _, held = held.allocate(2)
+        draw = lambda T, rng=rng: jnp.asarray(rng.normal(size=(3, T, 24)), jnp.float32)
+        run = jax.jit(lambda pool, slots, x, layer=layer: verify_layer(layer, pool, slots, x))
+        outputs = []
+        for accepted in ([3, 2, 0], [1, 3, 1]):
+            before = jax.tree.map(np.asarray, held.contents)
+            o, draft = run(held, jnp.array([1, -1, 0]), draw(3))
+            assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(held.contents), strict=True))
+            held = commit(held, draft, accepted)
+            outputs.append(o)
+        found[backend] = [*outputs, *(held.contents.windows[n][:2] for n in ("q", "k", "v")), held.states([0, 1])]
+    assert not found["pallas_tpu"][0][1].any() and found["pallas_tpu"][-1].any()
     for got, want in zip(found["pallas_tpu"], found["xla"], strict=True):
         np.testing.assert_allclose(got, want, atol=2e-6)
 

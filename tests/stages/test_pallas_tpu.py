@@ -6,6 +6,7 @@ The contract itself is test_contract.py, where pallas_tpu takes part like every 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,10 +22,10 @@ from jax.experimental import pallas as pl  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from kdakit.backends import pallas_tpu  # noqa: E402
-from kdakit.backends.pallas_tpu import sequences, tile  # noqa: E402
+from kdakit.backends.pallas_tpu import gate, packed, sequences, tile  # noqa: E402
 from kdakit.backends.pallas_tpu.heads import read_heads, write_heads  # noqa: E402
 from kdakit.backends.pallas_tpu.interpreter import interpret_mode  # noqa: E402
-from kdakit.backends.pallas_tpu.launch import make_launch, token_operand  # noqa: E402
+from kdakit.backends.pallas_tpu.launch import input_operand, make_launch, token_operand  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import run as launch  # noqa: E402
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -127,6 +128,16 @@ def test_packed_sequences_with_states(case, dtype, seed, eager):
     found = run(case, tile.Config(heads=case.HV, interpret=True, race_seed=seed, eager_dma=eager), dtype, grad=False)
     assert not races_found()
     assert_right(case, found, dtype, grad=False)
+
+
+@pytest.mark.parametrize("lengths", [(10, 22, 9), (32, 5, 4)])
+def test_packed_states_that_come_one_at_a_time(monkeypatch, lengths):
+    """Large states have one place to arrive in: the second of a chunk's two sequences waits for it if the first begins there too."""
+    monkeypatch.setattr(packed, "LARGE", 0)
+    case = replace(PACKED, T=41, lengths=lengths, options=EDGES.options)
+    pltpu.reset_tpu_interpret_mode_state()
+    assert_right(case, run(case, tile.Config(heads=1, interpret=True, race_seed=0, eager_dma=False), grad=False), grad=False)
+    assert not races_found()
 
 
 def test_packed_heads_that_fill_no_block():
@@ -235,13 +246,14 @@ def test_strided_stores(dtype):
     assert np.array_equal(memory.array[:, :20], want[:, :20]) and np.array_equal(memory.array[:, 20:], x[:, 20:])
 
 
-@pytest.mark.parametrize("HV, heads", [(16, 8), (4, 4), (6, 2)])
+@pytest.mark.parametrize("HV, heads", [(16, 8), (4, 4), (6, 2), (24, 24)])
 def test_blocks_of_every_layout_hold_their_own_heads(HV, heads):
-    """A kernel that copies what it reads: all heads and tokens come back in their places, the last chunk cut short."""
+    """A kernel that copies what it reads: all heads and tokens come back in their places, the last chunk cut short. 24 come in parts."""
     case = Case("copied", "a copy", T=28, H=HV, HV=HV, K=128, V=128, options={"chunk_size": 16})
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 28, HV, 128)), jnp.bfloat16)
     made = make_launch(case.problem("bfloat16"), None, tile.Config(heads=heads, interpret=True))
-    operand, out = token_operand(made, q), token_operand(made, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    operand, out = input_operand(made, q), token_operand(made, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    assert operand.parts == (3 if heads == 24 else 1)
     kernel = lambda table, inputs, outputs, scratch: write_heads(made.tile, outputs["o"], read_heads(made.tile, inputs["q"]))
     assert np.array_equal(launch(made, kernel, "copy", {"q": operand}, {"o": out}, [])["o"], q)
 
@@ -252,6 +264,14 @@ def test_heads_that_fill_no_block():
     pltpu.reset_tpu_interpret_mode_state()
     assert_right(case, run(case, tile.Config(heads=8, interpret=True, race_seed=0), grad=False), grad=False)
     assert not races_found()
+
+
+def test_pairs_of_heads_of_an_unbounded_gate():
+    """As below; pairs of a run of 8 tokens are referred to its middle."""
+    case = replace(GATED, T=80, options=FUSED | {"chunk_size": 64})
+    made = tile.make_tile(case.problem("bfloat16", "chunk", False), tile.Config(heads=2))
+    assert made.group == 2 and made.centred and made.levels == (8,)
+    assert_right(case, run(case, tile.Config(heads=2, interpret=True), "bfloat16", grad=False), "bfloat16", grad=False)
 
 
 def test_pairs_of_heads():
@@ -279,6 +299,22 @@ def test_table_visits_every_token_once_and_in_order(lengths, padding):
         assert first == (real and tokens[0] == cu[sequence]) and last == (real and tokens[-1] == cu[sequence + 1] - 1)
         seen += tokens
     assert seen == list(range(T))
+
+
+def test_decays_around_the_middle_of_a_run():
+    """Of any gates, however strong: what lies between two tokens of a run of 8 is neither lost nor overflows."""
+    problem = GATED.problem("bfloat16", "chunk", False)
+    shape = replace(tile.make_tile(problem, tile.Config(heads=2)), C=64, K=128, heads=1)
+    rng = np.random.default_rng(0)
+    g = -np.exp2(rng.uniform(-12, 14, (64, 128))).astype(np.float32)  # in base 2; from nearly nothing to far beyond float32
+    pieces = gate.gate_pieces(replace(shape, gate="softplus"), [jnp.asarray(g)])
+    head = SimpleNamespace(pieces=pieces)
+    ((to, back),) = gate.centred_decays(shape, jnp.asarray(gate.member_matrix(shape), jnp.bfloat16), [head])
+    to, back, total = (np.asarray(x, np.float64) for x in (to, back, np.cumsum(g.astype(np.float64), 0)))
+    assert np.isfinite(to).all() and np.isfinite(back).all()
+    i, j = np.nonzero(np.tril(np.arange(64)[:, None] // 8 == np.arange(64) // 8))
+    error = np.abs(to[i] * back[j] - np.exp2(total[i] - total[j]))
+    assert shape.centred and error.max() < 2e-4, error.max()
 
 
 def test_saving_more_names_more():

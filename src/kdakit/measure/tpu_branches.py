@@ -32,29 +32,47 @@ def branches(text: str) -> tuple[int, list[Branch]]:
     ]
     found = sorted((Branch(i + 1, target) for i, target in jumps if target - i > SMALL), key=lambda branch: (branch.first, -branch.last))
     around = [branch for branch in found if branch.last - branch.first > WHOLE * len(bundles)]
-    first, last = around[-1] if around else (0, len(bundles))
-    return len(bundles), [branch for branch in found if branch not in around and first <= branch.first and branch.last <= last]
+    first, last = around[0] if around else (0, len(bundles))
+    return len(bundles), [branch for branch in found if branch not in around[:1] and first <= branch.first and branch.last <= last]
 
 
-def runs(job: Job, count: int) -> list[float] | None:
-    """How often a step runs each of its `count` branches, on average; None if that is not known."""
-    chunks, N = -(-job.T // job.chunk_size), job.sequences
+def runs(job: Job, found: list[Branch]) -> list[float] | None:
+    """How often a step runs each of the branches `found`, on average; None if that is not known."""
+    chunks, N, count = -(-job.T // job.chunk_size), job.sequences, len(found)
     if job.kernel in DECODING:
         return [1.0] * count
     if not (N and job.states):  # where a row of chunks begins, and where it ends
         return [1 / chunks] * count
-    if job.kernel == "training":  # where one of its visits' sequences begins, and where it ends
-        return [N / (chunks + N - 1)] * count
-    edges = min(chunks, N + 1)  # chunks in which sequences begin or end: N - 1 times both
-    visits = N - 1 + edges
-    each = [chunks - edges, edges, visits, N, visits, N]  # inside a sequence; not: visits, of which: it begins, has tokens, ends
+    if job.kernel == "training":
+        return _visits(found, N / (chunks + N - 1))
+    edges, two = N + 1, N - 1  # chunks in which sequences begin or end: the first and the last, and others where one ends and one begins
+    if edges > chunks:
+        return None
+    # inside a sequence; not: what its sequences share; two together, of which: the first begins, the second ends; visits of the first and
+    # the last alone, of which: it begins, has tokens, they are nobody's, it ends
+    each = [chunks - edges, edges, edges, two, 0, 0, 2, 1, 2, 0, 1]
+    if len(each) == count + 1:
+        del each[9]  # of few heads, whose zeros are soon written
     return [n / chunks for n in each] if len(each) == count else None
+
+
+def _visits(found: list[Branch], edge: float) -> list[float] | None:
+    """Of a kernel that visits a chunk once for each sequence in it: the visit itself; where one's sequence begins or ends, `edge`; zeros
+    for tokens that are nobody's, of which there are none: behind the visit, but for the forward's last branch, which takes a final state.
+    """
+    if not found:
+        return None
+    visit = max(found, key=lambda branch: branch.last - branch.first)
+    behind = [branch for branch in found if branch.first >= visit.last]
+    forward = not any(visit.first < branch.first < visit.last for branch in found)
+    zeros = behind[:-1] if forward else behind
+    return [1.0 if branch == visit else 0.0 if branch in zeros else edge for branch in found]
 
 
 def weighted(job: Job, bundles_per_step: int, text: str) -> float | None:
     """Bundles per step, each as often as it is run; `bundles_per_step` counts a few around the step that the text does not."""
     total, found = branches(text)
-    often = runs(job, len(found))
+    often = runs(job, found)
     if often is None:
         return None
     times = [1.0] * total

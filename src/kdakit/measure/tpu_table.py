@@ -13,6 +13,13 @@ from kdakit.measure.tpu_schedule import why
 
 # openxla/tokamax pull request 1103, B1 T8192 H32 K=V=128 bfloat16, bounded gate, counted the same way with the same versions: M cycles.
 TOKAMAX = {("v6e", "forward"): 4.84, ("v6e", "training"): 13.2, ("tpu7x", "forward"): 3.60, ("tpu7x", "training"): 9.83}
+# The second look of November 2026 (design notes), libtpu 0.0.48.1, the same call: tokamax 0.0.17, in all and its kernels alone; and
+# sglang-jax's fused forward ("Mega KDA", pull request 1554), whole chunks only, which was written anew after its description.
+TOKAMAX_RELEASE = {
+    ("v6e", "forward"): (4.85, 2.70), ("v6e", "training"): (13.2, 5.98),
+    ("tpu7x", "forward"): (3.61, 2.40), ("tpu7x", "training"): (10.1, 5.37),
+}  # fmt: skip
+MEGA_LIKE = {("v6e", "forward"): 1.518, ("tpu7x", "forward"): 1.441}
 CALLS = {"forward": "forward", "training": "forward + backward"}
 
 Found = dict[tuple[str, Job], dict[str, Any]]
@@ -21,9 +28,10 @@ Found = dict[tuple[str, Job], dict[str, Any]]
 def render(files: list[str]) -> str:
     """All tables that the records are enough for."""
     records = [json.loads(Path(file).read_text()) for file in files]
-    found: Found = {(row["target"], Job(**row["job"])): row | {"date": r["date"]} for r in records for row in r["results"]}
+    about = lambda record: {name: record[name] for name in ("date", "commit")}
+    found: Found = {(row["target"], Job(**row["job"])): row | about(r) for r in records for row in r["results"]}
     failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
-    parts = [against_tokamax(found), memory(found), variants(found), calls(found), heads(found), kernels(found)]
+    parts = [against_tokamax(found), peers(found), memory(found), variants(found), calls(found), heads(found), kernels(found)]
     parts += [tpu_decode_table.render(found), chips(found, failed), provenance(records)]
     return "\n\n".join(part for part in parts if part)
 
@@ -38,6 +46,19 @@ def against_tokamax(found: Found) -> str:
             rows.append([chip, CALLS[kernel], f"{theirs:.2f}", f"{bounded:.2f}", f"{bounded / theirs:.2f}", *other])
     header = ["chip", "", "tokamax", "bounded gate", "of tokamax's", "softplus gate", "of our bounded"]
     return _titled("Millions of cycles, kernels and XLA's operations around them:", header, rows)
+
+
+def peers(found: Found) -> str:
+    """Kernels alone beside sums, ours and the newest peers': XLA's estimates around a kernel take memory to be slower than it is."""
+    rows = []
+    for (chip, kernel), (theirs, alone) in TOKAMAX_RELEASE.items():
+        if (row := found.get((chip, Job(kernel)))) is None:
+            continue
+        ours, own, mega = row["cycles"] / 1e6, kernel_cycles(row), MEGA_LIKE.get((chip, kernel))
+        cells = [f"{ours:.2f}", f"{own:.2f}", f"{theirs:.2f}", f"{alone:.2f}", f"{ours / theirs:.2f}", f"{own / alone:.2f}"]
+        rows.append([chip, CALLS[kernel], *cells, *([f"{mega:.2f}", f"{ours / mega:.2f}"] if mega else ["–"] * 2)])
+    header = ["chip", "", "ours", "kernels alone", "tokamax 0.0.17", "kernels alone", "of tokamax's", "kernels alone", "Mega-like", "of it"]
+    return _titled("Beside the newest peers, bounded gate, M cycles; Mega-like: written anew after its description:", header, rows)
 
 
 def memory(found: Found) -> str:
@@ -88,7 +109,7 @@ def variants(found: Found) -> str:
     for chip, kernel in TOKAMAX:
         for name, (plain, changed) in compared.items():
             one, other = (found.get((chip, Job(kernel, **options))) for options in (plain, changed))
-            if one is None or other is None or one["date"] != other["date"]:  # kernels of one day only
+            if one is None or other is None or one["commit"] != other["commit"]:  # the same kernels only
                 continue
             cells = []
             for count in ("cycles", "weighted_cycles"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from kdakit.backends.pallas_tpu.launch import (
     Operand,
     constant,
     from_token_rows,
+    input_operand,
     input_operands,
     lanes,
     make_launch,
@@ -104,10 +106,11 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     if saved is None:  # after a token recurrence
         saved = forward(problem.replace(needs_grad=True), arrays, config)[1]
     launch = make_launch(problem, arrays, config.of_backward)
+    launch = launch._replace(tile=replace(launch.tile, centred=False))  # its levels are of the forward's rounding or better
     t, (B, _, _) = launch.tile, launch.grid
     inputs = input_operands(launch, arrays)
     inputs["collect"] = constant(jnp.asarray(collecting_matrix(t), jnp.bfloat16))
-    inputs["d_o"] = token_operand(launch, lanes(d_o.astype(t.dtype)))
+    inputs["d_o"] = input_operand(launch, lanes(d_o.astype(t.dtype)))
     inputs["states"] = step_operand(launch, saved.states, t.heads)
     inputs["matrices"] = step_operand(launch, saved.matrices, t.heads // t.group)
     if saved.values is not None:

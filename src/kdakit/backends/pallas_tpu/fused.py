@@ -35,7 +35,7 @@ class Head(NamedTuple):
     q: Any  # [C, K]  scaled
     k: Any  # [C, K]
     v: Any  # [C, V]
-    g: Any  # [C, K]  log-decay, in base 2 where `Tile.bounded_gate` says so
+    g: Any  # [C, K]  log-decay, in base 2 where `Tile.base_2` says so
     beta: Any  # [C, 1]
     d: Decays
     x: Factors

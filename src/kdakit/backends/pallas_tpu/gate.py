@@ -20,6 +20,7 @@ from kdakit.gates import L2_EPSILON
 
 LOG2_E = 1.4426950408889634
 LOWEST = -1e4  # exp of it is 0 in float32, and sums of many stay finite
+STRONGEST = -26.0, -0.125  # of a gate in base 2, its first piece and the rest: 2^-26 is below a float32's last digit, 2^(4 * 26) is finite
 
 
 class Decays(NamedTuple):
@@ -39,8 +40,18 @@ class Decays(NamedTuple):
 
 
 def member_matrix(tile: Tile) -> np.ndarray:
-    """[sums, pieces * C] of 0/1: whether a token's gate is part of a sum; sums are `to`, `after` and the levels, C rows each."""
-    return np.tile(_members(tile), (1, tile.pieces)).astype(np.float32)
+    """[sums, pieces * C] of 0/1: whether a token's gate is part of a sum; sums are `to`, `after` and the levels, C rows each.
+
+    Where pairs are `Tile.centred`, C rows of 0, 1 and -1 more: from the middle of a run of 8 to the token, and less than 0 what lies
+    between a token and the middle behind it.
+    """
+    found = _members(tile).astype(np.float32)
+    if tile.centred:
+        i, m = np.indices((tile.C, tile.C))
+        near, late = i // 8 == m // 8, i % 8 >= 4
+        centred = near & late & (m % 8 >= 4) & (m <= i), near & ~late & (m % 8 < 4) & (m > i)
+        found = np.concatenate([found, centred[0] * 1.0 - centred[1] * 1.0])
+    return np.tile(found, (1, tile.pieces)).astype(np.float32)
 
 
 def collecting_matrix(tile: Tile) -> np.ndarray:
@@ -74,18 +85,22 @@ def member_sums(members, pieces):
 
 def gate_pieces(tile: Tile, gates: list):
     """A group's gates [C, K], as `chunk_gate` has them, as terms of sums, [pieces * C, g K]."""
-    if tile.operand == "bfloat16" and not tile.bounded_gate:
+    if tile.operand == "bfloat16" and not tile.base_2:
         gates = [g * LOG2_E for g in gates]
     return pieces_of(side_by_side(gates), tile.pieces)
 
 
 def chunk_gate(tile: Tile, g, a, bias):
-    """`log_decay`; of the bounded gate where bfloat16 operands follow, in base 2: as the machine's exponential has it.
+    """`log_decay`; where `Tile.base_2` says so, in base 2: as the machine's exponential and logarithm have it. With x = g + bias
 
-    lower_bound log2(e) sigmoid(a x) = c tanh(a x / 2) + c,  c = lower_bound log2(e) / 2, x = g + bias: two products instead of five.
+    bounded:    lower_bound log2(e) sigmoid(a x) = c tanh(a x / 2) + c,  c = lower_bound log2(e) / 2: two products instead of five
+    softplus:   -a log2(e) softplus(x) = -a log2(1 + 2^y),  y = log2(e) x; where 2^y would not fit it is -a y
     """
-    if not tile.bounded_gate:
+    if not tile.base_2:
         return log_decay(tile, g, a, bias)
+    if tile.gate == "softplus":
+        y = LOG2_E * g + LOG2_E * bias
+        return jnp.maximum(-a * jnp.maximum(y, jnp.log2(1.0 + jnp.exp2(jnp.minimum(y, 126.0)))), LOWEST)
     half, c = 0.5 * a, 0.5 * LOG2_E * tile.lower_bound
     return c * jnp.tanh(half * (g + bias)) + c
 
@@ -104,9 +119,29 @@ def decays(tile: Tile, members, pieces) -> list[Decays]:
 def level_decays(tile: Tile, members, group: list) -> list[list]:
     """[head][level] [C, K]: boundary to the token if its run is odd, after the token to the boundary if it is even."""
     exp, count = _exp(tile), len(tile.summed_levels)
-    sums = lane_slices(member_sums(members[2 * tile.C :], group[0].pieces), tile.group)
-    odd = lax.broadcasted_iota(jnp.int32, (tile.C, tile.K), 0) & 1 == 1
-    return [[*(exp(x) for x in row_slices(own, count)), jnp.where(odd, jnp.exp(h.g), 1.0)] for own, h in zip(sums, group, strict=True)]
+    C = tile.C
+    sums = lane_slices(member_sums(members[2 * C : (2 + count) * C], group[0].pieces), tile.group)
+    found = [[exp(x) for x in row_slices(own, count)] for own in sums]
+    if 1 not in tile.levels:
+        return found
+    odd = lax.broadcasted_iota(jnp.int32, (C, tile.K), 0) & 1 == 1
+    last = jnp.exp2 if tile.base_2 else jnp.exp
+    return [[*own, jnp.where(odd, last(h.g), 1.0)] for own, h in zip(found, group, strict=True)]
+
+
+def centred_decays(tile: Tile, members, group: list) -> list[tuple]:
+    """Of each head 2^e and 2^-e [C, K]: e is the sum of gates from the middle of the token's run of 8 to it, or less than 0 the one from it
+    to there.
+
+    A product of one token's first and an earlier one's second is the decay between them. A gate below STRONGEST counts as that: what a
+    token then keeps of those before it is less than float32 has digits for. So four of them fit an exponent. (A stronger one would not
+    fit, and the tokens behind it would lose each other.) Both pieces are cut: what the first leaves over has its sign.
+    """
+    pieces = group[0].pieces
+    row = lax.broadcasted_iota(jnp.int32, (pieces.shape[0], 1), 0)
+    strongest = jnp.where(row < tile.C, *STRONGEST).astype(jnp.bfloat16)
+    sums = lane_slices(member_sums(members[-tile.C :], jnp.maximum(pieces, strongest)), tile.group)
+    return [(jnp.exp2(x), jnp.exp2(-x)) for x in sums]
 
 
 def _exp(tile: Tile):
@@ -135,8 +170,8 @@ def log_decay_backward(tile: Tile, g, a, bias, gate, d_g):
         return d_g, None
     x = g + bias
     if tile.gate == "softplus":
-        return -a * sigmoid(tile, x) * d_g, gate * d_g
-    if tile.bounded_gate:
+        return -a * sigmoid(tile, x) * d_g, (gate * (1.0 / LOG2_E) if tile.base_2 else gate) * d_g
+    if tile.base_2:
         left = 1.0 - (1.0 / (LOG2_E * tile.lower_bound)) * gate
         d_x = (1.0 / LOG2_E * a) * (gate * left * d_g)
         return d_x, x * d_x

@@ -11,6 +11,8 @@ Two bfloat16 heads share a 32-bit word: one strided load of words is two heads, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +22,10 @@ HIGH_HALF = 0xFFFF0000
 
 
 def read_heads(tile, ref, rows=None) -> list:
-    """float32 [C, K] of each head; zero where `rows` [C, 1] is False."""
+    """float32 [C, K] of each head; zero where `rows` [C, 1] is False. `ref`: a block, or blocks of as many heads each."""
+    if isinstance(ref, tuple):
+        part = replace(tile, heads=tile.heads // len(ref))
+        return [x for own in ref for x in read_heads(part, own, rows)]
     if tile.layout == "heads":
         found = [ref[0, h].astype(jnp.float32) for h in range(tile.heads)]
     elif not _strided(tile, ref):

@@ -5,7 +5,8 @@ P[i,j]    = sum_d k[i,d] k[j,d] exp(g[j+1,d] + .. + g[i,d])           j <  i
 inverse   = (I + A_kk)^-1,   A_kk[i,j] = beta_i P[i,j]
 
 Each pair of tokens is referred to a point between them: tokens of different blocks of 16 to the start of the later one's, tokens of one
-block to the boundary at which they part. With a bounded gate and bfloat16 operands the start of the block serves for those too.
+block to the boundary at which they part. With a bounded gate and bfloat16 operands the start of the block serves for those too; with
+other gates and such operands, in runs of 8, their middle (`centred_decays`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from kdakit.backends.pallas_tpu.gate import Decays, level_decays
+from kdakit.backends.pallas_tpu.gate import Decays, centred_decays, level_decays
 from kdakit.backends.pallas_tpu.heads import dot, row_slices, row_sums, side_by_side
 from kdakit.backends.pallas_tpu.tile import BLOCK, Tile
 
@@ -28,7 +29,8 @@ class Masks(NamedTuple):
     strict: Any  # j < i
     diagonal: Any
     levels: tuple  # i and j part at this run length of `tile.levels`
-    inverse: tuple  # the same for runs of 1, 2, .. C / 2 tokens
+    run: Any  # both in one run of 8
+    inverse: tuple  # they part, at runs of 1, 2, .. C / 2 tokens
     group: tuple  # column belongs to head 0, 1, .. of the group
 
 
@@ -49,7 +51,7 @@ def make_masks(tile: Tile, same_segment=None) -> Masks:
         lower, strict, levels = lower & same, strict & same, [x & same for x in levels]
     runs = [1 << n for n in range(C.bit_length() - 1)]
     heads = tuple((lane >= h * C) & (lane < (h + 1) * C) for h in range(g))
-    return Masks(lower, strict, i == j, tuple(levels), tuple(parts(s) for s in runs), heads)
+    return Masks(lower, strict, i == j, tuple(levels), (i ^ j) & -8 == 0, tuple(parts(s) for s in runs), heads)
 
 
 class Factors(NamedTuple):
@@ -127,13 +129,18 @@ def pair_products(tile: Tile, groups: list[list], masks: Masks, members) -> list
 
 
 def _add_levels(tile: Tile, groups: list[list], masks: Masks, members, found: list) -> list:
-    """Pairs of one block, level by level, and the diagonal of A_qk."""
+    """Pairs of one block, level by level, and the diagonal of A_qk; or those inside runs of 8 at once, the diagonal too."""
     decays = [level_decays(tile, members, group) for group in groups]
     for n, parts in enumerate(masks.levels):
         for m, (group, d) in enumerate(zip(groups, decays, strict=True)):
             here = [x[n] for x in d]
             level = _neighbours(masks, group, here) if tile.levels[n] == 1 else _level(tile, group, masks, here, n)
             found[m] = [jnp.where(parts, new, x) for new, x in zip(level, found[m], strict=True)]
+    if tile.centred:
+        own = masks.run & masks.lower, masks.run & masks.strict
+        around = [centred_decays(tile, members, group) for group in groups]
+        inside = [_inside_runs(tile, group, masks, d) for group, d in zip(groups, around, strict=True)]
+        return [tuple(jnp.where(m, new, x) for m, new, x in zip(own, a, b, strict=True)) for a, b in zip(inside, found, strict=True)]
     diagonals = [over_lanes(masks, [row_sums(h.q * h.k) for h in group]) for group in groups]
     return [(jnp.where(masks.diagonal, x, A_qk), P) for x, (A_qk, P) in zip(diagonals, found, strict=True)]
 
@@ -157,6 +164,16 @@ def _level(tile: Tile, group: list, masks: Masks, decays: list, n: int) -> list:
     found = [row_slices(x, 2) for x in row_slices(dot(tile, rows, columns, (1, 1)), len(group))]
     both = [over_lanes(masks, list(x)) for x in zip(*found, strict=True)]
     return [in_turns(jnp.zeros_like(x), x) if tile.levels[n] == 8 else x for x in both]
+
+
+def _inside_runs(tile: Tile, group: list, masks: Masks, decays: list) -> list:
+    """q and k rows against k columns [C, g C], where only pairs inside runs of 8, the row not before the column, are right."""
+    rows, columns = [], []
+    for h, (to, back) in zip(group, decays, strict=True):
+        rows += [operand(tile, h.q * to), operand(tile, h.k * to)]
+        columns.append(operand(tile, h.k * back))
+    found = [row_slices(x, 2) for x in row_slices(dot(tile, jnp.concatenate(rows), jnp.concatenate(columns), (1, 1)), len(group))]
+    return [over_lanes(masks, list(x)) for x in zip(*found, strict=True)]
 
 
 def _neighbours(masks: Masks, group: list, decays: list) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,21 @@ class Operand(NamedTuple):
     block: tuple | None  # None: it stays in HBM
     index: Any = None  # (batch, head block, step, chunk, sequence) -> block indices
     restore: Any = None  # of an output: from the kernel's layout to the caller's; None: they are the same
+    parts: int = 1  # of an input: blocks of so many parts of the third axis, each with a ref of its own (`heads.read_heads`)
+
+    def split(self) -> list[Operand]:
+        """An operand for each part, all of one array."""
+        return [self] if self.parts == 1 else [self._replace(block=self._block(), index=self._index(n), parts=1) for n in range(self.parts)]
+
+    def _block(self) -> tuple:
+        return (*self.block[:2], self.block[2] // self.parts, *self.block[3:])
+
+    def _index(self, n: int):
+        def index(*place):
+            first, second, third, *rest = self.index(*place)
+            return first, second, third * self.parts + n, *rest
+
+        return index
 
 
 class Launch(NamedTuple):
@@ -61,6 +77,13 @@ def token_operand(launch: Launch, value) -> Operand:
     return Operand(value, (1, t.C, t.heads, width), lambda b, h, s, chunk, sequence: (b, chunk, h, 0))
 
 
+def input_operand(launch: Launch, value) -> Operand:
+    """The same of an input; of more than 16 heads, 8 by 8: a strided load has 8 sublanes, and reaches fewer tokens if they lie apart."""
+    t, found = launch.tile, token_operand(launch, value)
+    apart = t.layout == "tokens" and t.heads > 16 and t.heads % 8 == 0 and value.dtype == jnp.bfloat16
+    return found._replace(parts=t.heads // 8) if apart else found
+
+
 def _turned(x):
     """[B, T, HV, K] <-> [B, HV, T, K], or its ShapeDtypeStruct; where XLA keeps the array head by head, nothing is moved."""
     B, T, HV, width = x.shape
@@ -92,7 +115,7 @@ def input_operands(launch: Launch, arrays: Arrays) -> dict[str, Operand]:
     """The call's arrays as the kernels take them: heads repeated, lanes filled up, float16 widened, beta as rows."""
     p, t = launch.problem, launch.tile
     q, k = (lanes(jnp.repeat(x, p.group, axis=2) if p.group > 1 else x) for x in arrays[:2])
-    found = {name: token_operand(launch, x) for name, x in zip("qkvg", (q, k, lanes(arrays.v), lanes(arrays.g)), strict=True)}
+    found = {name: input_operand(launch, x) for name, x in zip("qkvg", (q, k, lanes(arrays.v), lanes(arrays.g)), strict=True)}
     found["beta"] = row_operand(launch, token_rows(t, arrays.beta))
     if t.gate != "log_decay":
         found["gate"] = Operand(gate_rows(p, t, arrays), (t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (h, 0, 0))
@@ -170,16 +193,17 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
         return pl.BlockSpec(memory_space=pl.ANY) if operand.block is None else pl.BlockSpec(operand.block, index)
 
     by_visit, table = isinstance(launch.table, Table), () if launch.table is None else tuple(launch.table)
-    names = list(inputs), list(outputs)
+    names, given = (list(inputs), list(outputs)), {n: x.split() for n, x in inputs.items()}
     grid_spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(table), grid=launch.grid, in_specs=[spec(x) for x in inputs.values()],
+        num_scalar_prefetch=len(table), grid=launch.grid, in_specs=[spec(x) for part in given.values() for x in part],
         out_specs=[spec(x) for x in outputs.values()], scratch_shapes=scratch,
     )  # fmt: skip
-    bound = partial(_bound, kernel, names, type(launch.table), len(table))
-    arrays, results = [*table, *(x.value for x in inputs.values())], [x.value for x in outputs.values()]
+    bound = partial(_bound, kernel, names, [len(part) for part in given.values()], type(launch.table), len(table))
+    arrays, results = [*table, *(x.value for part in given.values() for x in part)], [x.value for x in outputs.values()]
+    place = lambda name: len(table) + sum(len(given[n]) for n in names[0][: names[0].index(name)])
     make = lambda shapes, mode: pl.pallas_call(
         bound, name=name, grid_spec=grid_spec, out_shape=shapes,
-        input_output_aliases={len(table) + names[0].index(i): names[1].index(o) for i, o in (aliases or {}).items()},
+        input_output_aliases={place(i): names[1].index(o) for i, o in (aliases or {}).items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=this_chip().vmem_limit
         ),
@@ -189,13 +213,14 @@ def run(launch: Launch, kernel, name: str, inputs: dict, outputs: dict, scratch:
     return {n: x if o.restore is None else o.restore(x) for (n, o), x in zip(outputs.items(), found, strict=True)}
 
 
-def _bound(kernel, names, kind, tables: int, *refs):
-    """kernel(table, inputs, outputs, scratch), the refs by name."""
-    table = kind(*refs[:tables]) if tables else None
-    ends = tables + len(names[0]), tables + len(names[0]) + len(names[1])
-    inputs = dict(zip(names[0], refs[tables : ends[0]], strict=True))
-    outputs = dict(zip(names[1], refs[ends[0] : ends[1]], strict=True))
-    kernel(table, inputs, outputs, refs[ends[1] :])
+def _bound(kernel, names, parts: list[int], kind, tables: int, *refs):
+    """kernel(table, inputs, outputs, scratch), the refs by name; a tuple of them for an input in parts."""
+    refs = iter(refs)
+    take = lambda count: tuple(islice(refs, count))
+    table = kind(*take(tables)) if tables else None
+    inputs = {name: take(count) if count > 1 else next(refs) for name, count in zip(names[0], parts, strict=True)}
+    outputs = dict(zip(names[1], take(len(names[1])), strict=True))
+    kernel(table, inputs, outputs, tuple(refs))
 
 
 def shape_of(value_shape, dtype):

@@ -2,7 +2,8 @@
 
 q, k, v = silu(conv(.))        beta = sigmoid(.)        the token recurrence        y = o / sqrt(mean(o^2) + eps) weight sigmoid(gate)
 
-States and windows stay in the pages of a pool, or in a cache's rows, and move on in place.
+States and windows stay in the pages of a pool, or in a cache's rows, and move on in place. Of drafted tokens nothing moves; a log says how
+the states would (`pool.commit`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ class Carried(NamedTuple):
     states: Any  # [pages, HV, K, V], or [pages, HV, V, K] with state_v_first
 
 
+class Log(NamedTuple):
+    """Of drafted tokens, float32."""
+
+    k: Any  # [N, T, HV, K] normalised
+    decay: Any  # [N, T, HV, K]
+    u: Any  # [N, T, HV, V]
+
+
 def takes(states, x: Inputs) -> bool:
     """Whether `step` can run these."""
     problem = _problem(x, None, states, {})
@@ -54,13 +63,23 @@ def step(x: Inputs, parameters: Parameters, carried: Carried, pages, config: Con
 
     options: allow_neg_eigval, lower_bound, safe_gate, state_v_first.
     """
-    p = parameters
+    problem, arrays, around, config = _call(x, parameters, carried, config, options)
+    y, states, windows = pool.decode(problem, arrays, carried.states, pool.Rows(pages, pages), config, around)
+    return y, Carried(windows, states)
+
+
+def draft(x: Inputs, parameters: Parameters, carried: Carried, pages, config: Config | None, options: dict) -> tuple[Any, Log, Any]:
+    """y [N, T, HV, V] as `step` has it, the log of its tokens and their Problem; nothing moves."""
+    problem, arrays, around, config = _call(x, parameters, carried, config, options)
+    y, u, k, decay = pool.verify(problem, arrays, carried.states, pages, config, around)
+    return y, Log(k, decay, u), problem
+
+
+def _call(x: Inputs, p: Parameters, carried: Carried, config: Config | None, options: dict):
     problem = _problem(x, p, carried.states, options)
     arrays = Arrays(x.q, x.k, x.v, x.g, x.beta, p.A_log, p.dt_bias)
     around = pool.Layer(carried.windows, p.taps, p.biases, x.gate, p.norm, p.eps)
-    config = Config(heads=problem.HV, interpret=True) if config is None else config
-    y, states, windows = pool.decode(problem, arrays, carried.states, pool.Rows(pages, pages), config, around)
-    return y, Carried(windows, states)
+    return problem, arrays, around, Config(heads=problem.HV, interpret=True) if config is None else config
 
 
 def _problem(x: Inputs, p: Parameters | None, states, options: dict):

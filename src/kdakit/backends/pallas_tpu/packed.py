@@ -1,10 +1,10 @@
 """The forward of packed sequences with states of their own, in one kernel: a step is a chunk, whatever sequences it holds.
 
 A chunk inside one sequence takes the step of a fixed length. Where sequences begin or end, decays, pair products and inverse are found
-once, sequences told apart by masks, and put down in VMEM; then each sequence in the chunk pays it a visit, which reads and updates its own
-state: a third of a step for a second sequence, where another step would be a whole one. States stay in HBM. The kernel copies an initial
-one while the chunk's products are found, and a final one while the next chunks are at work. Tokens behind the last sequence are as one more
-sequence, which has no states and outputs zeros.
+once, sequences told apart by masks, and put down in VMEM. Two sequences, as most such chunks hold, then read and update their states
+together; if there are more or fewer, or one has no tokens, each pays the chunk a visit of its own. States stay in HBM. The kernel copies an
+initial one while the chunk's products are found, and a final one while the next chunks are at work. Tokens behind the last sequence are as
+one more sequence, which has no states and outputs zeros.
 """
 
 from __future__ import annotations
@@ -116,6 +116,12 @@ class Step(NamedTuple):
         if self.inputs.initial is not None:
             pl.when(condition & self.real(sequence))(lambda: self.arrival(sequence).start())
 
+    @property
+    def two(self):
+        """Whether two sequences share all of the chunk's tokens: the first ends here, the second begins."""
+        cut = self.starts[self.begin + 1]
+        return (self.end - self.begin == 2) & self.real(self.begin + 1) & (cut > self.token) & (self.starts[self.begin + 2] > cut)
+
     def leave(self, condition) -> None:
         """Wait for the final state that is being copied, if there is one."""
         pl.when(condition & (self.kept.pending[0] == 1))(lambda: self.departure(0).wait())
@@ -141,11 +147,11 @@ def packed_kernel(tile: Tile, T: int, chunks: Chunks, inputs: dict, outputs: dic
     @pl.when(jnp.logical_not(inside))
     def _():
         step.call(begin, step.begins(begin))
-        if step.slots == 2:
-            step.call(begin + 1, begin + 1 < end)
+        step.call(begin + 1, begin + 1 < end if step.slots == 2 else step.two & jnp.logical_not(step.begins(begin)))
         here = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
         pl.when(step.real(begin))(lambda: _put_down(step, here + token < chunks.starts[most - 1]))
-        lax.fori_loop(begin, end, lambda sequence, _: _visit(step, sequence), None)
+        pl.when(step.two)(lambda: _two(step))
+        lax.fori_loop(begin, jnp.where(step.two, begin, end), lambda sequence, _: _visit(step, sequence), None)
 
     if step.out.final is not None:
         step.leave(number == steps - 1)
@@ -182,31 +188,93 @@ def _put_down(step: Step, valid) -> None:
 
 
 def _visit(step: Step, sequence) -> None:
-    tile, inputs, out, kept = step.tile, step.inputs, step.out, step.kept
+    tile, out = step.tile, step.out
     low, high = step.edges(sequence)
-
-    @pl.when(step.begins(sequence) & step.real(sequence))
-    def _():
-        if inputs.initial is not None:
-            step.arrival(sequence).wait()
-        for h in range(tile.heads):
-            given = None if inputs.initial is None else state_block(tile, kept.arriving[step.slot(sequence), h])
-            kept.state[h] = jnp.zeros((tile.V, tile.K), jnp.float32) if given is None else given
-
+    pl.when(step.begins(sequence) & step.real(sequence))(lambda: _begin(step, sequence))
     step.call(sequence + step.slots, sequence + step.slots < step.end)
     pl.when((low < high) & step.real(sequence))(lambda: _tokens(step, low, high))
     token = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
     pl.when((low < high) & jnp.logical_not(step.real(sequence)))(lambda: write_zeros(tile, out.o, (token >= low) & (token < high)))
 
     if out.final is not None:
+        pl.when(step.ends(sequence) & step.real(sequence))(lambda: _end(step, sequence))
 
-        @pl.when(step.ends(sequence) & step.real(sequence))
-        def _():
-            step.leave(True)
-            for h in range(tile.heads):
-                kept.leaving[h] = state_block(tile, kept.state[h])
-            step.departure(sequence).start()
-            kept.pending[0] = 1
+
+def _begin(step: Step, sequence) -> None:
+    if step.inputs.initial is not None:
+        step.arrival(sequence).wait()
+    for h in range(step.tile.heads):
+        step.kept.state[h] = _arrived(step, sequence, h)
+
+
+def _arrived(step: Step, sequence, h: int):
+    """The state [V, K] with which a sequence begins."""
+    if step.inputs.initial is None:
+        return jnp.zeros((step.tile.V, step.tile.K), jnp.float32)
+    return state_block(step.tile, step.kept.arriving[step.slot(sequence), h])
+
+
+def _end(step: Step, sequence) -> None:
+    step.leave(True)
+    for h in range(step.tile.heads):
+        step.kept.leaving[h] = state_block(step.tile, step.kept.state[h])
+    step.departure(sequence).start()
+    step.kept.pending[0] = 1
+
+
+def _two(step: Step) -> None:
+    """Both sequences of a chunk: where the first ends and the second begins, states need no turn of their own to come and go."""
+    tile, kept, out, state = step.tile, step.kept, step.out, step.kept.state
+    first, second = step.begin, step.begin + 1
+
+    @pl.when(step.begins(first))
+    def _():
+        _begin(step, first)
+        if step.slots == 1:
+            step.call(second, True)
+
+    if step.inputs.initial is not None:
+        step.arrival(second).wait()
+    if out.final is not None:
+        step.leave(True)
+    (_, cut), (_, end) = step.edges(first), step.edges(second)
+    token = lax.broadcasted_iota(jnp.int32, (tile.C, 1), 0)
+    rows = token < cut, (token >= cut) & (token < end)
+    v = read_heads(tile, step.inputs.v, token < end)
+    beta = jnp.where(token < end, activate_beta(tile, step.inputs.beta[0, 0].astype(jnp.float32)).T, 0.0)  # [C, heads]
+    decays = [[_own_decays(tile, kept, h, *edges) for edges in ((0, cut), (cut, end))] for h in range(tile.heads)]
+    arrived = [_arrived(step, second, h) for h in range(tile.heads)]
+    r, reads = [], []
+    for h, both in enumerate(decays):
+        q_to, k_to = kept.factors[1, h], kept.factors[2, h]
+        found = []
+        for S, own, (before, _, _) in zip((state[h], arrived[h]), rows, both, strict=True):
+            found.append(read_state(tile, S, *(from_start(tile, x, before, own) for x in (k_to, q_to))))
+        from_k, from_q = (x + y for x, y in zip(*found, strict=True))
+        r.append(beta[:, h : h + 1] * (v[h] - from_k))
+        reads.append(from_q)
+    v_new, within = _through_matrices(tile, kept, r)
+    for h, both in enumerate(decays):
+        for last, S, own, (_, after, whole) in zip((False, True), (state[h], arrived[h]), rows, both, strict=True):
+            if not last and out.final is None:
+                continue
+            S = next_state(tile, S, whole, to_end(tile, Factors(None, None, kept.factors[3, h], None), after, own), v_new[h])
+            if last:
+                state[h] = S
+            else:
+                kept.leaving[h] = state_block(tile, S)
+    write_heads(tile, out.o, [x + y for x, y in zip(reads, within, strict=True)])
+    if out.final is not None:
+        step.departure(first).start()
+        kept.pending[0] = 1
+        pl.when(step.ends(second))(lambda: _end(step, second))
+
+
+def _through_matrices(tile: Tile, kept: Scratch, r: list) -> tuple[list, list]:
+    """v_new, and what of o comes from inside the chunk."""
+    matrices = [Matrices(kept.matrices[0, n], kept.matrices[1, n], None) for n in range(tile.heads // tile.group)]
+    v_new = apply_matrices(tile, matrices, "inverse", r)
+    return v_new, apply_matrices(tile, matrices, "A_qk", v_new)
 
 
 def _tokens(step: Step, low, high) -> None:
@@ -223,9 +291,7 @@ def _tokens(step: Step, low, high) -> None:
         from_k, from_q = read_state(tile, state[h], *(from_start(tile, x[...], before, own) for x in (k_to, q_to)))
         r.append(beta[:, h : h + 1] * (v[h] - from_k))
         reads.append(from_q)
-    matrices = [Matrices(kept.matrices[0, n], kept.matrices[1, n], None) for n in range(tile.heads // tile.group)]
-    v_new = apply_matrices(tile, matrices, "inverse", r)
-    within = apply_matrices(tile, matrices, "A_qk", v_new)
+    v_new, within = _through_matrices(tile, kept, r)
     for h, (_, after, whole) in enumerate(decays):
         k_end = to_end(tile, Factors(None, None, kept.factors[3, h], None), after, own)
         state[h] = next_state(tile, state[h], whole, k_end, v_new[h])

@@ -82,21 +82,29 @@ def decode(problem: Problem, arrays: Arrays, states, rows: Rows, config: Config,
     kind, eps = ("decode", 0.0) if layer is None else ("layer_decode", layer.eps)
     form = Form(kind, tile, problem.group, rows.target.ndim == 2, eps)
     inputs, specs = _inputs(form, problem, arrays, layer)
-    pools = {"state": states} | ({} if layer is None else {f"{n}_window": layer.windows[n] for n in NAMES})
-    found = _call(form, inputs, specs, pools, rows, {"o": (tile.dtype, problem.V)}, config)
+    found = _call(form, inputs, specs, _pools(states, layer), rows, {"o": (tile.dtype, problem.V)}, config)
     o = found["o"].astype(problem.dtype)
     return (o, found["state"]) if layer is None else (o, found["state"], {n: found[f"{n}_window"] for n in NAMES})
 
 
-def verify(problem: Problem, arrays: Arrays, states, source, config: Config):
-    """o [N, T, HV, V], and u = beta (v - S^T k) [N, T, HV, V] float32 of draft tokens; nothing is written."""
+def verify(problem: Problem, arrays: Arrays, states, source, config: Config, layer: Layer | None = None):
+    """o [N, T, HV, V], and u = beta (v - S^T k) [N, T, HV, V] float32 of draft tokens; nothing is written.
+
+    With `layer` also k as normalised and the decay [N, T, HV, K] float32, which with u are what `commit` asks for."""
     heads = fits(problem, states.shape[2], states.dtype.itemsize)
     tile = make_tile(problem, replace(config, heads=heads), problem.T)
-    form = Form("verify", tile, problem.group, False)
-    inputs, specs = _inputs(form, problem, arrays, None)
+    form = Form("verify", tile, problem.group, False) if layer is None else Form("layer_verify", tile, problem.group, False, layer.eps)
+    inputs, specs = _inputs(form, problem, arrays, layer)
     results = {"o": (tile.dtype, problem.V), "u": ("float32", problem.V)}
-    found = _call(form, inputs, specs, {"state": states}, Rows(source, source), results, config)
-    return found["o"].astype(problem.dtype), found["u"]
+    results |= {} if layer is None else dict.fromkeys(("log_k", "log_decay"), ("float32", problem.K))
+    found = _call(form, inputs, specs, _pools(states, layer), Rows(source, source), results, config)
+    o, u = found["o"].astype(problem.dtype), found["u"]
+    return (o, u) if layer is None else (o, u, found["log_k"], found["log_decay"])
+
+
+def _pools(states, layer: Layer | None) -> dict:
+    """All that sequences carry."""
+    return {"state": states} | ({} if layer is None else {f"{n}_window": layer.windows[n] for n in NAMES})
 
 
 def commit(problem: Problem, k, decay, u, states, source, accepted, config: Config):
@@ -114,7 +122,7 @@ def commit(problem: Problem, k, decay, u, states, source, accepted, config: Conf
 def _call(form: Form, inputs: dict, specs: dict, pools: dict, rows: Rows, results: dict, config: Config, counts=None) -> dict:
     """Results [N, T, HV, width] by name, and the pools where they are written. `counts` [N]: tokens of each row, all if None."""
     N, T, heads, HV = rows.source.shape[0], form.tile.C, form.tile.heads, pools["state"].shape[1]
-    written = {} if form.kind == "verify" else pools
+    written = {} if form.drafts else pools
     shapes = [jax.ShapeDtypeStruct((N, T, HV, width), jnp.dtype(dtype)) for dtype, width in results.values()]
     shapes += [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in written.values()]
     anywhere, scratch = pl.BlockSpec(memory_space=pl.ANY), _scratch(form, T, pools)

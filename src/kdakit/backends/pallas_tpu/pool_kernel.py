@@ -20,7 +20,7 @@ NAMES = ("q", "k", "v")
 class Form:
     """All that is static in the kernel."""
 
-    kind: str  # decode, layer_decode, verify or commit
+    kind: str  # decode, verify, commit; layer_decode, layer_verify
     tile: Tile
     group: int  # value heads that share a key head
     every: bool  # the state after each token has a page of its own
@@ -28,7 +28,12 @@ class Form:
 
     @property
     def layered(self) -> bool:
-        return self.kind == "layer_decode"
+        return self.kind.startswith("layer_")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether nothing moves."""
+        return self.kind.endswith("verify")
 
     def heads(self, name: str) -> int:
         """Of q and k, or of v, in a grid step."""
@@ -38,7 +43,7 @@ class Form:
 def bound(form: Form, names, source, target, counts, *refs):
     """The kernel, its refs by name. Pools that are written are also read through the outputs, which are the inputs' own memory."""
     inputs, pools, results, scratch = names
-    written = [] if form.kind == "verify" else pools
+    written = [] if form.drafts else pools
     order = [*inputs, *(f"{n} before" for n in pools), *results, *written, *scratch]
     found = dict(zip(order, refs, strict=True))
     take = lambda names: {n: found[n] for n in names}
@@ -160,7 +165,7 @@ def _row(step: Step, row) -> None:
     token(0) if T == 1 else lax.fori_loop(0, step.counts[row] if form.kind == "commit" else T, lambda t, _: token(t), None)
     if form.every:
         kept["count"][0] = count + T
-    if form.every or form.kind == "verify":
+    if form.every or form.drafts:
         return
     buffer = 2 + lax.rem(count, 2)
     if "work" in kept:
@@ -196,8 +201,12 @@ def _token(step: Step, t, before, after) -> None:
     if step.form.layered:
         o = gated_norm(o, x["out_gate"][0, t].astype(jnp.float32), x["weight"][...], step.form.eps, ref.dtype)
     ref[0, t] = o.astype(ref.dtype)
-    if step.form.kind == "verify":
+    if step.form.drafts:
         step.out["u"][0, t] = u
+    if step.form.kind == "layer_verify":  # nobody outside knows what the convolutions made
+        ref = step.out["log_k"]
+        ref[0, t] = (made.k * made.r_k)[:, : ref.shape[3]]
+        step.out["log_decay"][0, t] = made.decay[:, : ref.shape[3]]
 
 
 def _lay_lines(step: Step, arrived, T: int) -> None:

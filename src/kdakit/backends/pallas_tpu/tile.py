@@ -45,6 +45,7 @@ class Tile:
     scale: float
     layout: str = "tokens"  # of blocks of tokens, see `heads`
     strided: bool = True  # heads are read by strided loads; the TPU interpreter knows none
+    centred: bool = False  # pairs inside runs of 8 are referred to the run's middle, with gates that are not below `gate.STRONGEST`
 
     @property
     def group(self) -> int:
@@ -52,9 +53,9 @@ class Tile:
         return 2 if self.C == 64 and self.heads % 2 == 0 else 1
 
     @property
-    def bounded_gate(self) -> bool:
-        """Whether the kernels for chunks hold this gate in base 2."""
-        return self.gate == "bounded" and self.operand == "bfloat16"
+    def base_2(self) -> bool:
+        """Whether the kernels for chunks hold this gate in base 2: where they compute it, and bfloat16 operands follow."""
+        return self.gate != "log_decay" and self.operand == "bfloat16"
 
     @property
     def blocks(self) -> int:
@@ -67,8 +68,8 @@ class Tile:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Run lengths inside a block at which pairs of tokens part; none if the gate is bounded."""
-        return () if self.bounded else (8, 4, 2, 1)
+        """Run lengths inside a block at which pairs of tokens part, where each is a product of its own; none if the gate is bounded."""
+        return () if self.bounded else (8,) if self.centred else (8, 4, 2, 1)
 
     @property
     def summed_levels(self) -> tuple[int, ...]:
@@ -119,13 +120,15 @@ def make_tile(problem: Problem, config: Config, tokens: int | None = None) -> Ti
     C = chunk_length(problem, config) if tokens is None else tokens
     dtype = kernel_dtype(problem)
     narrow = dtype == "bfloat16"
+    bounded = narrow and o.lower_bound is not None and -o.lower_bound * BLOCK <= 80
     tables = problem.varlen == "cu_seqlens" if tokens is not None else packed_with_states(problem) and not steps_hold_sequences(problem)
     return Tile(
         C=C, K=padded(problem.K), V=padded(problem.V), heads=config.heads, dtype=dtype,
         operand="bfloat16" if narrow else "float32",
-        bounded=narrow and o.lower_bound is not None and -o.lower_bound * BLOCK <= 80,
+        bounded=bounded,
         ragged=tables or problem.T % C != 0, segments=bool(problem.varlen) and not tables,
         packed=problem.varlen == "cu_seqlens" and not tables, tables=tables,
         state_v_first=o.state_v_first, gate=o.gate, lower_bound=o.lower_bound, l2norm=o.l2norm, beta=o.beta, scale=o.scale,
         layout=token_layout(problem, config.heads) if tokens is None else "tokens", strided=not config.interpret,
+        centred=narrow and not bounded,
     )  # fmt: skip
