@@ -23,7 +23,7 @@ from kdakit.measure.trial import Verdict
 from kdakit.measure.trial import judge as judge_drawn
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-WORKER = ONE_THREAD | {"KDAKIT_UNCHECKED": "1"}  # this is what checks
+WORKER = ONE_THREAD | {"KDAKIT_UNCHECKED": "1", "KDAKIT_COMPILE_AHEAD": "0"}  # this is what checks; a core for each process
 STARTS = 300.0  # seconds that a new process may take to begin
 HANGS = 300.0  # and to answer
 Judge = Callable[[str, str, Any], Verdict]

@@ -48,6 +48,12 @@ def save(record: dict[str, Any], path: str) -> None:
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
 
 
+def keep(record: dict[str, Any], path: str | None) -> None:
+    """What is known so far of a run that may not come to its end, if it is to be kept at all."""
+    if path:
+        save(record, path)
+
+
 def load(path: str | Path) -> dict[str, Any]:
     """A record that has the form above; UsageError says what is wrong with others."""
     try:

@@ -48,13 +48,16 @@ def run(args) -> dict[str, Any]:
     wanted = set(args.entry or ())
     if unknown := wanted - set(entries(settings)):
         raise UsageError(f"entry must be among {', '.join(entries(settings))}, got {', '.join(sorted(unknown))}")
-    rows, missing = [], []
+    rows: list[dict[str, Any]] = []
+    missing: list[dict[str, Any]] = []
+    found = records.record("layer", vars(settings) | {"suite": "layer", "dtype": "bfloat16"}, rows, missing)
     for name, measure in entries(settings).items():
         if not wanted or name in wanted:
             made, left_out = measure()
             rows += [{"entry": name, **row} for row in made]
             missing += [{"entry": name, **row} for row in left_out]
-    return records.record("layer", vars(settings) | {"suite": "layer", "dtype": "bfloat16"}, rows, missing)
+            records.keep(found, args.json)
+    return found
 
 
 def entries(settings: Settings) -> dict[str, Callable[[], tuple[list, list]]]:

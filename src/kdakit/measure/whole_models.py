@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,21 +39,23 @@ def run(args) -> dict[str, Any]:
     if where.device.type != "cuda":
         raise UsageError("--suite model needs a CUDA device")
     settings = Settings(**{k: v for k, v in (("steps", args.model_steps), ("curve", args.curve)) if v is not None})
-    rows, missing = measure(settings, where)
-    return records.record("model", vars(settings) | {"suite": "model", "dtype": where.dtype}, rows, missing)
-
-
-def measure(settings: Settings, where: Any):
     reason = missing_peer()
-    contestants = ["kdakit", *([] if reason else ["fla"])]
-    rows = []
+    missing = [{"entry": "train", "contestant": "fla", "reason": reason}] if reason else []
+    rows: list[dict[str, Any]] = []
+    found = records.record("model", vars(settings) | {"suite": "model", "dtype": where.dtype}, rows, missing)
+    for row in measure(settings, where, ["kdakit", *([] if reason else ["fla"])]):
+        rows.append(row)
+        records.keep(found, args.json)
+    return found
+
+
+def measure(settings: Settings, where: Any, contestants: list[str]) -> Iterator[dict[str, Any]]:
     data = _book()
     for name in contestants:
-        rows.append({"entry": "train", "contestant": name, **_timed(settings, where, name, data)})
+        yield {"entry": "train", "contestant": name, **_timed(settings, where, name, data)}
     for name in [*contestants, *([AGAIN] if settings.curve else [])]:
         if settings.curve:
-            rows.append({"entry": "curve", "contestant": name, "losses": _curve(settings, where, name, data)})
-    return rows, [{"entry": "train", "contestant": "fla", "reason": reason}] if reason else []
+            yield {"entry": "curve", "contestant": name, "losses": _curve(settings, where, name, data)}
 
 
 def missing_peer() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +34,15 @@ def run(args) -> dict[str, Any]:
     except ValueError as problem:
         raise UsageError(f"--suite serving needs a CUDA device: {problem}") from problem
     settings = Settings()
-    rows = measure(settings, where)
-    return records.record("serving", vars(settings) | {"suite": "serving", "dtype": where.dtype}, rows, [])
+    rows: list[dict[str, Any]] = []
+    found = records.record("serving", vars(settings) | {"suite": "serving", "dtype": where.dtype}, rows, [])
+    for row in measure(settings, where):
+        rows.append(row)
+        records.keep(found, args.json)
+    return found
 
 
-def measure(settings: Settings, where: Any) -> list[dict[str, Any]]:
+def measure(settings: Settings, where: Any) -> Iterator[dict[str, Any]]:
     import torch
 
     from kdakit.measure.whole_models import configuration
@@ -47,13 +52,12 @@ def measure(settings: Settings, where: Any) -> list[dict[str, Any]]:
     config = replace(configuration(settings.size), attention_every=0)
     model = cast(KimiLinear(config).to(where.device), getattr(torch, where.dtype))
     served = ServedModel(model, max(settings.sequences))
-    rows = [{"entry": "first token", "ms": _first_token(served, settings.prompt)}]
+    yield {"entry": "first token", "ms": _first_token(served, settings.prompt)}
     for count in settings.sequences:
-        rows.append({"entry": "decode", "sequences": count, **_decode(served, count, settings)})
+        yield {"entry": "decode", "sequences": count, **_decode(served, count, settings)}
     attention = replace(config, attention_every=1)
     kept = {f"kv_mib_at_{n}": attention.cache_bytes(n, 2) / 2**20 for n in settings.lengths}
-    rows.append({"entry": "memory", "state_mib": served.bytes_per_slot() / 2**20, **kept})
-    return rows
+    yield {"entry": "memory", "state_mib": served.bytes_per_slot() / 2**20, **kept}
 
 
 def _first_token(served: Any, length: int) -> float:

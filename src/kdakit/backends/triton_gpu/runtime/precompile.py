@@ -23,6 +23,8 @@ import triton
 from triton.runtime import cache
 
 WORKERS = min(16, os.cpu_count() or 1)
+# Not where every core has a process already, as in a campaign of random problems: those compile what they launch, and nothing else.
+AHEAD = os.environ.get("KDAKIT_COMPILE_AHEAD", "1") != "0"
 SLOWEST = "gradient", "prepare"  # kernels whose names begin so, the slowest first
 Recorded = tuple[Any, tuple, dict, dict]  # kernel, arguments, constants, options
 _ready: set[Any] = set()
@@ -30,7 +32,7 @@ _ready: set[Any] = set()
 
 def compile_once(key: Any, wanted: Callable[[], list[Recorded]]) -> None:
     """Compiles what `wanted` gives, unless `key` came before. A kernel that cannot be compiled says so when it is launched."""
-    if key in _ready:
+    if key in _ready or not AHEAD:
         return
     _ready.add(key)
     kernels = wanted()
