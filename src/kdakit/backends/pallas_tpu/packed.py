@@ -119,8 +119,8 @@ class Step(NamedTuple):
     @property
     def two(self):
         """Whether two sequences share all of the chunk's tokens: the first ends here, the second begins."""
-        cut = self.starts[self.begin + 1]
-        return (self.end - self.begin == 2) & self.real(self.begin + 1) & (cut > self.token) & (self.starts[self.begin + 2] > cut)
+        cut, end = self.starts[self.begin + 1], self.starts[jnp.minimum(self.begin + 2, self.starts.shape[0] - 1)]
+        return (self.end - self.begin == 2) & self.real(self.begin + 1) & (cut > self.token) & (end > cut)
 
     def leave(self, condition) -> None:
         """Wait for the final state that is being copied, if there is one."""
