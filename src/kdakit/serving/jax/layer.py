@@ -93,11 +93,11 @@ def _plain_draft(layer: KimiDeltaAttention, pool: StatePool, given, x) -> tuple[
     s, rows, sizes = layer.sizes, pool.rows(given), fused_step.head_sizes(layer)
     cut = lambda y, size: y.reshape(*y.shape[:2], *size)
     q, k, v, _ = layer._convolved(x, Rows(), _cache(pool, rows.place))
-    made = [cut(y, sizes[n]) for n, y in zip(WINDOWS, (q, k, v), strict=True)]
+    q, k, v = (cut(y, sizes[n]) for n, y in zip(WINDOWS, (q, k, v), strict=True))
     inputs = {n: cut(getattr(layer, f"{n}_proj")(x), sizes[n]) for n in pool.contents.windows}
     g = cut(layer.f_proj[1](layer.f_proj[0](x)), (s.value_heads, s.head_dim))
     o, draft = verify(
-        pool, given, *made, g, layer.b_proj(x), layer.A_log[...], layer.dt_bias[...], window_inputs=inputs or None, backend=layer.backend,
+        pool, given, q, k, v, g, layer.b_proj(x), layer.A_log[...], layer.dt_bias[...], window_inputs=inputs or None, backend=layer.backend,
         use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval,
         safe_gate=s.safe_gate, lower_bound=s.lower_bound,
     )  # fmt: skip
