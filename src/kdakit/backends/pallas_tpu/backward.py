@@ -32,7 +32,7 @@ from kdakit.backends.pallas_tpu.fused import (
     step_rows,
 )
 from kdakit.backends.pallas_tpu.gate import activate_beta_backward, log_decay_backward, normalise_backward
-from kdakit.backends.pallas_tpu.heads import dot, read_heads, row_slices, row_sums, write_heads, write_zeros
+from kdakit.backends.pallas_tpu.heads import dot, eight_rows, read_heads, row_slices, row_sums, write_heads, write_zeros
 from kdakit.backends.pallas_tpu.intra import make_masks, operand
 from kdakit.backends.pallas_tpu.intra_backward import pair_products_backward
 from kdakit.backends.pallas_tpu.sequences import own_tokens, where_tokens
@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
     d_g: Any
     d_beta: Any  # [1, 1, heads, C]
     d_initial: Any = None
-    d_gate: Any = None  # [1, heads, 2, K]: d_A_log by channel, d_dt_bias
+    d_gate: Any = None  # [1, heads, 2, 8, K]: d_A_log by channel, d_dt_bias, each the sum of 8 rows
 
 
 class Flow(NamedTuple):
@@ -77,7 +77,7 @@ class Flow(NamedTuple):
     d_k_in: Any
     k_end: Any
     d_k_end: Any
-    d_decay: Any  # [1, K]  of the exponent
+    d_decay: Any  # [8, K]  of the exponent, the sum of its rows
 
 
 def values_again(tile: Tile, heads: list[Head], matrices: list[Matrices], S: list, k_in: list) -> tuple[list, list]:
@@ -95,7 +95,7 @@ def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Ro
 
     def turned(name: str) -> list:
         """The transposed matrix [C, C] of each head."""
-        return [x for group in matrices for x in row_slices(getattr(group, name).astype(jnp.float32).T, tile.group)]
+        return [x for group in matrices for x in row_slices(getattr(group, name).T, tile.group)]
 
     q_in = [from_start(tile, h.x.q_to, h.d, rows.enter) for h in heads]
     k_in = [from_start(tile, h.x.k_to, h.d, rows.enter) for h in heads]
@@ -110,7 +110,7 @@ def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Ro
     d_in = [dot(tile, both[n], S[n]) for n in each]  # [2 C, K]
     d_k_end = [dot(tile, v_new[n], d_S[n]) for n in each]
     decay = [chunk_decay(tile, h, rows) for h in heads]
-    kept = [jnp.sum(S[n].astype(jnp.float32) * d_S[n], axis=0, keepdims=True) for n in each]
+    kept = [eight_rows(S[n].astype(jnp.float32) * d_S[n]) for n in each]
     d_decay = [decay[n] * (kept[n] if missed is None else kept[n] + missed[n]) for n in each]
     inner = [operand(tile, jnp.concatenate([q_in[n], k_in[n]], axis=0)) for n in each]
     d_state = [d_S[n] * decay[n] + dot(tile, both[n], inner[n], (0, 0)) for n in each]
@@ -124,7 +124,7 @@ def state_flow(tile: Tile, heads: list[Head], matrices: list[Matrices], rows: Ro
 
 
 def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scratch):
-    """Blocks by name; scratch: the gradient of the state and, where first chunks get back what rounding took, `missed` [heads, 1, K]."""
+    """Blocks by name; scratch: the gradient of the state and, where first chunks get back what rounding took, `missed` [heads, 8, K]."""
     given = Given(**{n: inputs.pop(n) for n in Given._fields if n in inputs})
     inputs, out, (d_state, *missed) = Inputs(**inputs), Gradients(**outputs), scratch
     done, steps = pl.program_id(2), pl.num_programs(2)
@@ -148,7 +148,7 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
         def _(ref=ref):
             for h in range(tile.heads):
                 lost = state_block(tile, inputs.initial[0, h]).astype(jnp.float32) - given.states[0, 0, h].astype(jnp.float32)
-                ref[h] = jnp.sum(lost * d_state[h], axis=0, keepdims=True)
+                ref[h] = eight_rows(lost * d_state[h])
 
     if out.d_gate is not None:
 
@@ -173,9 +173,12 @@ def backward_kernel(tile: Tile, T: int, table, inputs: dict, outputs: dict, scra
         d_q, d_k, d_g = [], [], []
         collected = pair_products_backward(tile, heads, flows, masks, rows, inputs.members[...], given.collect[...])
         for head, flow, d, x in zip(heads, flows, d_o, collected, strict=True):
-            own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
-            d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * (x.d_q + own * head.k)))
-            d_k.append(normalise_backward(head.k, head.norms[1], x.d_k + own * head.q))
+            d_q_h, d_k_h = x.d_q, x.d_k
+            if not tile.bounded:
+                own = row_sums(d * flow.v_new)  # the diagonal of A_qk, which no gate touches
+                d_q_h, d_k_h = d_q_h + own * head.k, d_k_h + own * head.q
+            d_q.append(normalise_backward(head.unit, head.norms[0], tile.scale * d_q_h))
+            d_k.append(normalise_backward(head.k, head.norms[1], d_k_h))
             d_g.append(x.d_g)
         _write(tile, inputs, out, rows, table, step, heads, (d_q, d_k, [f.d_v for f in flows], d_g, [f.d_beta for f in flows]))
 
@@ -206,8 +209,8 @@ def _write(tile: Tile, inputs: Inputs, out: Gradients, rows: Rows, table, step, 
         for h in range(tile.heads):
             d_x = d_g[h] if rows.valid is None else jnp.where(rows.valid, d_g[h], 0.0)
             d_g[h], d_A_log = log_decay_backward(tile, raw[h], inputs.gate[h, 0:1, :], inputs.gate[h, 1:2, :], heads[h].g, d_x)
-            added = jnp.concatenate([jnp.sum(x, axis=0, keepdims=True) for x in (d_A_log, d_g[h])], axis=0)
-            out.d_gate[0, h] = out.d_gate[0, h] + added
+            for n, x in enumerate((d_A_log, d_g[h])):
+                out.d_gate[0, h, n] = out.d_gate[0, h, n] + eight_rows(x)
     for ref, values in zip(out[:4], (d_q, d_k, d_v, d_g), strict=True):
         write_heads(tile, ref, values, only)
     columns = jnp.concatenate(d_beta, axis=1).T  # [heads, C]

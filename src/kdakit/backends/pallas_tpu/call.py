@@ -125,11 +125,11 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     if arrays.initial_state is not None:
         outputs["d_initial"] = _final_operand(launch)
     if t.gate != "log_decay":
-        shape = shape_of((B, problem.HV, 2, t.K), jnp.float32)
-        outputs["d_gate"] = Operand(shape, (1, t.heads, 2, t.K), lambda b, h, s, chunk, sequence: (b, h, 0, 0))
+        shape = shape_of((B, problem.HV, 2, 8, t.K), jnp.float32)
+        outputs["d_gate"] = Operand(shape, (1, t.heads, 2, 8, t.K), lambda b, h, s, chunk, sequence: (b, h, 0, 0, 0))
     scratch = [pltpu.VMEM((t.heads, t.V, t.K), jnp.float32)]
     if arrays.initial_state is not None and t.operand == "bfloat16":
-        scratch.append(pltpu.VMEM((t.heads, 1, t.K), jnp.float32))
+        scratch.append(pltpu.VMEM((t.heads, 8, t.K), jnp.float32))
     out = run(launch, partial(backward_kernel, t, problem.T), "kda_backward", inputs, outputs, scratch, reverse=True)
     return _gradients(problem, arrays, out, d_final_state, parts)
 
@@ -166,7 +166,7 @@ def _gradients(problem: Problem, arrays: Arrays, out: dict, d_final_state, parts
         d_q, d_k = (x.reshape(*x.shape[:2], problem.H, problem.group, problem.K).sum(3) for x in (d_q, d_k))
     d_A_log = d_dt_bias = d_initial = None
     if "d_gate" in out:
-        d_gate = out["d_gate"][..., : problem.K]  # [B, HV, 2, K]
+        d_gate = out["d_gate"][..., : problem.K].sum(3)  # [B, HV, 2, K]
         d_gate = d_gate.sum(0) if parts is None else d_gate.reshape(parts, -1, *d_gate.shape[1:]).sum(1)
         d_A_log, d_dt_bias = d_gate[..., 0, :].sum(-1), d_gate[..., 1, :]
     if arrays.initial_state is not None:

@@ -172,8 +172,8 @@ def log_decay_backward(tile: Tile, g, a, bias, gate, d_g):
     if tile.gate == "softplus":
         return -a * sigmoid(tile, x) * d_g, (gate * (1.0 / LOG2_E) if tile.base_2 else gate) * d_g
     if tile.base_2:
-        left = 1.0 - (1.0 / (LOG2_E * tile.lower_bound)) * gate
-        d_x = (1.0 / LOG2_E * a) * (gate * left * d_g)
+        most = LOG2_E * tile.lower_bound  # of the gate in base 2: s = gate / most
+        d_x = (-1.0 / (LOG2_E * most) * a) * (gate * (gate - most) * d_g)
         return d_x, x * d_x
     d_x = a * (tile.lower_bound * sigmoid(tile, a * x) * sigmoid(tile, -a * x) * d_g)
     return d_x, x * d_x

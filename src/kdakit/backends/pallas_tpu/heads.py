@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 HIGH_HALF = 0xFFFF0000
 
@@ -78,9 +79,8 @@ def unpack(words) -> tuple:
 
 
 def pack(even, odd):
-    """Two float32 heads [C, K], rounded to bfloat16, as words."""
-    low, high = (lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.uint32) for x in (even, odd))
-    return low >> 16 | high
+    """Two float32 heads [C, K], rounded to bfloat16, as words: the even one in the low half. One operation for both."""
+    return pltpu.pack_elementwise([even, odd], packed_dtype=jnp.bfloat16)
 
 
 def _view(ref):
@@ -140,6 +140,11 @@ def lane_slices(x, parts: int) -> list:
 def row_slices(x, parts: int) -> list:
     height = x.shape[0] // parts
     return [x[i * height : (i + 1) * height] for i in range(parts)]
+
+
+def eight_rows(x):
+    """[R, K] -> [8, K] of the same sum over rows: whole registers are added, and none is turned until all of them are."""
+    return jnp.sum(x.reshape(-1, 8, x.shape[1]), axis=0)
 
 
 def row_sums(x):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kdakit.backends.pallas_tpu.gate import level_decays, member_sums, pieces_of
-from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, groups_of, lane_slices, row_slices, side_by_side
+from kdakit.backends.pallas_tpu.heads import block_diagonal, dot, eight_rows, groups_of, lane_slices, row_slices, side_by_side
 from kdakit.backends.pallas_tpu.intra import (
     Masks,
     block,
@@ -38,7 +38,7 @@ class Collected(NamedTuple):
 
 
 class _Blocks:
-    """One head's gradients by block: of q_to, k_to, k_after, k_back [16, K], and of the blocks' sums [1, K]."""
+    """One head's gradients by block: of q_to, k_to, k_after, k_back [16, K], and of the blocks' sums, as 8 rows to be added up."""
 
     def __init__(self, tile: Tile):
         self.q_to, self.k_to, self.k_after, self.k_back, self.sums = ([None] * tile.blocks for _ in range(5))
@@ -48,11 +48,11 @@ class _Blocks:
         found[n] = x if found[n] is None else found[n] + x
 
     def add_sums(self, first: int, last: int, x) -> None:
-        """d of the exponent of a decay over blocks first .. last - 1; x [16, K], one row for each factor that it is in."""
+        """d of the exponent of a decay over blocks first .. last - 1; x: one row for each factor that it is in."""
         if first < last:
-            row = jnp.sum(x, axis=0, keepdims=True) if x.shape[0] > 1 else x
+            rows = eight_rows(x)
             for n in range(first, last):
-                self.add("sums", n, row)
+                self.add("sums", n, rows)
 
     def whole(self, name: str):
         found = getattr(self, name)
@@ -61,7 +61,9 @@ class _Blocks:
 
 
 def pair_products_backward(tile: Tile, heads: list, flows: list, masks: Masks, rows, members, collect) -> list[Collected]:
-    """d_q, d_k (without the diagonal of A_qk) and d_g of each head, from their `Flow`s.
+    """d_q, d_k (without the diagonal of A_qk, if the gate is not bounded) and d_g of each head, from their `Flow`s.
+
+    The diagonal is a pair like others to a bounded gate: what its two exponents collect is one number less itself.
 
     Levels hold much at a time: with them, 8 heads after the other 8 take 0.98 times the cycles of 16 together.
     """
@@ -75,7 +77,8 @@ def _together(tile: Tile, heads: list, flows: list, masks: Masks, rows, members,
     d_A = []  # [group] (d_qk, d_kk) [C, g C]
     for own in groups_of(tile, flows):
         both = dot(tile, side_by_side([f.rows for f in own]), block_diagonal([operand(tile, f.v_new) for f in own]), (1, 1))
-        d_A.append([jnp.where(masks.strict, x, 0.0) for x in (both[: tile.C], both[tile.C :])])
+        seen = masks.lower if tile.bounded else masks.strict, masks.strict
+        d_A.append([jnp.where(mask, x, 0.0) for mask, x in zip(seen, row_slices(both, 2), strict=True)])
     for n in range(0 if tile.bounded else 1, tile.blocks):
         for group, own, d in zip(groups, groups_of(tile, found), d_A, strict=True):
             _across(tile, group, own, n, *d)
@@ -180,7 +183,8 @@ def _collect(tile: Tile, head, d: _Blocks, levels: list, collect) -> Collected:
         exponents.append(exponent)
     summed = exponents[: len(tile.summed_levels)]
     d_g = member_sums(collect, pieces_of(jnp.concatenate([d_to, d_after, *summed], axis=0), tile.pieces))
-    d_g = d_g + jnp.concatenate([jnp.broadcast_to(row, (BLOCK, row.shape[1])) for row in d.sums], axis=0)
+    sums = [jnp.sum(x, axis=0, keepdims=True) for x in d.sums]
+    d_g = d_g + jnp.concatenate([jnp.broadcast_to(row, (BLOCK, row.shape[1])) for row in sums], axis=0)
     if tile.levels:
         odd = lax.broadcasted_iota(jnp.int32, d_g.shape, 0) & 1 == 1
         d_g = d_g + jnp.where(odd, exponents[-1], 0.0)
