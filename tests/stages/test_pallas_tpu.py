@@ -357,3 +357,13 @@ def test_only_named_calls_are_interpreted():
     assert accuracy.error(named, auto) < 1e-6
     with pytest.raises(ValueError, match="float64"), jax.enable_x64(True):
         chunk_kda(*(jnp.asarray(x, jnp.float64) for x in arrays[:5]), backend="pallas_tpu")
+
+
+@pytest.mark.parametrize("label", ["842000142:V=16", "842000064:V=16"])
+def test_gradients_where_every_gate_is_open(label):
+    """Random problems with slow bounded gates: a sigmoid as 1 + tanh has lost all digits of what d_g is made of."""
+    from kdakit.measure.random_problems import parse
+    from kdakit.measure.trial import judge
+
+    verdict = judge(parse(label), "pallas_tpu")
+    assert verdict.ok and verdict.used["g"] > 0, verdict.complaint

@@ -164,18 +164,19 @@ def log_decay_backward(tile: Tile, g, a, bias, gate, d_g):
     """d_raw [C, K], and what a token and channel adds to d_A_log; `gate` as `chunk_gate` had it.
 
     softplus, x = g + bias:      d_x = -a sigmoid(x) d_g, d_A_log = log_decay d_g
-    bounded, s = sigmoid(a x):   d_x = a z, d_A_log = a x z, z = lower_bound s (1 - s) d_g = log_decay (1 - s) d_g
+    bounded, s = sigmoid(a x):   d_x = a z, d_A_log = a x z, z = lower_bound s (1 - s) d_g
+
+    Both by e^-|x|, of which s and 1 - s keep all digits: where every gate is open, or at its bound, they are all that is left of d_x.
     """
     if tile.gate == "log_decay":
         return d_g, None
     x = g + bias
+    size = jnp.abs(x if tile.gate == "softplus" else a * x)
+    e = jnp.exp2(-LOG2_E * size) if tile.operand == "bfloat16" else jnp.exp(-size)
+    r = 1.0 / (1.0 + e)
     if tile.gate == "softplus":
-        return -a * sigmoid(tile, x) * d_g, (gate * (1.0 / LOG2_E) if tile.base_2 else gate) * d_g
-    if tile.base_2:
-        most = LOG2_E * tile.lower_bound  # of the gate in base 2: s = gate / most
-        d_x = (-1.0 / (LOG2_E * most) * a) * (gate * (gate - most) * d_g)
-        return d_x, x * d_x
-    d_x = a * (tile.lower_bound * sigmoid(tile, a * x) * sigmoid(tile, -a * x) * d_g)
+        return -a * (jnp.where(x >= 0, 1.0, e) * r) * d_g, (gate * (1.0 / LOG2_E) if tile.base_2 else gate) * d_g
+    d_x = (tile.lower_bound * a) * ((e * r) * (r * d_g))
     return d_x, x * d_x
 
 
