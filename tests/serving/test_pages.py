@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from kdakit import reference
+from kdakit.accuracy import error
 from kdakit.problem import Arrays, make_options, make_problem
+from kdakit.rounding import UNIT_ROUNDOFF
 from kdakit.serving.torch import pages as engine
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -222,5 +224,5 @@ def test_real_sizes(dtype, heads):
     want, final = fused_recurrent_kda(
         **one, **OPTIONS, initial_state=before, output_final_state=True, state_v_first=True, backend="triton_gpu"
     )
-    assert torch.equal(o, want)
+    assert error(o.float().cpu(), want.float().cpu()) <= UNIT_ROUNDOFF["bfloat16"], "cut otherwise, they add in another order"
     assert (pages.states[slots.long()].float() - final).abs().max() <= bound * final.abs().max()

@@ -74,8 +74,8 @@ def compile_all() -> None:
         slots = torch.zeros(2, T, dtype=torch.int32) if drafted else torch.zeros(2, dtype=torch.int32)
         accepted = torch.ones(2, dtype=torch.int32) if drafted else None
         pooled.decode_pages(problem_of("recurrent", arrays, v_first), arrays, held, slots, accepted, torch.empty_like(arrays.v))
-    for H in (4, 96):  # few heads and many: other scans
-        memory = torch.zeros(2, H * 128 * 128 + 64, dtype=torch.bfloat16)
+    for H, dtype in ((4, torch.bfloat16), (96, torch.float32)):  # few heads and many: other scans; the wide ones with the largest states
+        memory = torch.zeros(2, H * 128 * 128 + 64, dtype=dtype)
         held = pages.Pages(memory[:, : H * 128 * 128].unflatten(1, (H, 128, 128)), True, 1)
         arrays = arrays_of(1, 256, H, torch.tensor([0, 256]))
         one = torch.ones(1, dtype=torch.int64)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import tiles
-from kdakit.backends.triton_gpu.config import Config, Cut, chip_of, chunk_slots, padded
+from kdakit.backends.triton_gpu.config import Chip, Config, Cut, chip_of, chunk_slots, padded
 from kdakit.backends.triton_gpu.host import forward
 from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft
 from kdakit.backends.triton_gpu.kernels.pool_decode import Held
@@ -116,6 +116,8 @@ def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, ma
     """o. Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
     arrays = contiguous_parameters(arrays)
     x, C = views(arrays), config.chunk
+    if marks is not None:
+        config = with_marks(problem, config, chip_of(arrays.q.device), pages.states.element_size())
     with on_device(arrays.q):
         placed = None if marks is None else marks.by_chunk(chunk_slots(problem, C), C, arrays.cu_seqlens, problem.T)
         paged = forward.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
@@ -127,6 +129,14 @@ def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, ma
         flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
         decode_pages(step, flat, pages, left, None, None)
     return o
+
+
+def with_marks(problem: Problem, config: Config, chip: Chip, state_bytes: int) -> Config:
+    """With fewer stages where the scan's buffers and what turns a [V, K] state around between them want more shared memory than there is."""
+    KP, C = padded(problem.K), config.chunk
+    stage = (3 * C * KP + C * C) * (4 if problem.dtype == "float32" else 2) + 4 * KP * 2
+    turned = config.block_v * KP * state_bytes if problem.options.state_v_first else 0
+    return replace(config, scan_stages=max(1, min(config.scan_stages, (chip.shared_memory - turned) // stage)))
 
 
 def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config, past=None):
