@@ -127,6 +127,11 @@ CONTRACT = {
         "differentiated too, and gives and repeats `(Result, saved)`. None: it plans no backward.",
         None,
     ),
+    "borrow": Name(
+        "(backend module) -> None",
+        "Told of the backend that LENDERS names, of which it may use kernels inside its own calls. Default: it borrows nothing.",
+        _always(None),
+    ),
     "pooled": Name(
         "() -> kernels",
         "Kernels over a pool of states, with `decode`, `verify` and `commit`; in JAX also `takes` and `unshown`. None: states "
@@ -150,6 +155,9 @@ BACKENDS = (
 # The same kernels in two frameworks: each may call them by their plain name.
 ALIASES = {("jax", "cuda"): "cuda_ffi", ("jax", "triton_gpu"): "triton_ffi"}
 
+# Backends that may use kernels of another one inside their own calls: they do not import each other.
+LENDERS = {"triton_gpu": "cuda"}
+
 
 def names(framework: str | None = None) -> list[str]:
     return [b.name for b in BACKENDS if framework in (None, b.framework)]
@@ -165,8 +173,11 @@ def load(name: str) -> ModuleType:
     for backend in BACKENDS:
         if backend.name == name:
             # Not what sys.modules has: another thread may be in the middle of importing it, for which import_module waits.
-            _loaded[name] = complete(importlib.import_module(backend.module))
-            return _loaded[name]
+            module = complete(importlib.import_module(backend.module))
+            if name in LENDERS:
+                module.borrow(load(LENDERS[name]))
+            _loaded[name] = module
+            return module
     raise ValueError(f"backend must be one of {', '.join(names())}, got {name!r}")
 
 

@@ -7,7 +7,6 @@ import sys
 
 from kdakit import __version__
 from kdakit.cli import bench, build_cuda, compile, demo, doctor, generate, tpu_report, train, verify
-from kdakit.measure import native_gradient
 from kdakit.measure.choices import UsageError
 
 COMMANDS = {
@@ -30,7 +29,6 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     args.words = sys.argv[1:] if argv is None else argv
     try:
-        native_gradient.install_if_asked()
         return COMMANDS[args.command].run(args)
     except (UsageError, FileNotFoundError) as problem:
         print(f"kdakit {args.command}: {problem}", file=sys.stderr)

@@ -78,6 +78,16 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+def chunk_gradient(problem: Problem, device: Any) -> tuple[Any, str | None]:
+    """(`op.chunk_gradient`, None), for another backend's backward; or (None, why it cannot run such a problem there)."""
+    reason = "takes bfloat16" if problem.dtype != "bfloat16" else supports(problem.replace(needs_grad=False), device)
+    if reason is not None:
+        return None, reason
+    from kdakit.backends.cuda import op
+
+    return op.chunk_gradient, None
+
+
 def expected_us(problem: Problem, device: Any) -> float | None:
     """Microseconds of a forward call, where they are known; gradients would come from torch_native."""
     from kdakit.backends.cuda import times

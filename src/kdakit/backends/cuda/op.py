@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from kdakit.backends.cuda import library, unsupported
+from kdakit.backends.cuda import library
 from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, PrefillArgs
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -77,19 +77,12 @@ def _arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) 
     return args
 
 
-def gradient_refusal(problem: Problem, chunk: int) -> str | None:
-    """Why `chunk_gradient` cannot run a problem whose other stages have such chunks; None: it can."""
-    if problem.dtype != "bfloat16" or chunk != 64:
-        return f"takes bfloat16 and chunks of 64, got {problem.dtype} and {chunk}"
-    return unsupported(problem)
-
-
 def chunk_gradient(
     problem: Problem, arrays: Arrays, *, lower, factors, states, d_states, r, d_o, d_v, alone, d_final, d_beta, group: int,
     d_q, d_k, d_g, d_A_log, d_dt_bias,
 ) -> None:  # fmt: skip
-    """The backward over chunks, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta, d_q, d_k and d_g, and
-    in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them."""
+    """The backward over chunks of 64 tokens, bfloat16, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta,
+    d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them."""
     q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
     cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
     A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))

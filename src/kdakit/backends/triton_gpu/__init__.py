@@ -3,6 +3,7 @@
     call        forward, backward and step; how to repeat one; what a first one compiles ahead
     config      how a problem is cut on a chip, from the data in tiles
     host        forward, backward, pool: buffers and launches
+    borrowed    a kernel of another backend in place of two of these
     kernels     a file per kernel
     device      what kernels call
     runtime     Triton without KDA
@@ -22,6 +23,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import Chip, Config, chip_of, choose, chosen
 from kdakit.backends.triton_gpu.runtime.interpreter import interpreter_asked_for
 from kdakit.problem import Arrays, Problem
@@ -57,6 +59,11 @@ def waiting(problem: Problem, chip: Chip) -> str | None:
     from kdakit.backends.triton_gpu import shown
 
     return shown.waits(problem, chip)
+
+
+def borrow(lender: ModuleType) -> None:
+    """`lender`: a backend whose kernel for gradients of chunks may take the place of this one's."""
+    borrowed.lender = lender
 
 
 def interpreted(device: Any) -> str | None:

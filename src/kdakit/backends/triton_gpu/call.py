@@ -63,8 +63,6 @@ def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, conf
     """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final)."""
     with watching() as seen:
         found = backward(problem, arrays, saved, d_o, d_final, config)
-    if backwards.native is not None:  # its launch was not seen
-        return found, None
     return found, plan_of([*arrays, *saved, d_o, d_final], found, seen, lambda made: Arrays(*made))
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, padded
 from kdakit.backends.triton_gpu.host.forward import Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
@@ -228,15 +229,13 @@ def gradient_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, 
     )
 
 
-# A kernel of another library for the fourth and fifth launch together, with `supports(problem, chunk)` and `run(..)`; None: Triton's.
-# Nothing but a measurement puts one here, see kdakit.measure.native_gradient.
-native: Any = None
-
-
-def native_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed, lower, d_o, d_final, d_beta, config: Config):
-    """Both launches in one, a function of what the fifth writes."""
+def borrowed_of_chunks(
+    kernel: Callable[..., None], problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed,
+    lower, d_o, d_final, d_beta, c: Config,
+) -> Callable[..., None]:  # fmt: skip
+    """Both launches in one, of `borrowed.gradient`: a function of what the fifth writes."""
     return partial(
-        native.run,
+        kernel,
         problem,
         arrays._replace(q=x.q, k=x.k, g=x.g),
         lower=lower,
@@ -249,7 +248,7 @@ def native_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, ba
         alone=back.alone,
         d_final=d_final,
         d_beta=d_beta,
-        group=1 if config.normed else config.group,
+        group=1 if c.normed else c.group,
     )
 
 
@@ -294,9 +293,9 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
             with aside():
                 replay(problem, arrays, x, y, rest[0], config)
     slots = lower.shape[0]
-    if native is not None and not d_o.is_meta and native.supports(problem, config.chunk) is None:
+    if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, slots, d_o.device)) is not None:
         d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
-        run: Callable[..., None] = native_of_chunks(problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
+        run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
     else:
         z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
         d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)

@@ -132,7 +132,7 @@ def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, ma
 
 
 def with_marks(problem: Problem, config: Config, chip: Chip, state_bytes: int) -> Config:
-    """With fewer stages where the scan's buffers and what turns a [V, K] state around between them want more shared memory than there is."""
+    """With fewer stages where the scan's buffers and what turns a [V, K] state around want more shared memory than there is."""
     KP, C = padded(problem.K), config.chunk
     stage = (3 * C * KP + C * C) * (4 if problem.dtype == "float32" else 2) + 4 * KP * 2
     turned = config.block_v * KP * state_bytes if problem.options.state_v_first else 0

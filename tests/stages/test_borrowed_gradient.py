@@ -1,0 +1,113 @@
+"""The Triton backward with the CUDA kernel in place of its last two launches over chunks, without a GPU: Triton's stages in its
+interpreter, the kernel thread by thread. What lies between them in memory is what both must agree about.
+
+The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import emulated
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+from kdakit import dispatch
+from kdakit.backends import cuda, triton_gpu
+from kdakit.backends.cuda import library, op
+from kdakit.backends.triton_gpu import borrowed
+from kdakit.backends.triton_gpu.config import CHIPS, choose
+from kdakit.cases import FUSED, Case
+from kdakit.measure import checking
+
+pytestmark = emulated.needs_compiler
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SIZES = dict(T=40, H=1, HV=1, K=128, V=128)
+# float32 `lower` in the plain kernels' order, and betas of 0; float16 `lower` of normalised keys.
+TRAINED = [
+    Case("plain", "any gate, betas of 0", gate="huge", beta="some_zero", **SIZES),
+    Case("normed", "everything in the kernel", gate="raw", beta="logits", A_log=True, dt_bias=True,
+         options=FUSED | {"safe_gate": True, "lower_bound": -5.0}, **SIZES),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is what starts the others")
+def test_in_the_interpreter():
+    count = f"{len(TRAINED)} passed"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=600)
+    assert done.returncode == 0 and count in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of the kernel, which runs wherever it can."""
+    kernels, calls = emulated.load("gradient"), []
+
+    def run(args):
+        calls.append(args.group)
+        kernels.kda_emulate_gradient_bf16(ctypes.byref(args), 1, 1)
+
+    monkeypatch.setenv(borrowed.VARIABLE, "1")
+    monkeypatch.setattr(library, "gradient", run)
+    monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
+    return calls
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+def test_gradients(calls, case):
+    problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    found = checking.run_case("triton_gpu", case, "bfloat16")
+    rows = checking.compare_quickly(problem, arrays, found, cotangents, "bfloat16")
+    assert calls == [4 if case.name == "plain" else 1]
+    assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
+
+
+def problem_of(T=65536, bounded=False, **changes):
+    gate = {"safe_gate": True, "lower_bound": -5.0} if bounded else {}
+    case = Case("drawn", "", T=1, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | gate)
+    return case.problem("bfloat16", needs_grad=True).replace(T=T, **changes)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """A function: whether a problem's gradients come from a lender that can always run."""
+    monkeypatch.delenv(borrowed.VARIABLE, raising=False)
+    able = SimpleNamespace(chunk_gradient=lambda problem, device: (print, None), library=SimpleNamespace(missing=lambda: None))
+    monkeypatch.setattr(borrowed, "lender", able)
+    return lambda problem: borrowed.gradient(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_taken_where_it_is_faster(taken, monkeypatch):
+    assert taken(problem_of())
+    assert not taken(problem_of(bounded=True)), "Triton's two are faster"
+    assert not taken(problem_of(T=65536 - 64)), "a launch more by the host, for little"
+    assert not taken(problem_of(deterministic=True)), "a number of chunks would decide"
+    assert not taken(problem_of(dtype="float16")), "chunks of 32"
+    monkeypatch.setenv(borrowed.VARIABLE, "1")
+    assert taken(problem_of(bounded=True, T=64))
+    monkeypatch.setenv(borrowed.VARIABLE, "0")
+    assert not taken(problem_of())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_who_lends(monkeypatch):
+    """The CUDA library, brought by dispatch; where it is missing, Triton's kernels run, or, where it was asked for, an error does."""
+    monkeypatch.delenv(borrowed.VARIABLE, raising=False)
+    assert dispatch.load("triton_gpu") is triton_gpu and borrowed.lender is cuda
+    monkeypatch.setattr(cuda, "_old_device", lambda device, hopper: None)
+    monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
+    problem = problem_of()
+    config = choose(problem, CHIPS["sm_90"])
+    assert borrowed.gradient(problem, config, 1024, "cuda") is None
+    monkeypatch.setenv(borrowed.VARIABLE, "1")
+    with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
+        borrowed.gradient(problem, config, 1024, "cuda")
+    monkeypatch.setattr(library, "missing", lambda: None)
+    assert borrowed.gradient(problem, config, 1024, "cuda") is op.chunk_gradient
+    assert borrowed.gradient(problem.replace(V=64), config, 1024, "cuda") is None
