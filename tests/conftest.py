@@ -19,6 +19,7 @@ from kdakit.measure import checking
 FLAGS = "--xla_backend_optimization_level=0"
 if importlib.util.find_spec("jax") and importlib.metadata.version("jax").startswith("0.10."):  # XLA aborts at a flag that it does not know
     FLAGS += " --xla_cpu_use_fusion_emitters=false"  # compiles twice as fast
+    FLAGS += " --xla_cpu_parallel_codegen_split_count=1"  # a program stays in one piece, where there is one core to compile it
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 os.environ.setdefault("KDAKIT_INTERPRETER", "tpu")  # TPU kernels: memory that nobody has written is NaN, an index outside an array an error
 

@@ -1,7 +1,8 @@
 """`kdakit bench --suite first_calls`: how long a first call takes with an empty Triton cache, and with a filled one.
 
 K = V = 128, B = 1, H = 32, T = 4096, initial and final state, everything in the kernel but with a gate that is `given`; every process in
-turn. Importing torch and kdakit and making the inputs is not counted. Later lengths must compile nothing; `later` counts what they did.
+turn. `training` differentiates everything, `qkv` the sum of the outputs by q, k and v alone. Importing torch and kdakit and making the inputs
+is not counted. Later lengths must compile nothing; `later` counts what they did.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kdakit.measure.choices import UsageError
 LATER = (1, 63, 64, 1000, 8192)
 PROCESSES = [("bfloat16", gate, call) for call in ("training", "forward", "decode") for gate in ("bounded", "softplus", "given")]
 PROCESSES += [(dtype, "softplus", call) for call in ("training", "forward") for dtype in ("float16", "float32")]
+PROCESSES += [("bfloat16", gate, "qkv") for gate in ("bounded", "softplus", "given")]
 
 
 def run(args) -> dict[str, Any]:
@@ -82,7 +84,7 @@ class OneCall:
         self.options |= {"lower_bound": -5.0, "safe_gate": True} if gate == "bounded" else {}
 
     def inputs(self, T: int, H: int = 32, K: int = 128):
-        """(everything that is differentiated, the named part of it)."""
+        """(every input, the named ones among them)."""
         import torch
 
         x = [torch.randn(1, T, H, K, device="cuda") for _ in range(4)] + [torch.randn(1, T, H, device="cuda")]
@@ -92,7 +94,8 @@ class OneCall:
             named = {"initial_state": named["initial_state"]}
         x = [p.to(getattr(torch, self.dtype)) for p in x]
         named = {n: p.cuda() for n, p in named.items()}
-        return [p.requires_grad_(self.call == "training") for p in (*x, *named.values())], named
+        differentiated = {"training": 8, "qkv": 3}.get(self.call, 0)
+        return [p.requires_grad_(i < differentiated) for i, p in enumerate((*x, *named.values()))], named
 
     def seconds(self, T: int) -> float:
         import torch
@@ -104,7 +107,8 @@ class OneCall:
         start = time.perf_counter()
         function = fused_recurrent_kda if self.call == "decode" else chunk_kda
         out = function(*leaves[:5], **named, **self.options)
-        grads = torch.autograd.grad([x.float().sum() for x in out], leaves) if self.call == "training" else ()
+        leaves = [x for x in leaves if x.requires_grad]
+        grads = torch.autograd.grad([x.float().sum() for x in out[: 1 if self.call == "qkv" else 2]], leaves) if leaves else ()
         torch.cuda.synchronize()
         taken = time.perf_counter() - start
         # Not before the GPU is done: a process that ends while PyTorch's thread still lets go of gradients may abort.
