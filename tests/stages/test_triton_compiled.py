@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
-# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads; float32 that compiles quickly
+# (dtype, K, V, bounded gate, heads): what is timed, its unbounded twin, the largest heads, float32, few heads; float32 compiled quickly
 PROBLEMS = (("bfloat16", 128, 128, True, 96), ("bfloat16", 128, 128, False, 96), ("bfloat16", 256, 256, True, 96),
             ("float32", 128, 128, True, 96), ("bfloat16", 128, 128, False, 4), ("float32", 64, 64, True, 96))  # fmt: skip
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: every problem for every target

@@ -1,8 +1,8 @@
 """`kdakit bench --suite first_calls`: how long a first call takes with an empty Triton cache, and with a filled one.
 
 K = V = 128, B = 1, H = 32, T = 4096, initial and final state, everything in the kernel but with a gate that is `given`; every process in
-turn. `training` differentiates everything, `qkv` the sum of the outputs by q, k and v alone. Importing torch and kdakit and making the inputs
-is not counted. Later lengths must compile nothing; `later` counts what they did.
+turn. `training` differentiates everything, `qkv` the sum of the outputs by q, k and v alone. Importing torch and kdakit and making the
+inputs is not counted. Later lengths must compile nothing; `later` counts what they did.
 """
 
 from __future__ import annotations
