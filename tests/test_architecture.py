@@ -166,7 +166,7 @@ def test_contributing_names_every_file_with_the_formula_of_a_gate():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("**The gates.**")[2].partition("\n\n")[0]
     listed = set(re.findall(r"`([\w/]+\.(?:py|cuh))`", text))
     found = gate_formulas()
-    assert len(found) == len(listed), (sorted(found), sorted(listed))
+    assert len(found) == len(listed) <= 9, (sorted(found), sorted(listed))
     assert all(any(path.endswith("/" + name) or path == name for path in found) for name in listed), listed
 
 

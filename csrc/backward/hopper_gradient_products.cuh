@@ -3,8 +3,8 @@
 //   d_beta_i = (d_v_i / beta_i) . e_i        d_A_qk = scale d_o v_new^T,  j <= i        d_A_kk / beta = -d_v v_new^T,  j < i
 //   d_q_decayed = scale d_o S^T        d_k_in = -d_v S^T        d_k_decayed = v_new dS'^T        d_decay = sum_v S dS'
 #pragma once
+#include "../prefill/hopper_gate.cuh"
 #include "hopper_gradient_block.cuh"
-#include "hopper_gradient_gate.cuh"
 
 namespace kda::hopper {
 

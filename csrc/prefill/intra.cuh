@@ -8,84 +8,16 @@
 // tokens of every odd block of b (rows, decayed from the block's start) meet those of the even block before it (columns, decayed to the
 // block's end): both factors are <= 1 whatever the gate. The q and k rows of 8 odd tokens fill one 16-row tile of the tensor core.
 //
-// The solve is in solve.cuh. The results go into the chunk's record as tiles (tiles.cuh).
+// The solve is in solve.cuh. The results go into the chunk's record as tiles (tiles.cuh, intra_store.cuh).
 #pragma once
 
 #include "gate.cuh"
+#include "intra_block.cuh"
+#include "intra_store.cuh"
 #include "solve.cuh"
 #include "tiles.cuh"
 
 namespace kda {
-
-constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
-
-template <int K, int V, int C>
-struct Intra {
-  static_assert(K % 32 == 0 && V % 32 == 0 && (C == 32 || C == 64), "unsupported sizes");
-  static constexpr int SLICE = 32;      // channels at a time, one per lane
-  static constexpr int OWN = 8;         // consecutive tokens of a warp
-  static constexpr int WARPS = C / OWN;
-  static constexpr int THREADS = WARPS * 32;
-  static constexpr int LEVELS = log2_of(C);
-  static constexpr int UNITS = C / 2 / 8;  // eight rows, or columns, of a level
-  static constexpr int PLANE = SLICE * UNITS;
-  // Row strides in floats: multiples of 4, and such that a fragment's 32 loads fall into 32 banks.
-  static constexpr int LD_K = K + 4;
-  static constexpr int LD_V = V + 4;
-  static constexpr int LD_A = C + 8;
-  static constexpr int LD_INV = 20;
-  static constexpr int TILES = (LEVELS - 1 < 4 ? LEVELS : 4) * (C / 16) + (C >= 32 ? (C / 16) * 2 : 0) + (C >= 64 ? (C / 16) * 4 : 0);
-  static constexpr int WARP_TILES = TILES / WARPS;
-  static_assert(TILES % WARPS == 0, "every warp has as many tiles");
-  static constexpr int LOWER = C / 16 * (C / 16 - 1) / 2;  // tiles of A_kk below the diagonal blocks
-
-  struct Shared {
-    union {
-      uint4 levels[LEVELS][3][2][PLANE];  // q rows, k rows, columns; hi, lo; [channel, row], a channel's units permuted
-      struct {
-        float u[C * LD_V];  // right sides, then the solution
-        float A[C * LD_A];  // A_qk below and on the diagonal, A_kk transposed above it
-        float inverse[C * LD_INV];
-        Tile lower[LOWER], inverse_tiles[C / 16];
-        float lower_power[LOWER], inverse_power[C / 16];
-      };
-    };
-    float w[C * LD_K];
-    float totals[WARPS * SLICE];
-    alignas(16) float beta[C];
-    alignas(16) float q_norm[C];  // with the scale
-    alignas(16) float k_norm[C];
-    float q_power[WARPS], k_power[WARPS], kb_power[WARPS];  // 1 / m of a warp's tokens, in the levels
-    float k_largest[WARPS];
-  };
-
-  // Where a channel has its unit: eight neighbouring channels' units of the same number fall into 32 banks.
-  __device__ static int place(int channel, int unit) { return channel * UNITS + (unit ^ (UNITS == 4 ? channel / 2 % 4 : channel / 4 % 2)); }
-};
-
-// The n-th of a warp's tiles of pair products: at level 1 << `level`, 8 odd tokens (rows) and 8 even tokens (columns). Levels 1, 2, 4, 8
-// have C/16 tiles each, 16 has C/8, 32 has C/4.
-template <int C>
-struct PairTile {
-  int level, rows, columns;
-  __device__ PairTile(int n, int warp) {
-    constexpr int N = C / 16;
-    if (n < 2) {
-      level = 2 * n + warp / N, rows = columns = warp % N;
-    } else if (n == 2) {
-      level = 4, rows = warp / 2, columns = (rows & ~1) + warp % 2;
-    } else {
-      level = 5, rows = warp / 4 + (n - 3) * (N / 2), columns = warp % 4;
-    }
-  }
-  // The warp that has made row g, and the one of columns 2t and 2t + 1.
-  __device__ int row_maker(int g) const {
-    return level < 3 ? 2 * rows + g / 4 : level == 3 ? 2 * rows + 1 : level == 4 ? 2 * rows + 2 - rows % 2 : rows + 4;
-  }
-  __device__ int column_maker(int t) const {
-    return level < 3 ? 2 * columns + t / 2 : level == 3 ? 2 * columns : level == 4 ? 2 * columns - columns % 2 : columns;
-  }
-};
 
 // scale / sqrt(sum x^2 + 1e-6) of every row, a warp per row.
 template <int K, int C, int WARPS>
@@ -100,80 +32,6 @@ __device__ void row_norms(const kda_tensor &x, int64_t batch, int64_t head, cons
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     if (lane == 0) norms[i] = scale / sqrtf(sum + 1e-6f);
-  }
-}
-
-// A warp's eight tokens of 32 channels, as the upper or lower half of two tiles that have tokens as rows. Two lanes with neighbouring
-// channels share the work: the even one has the first four tokens, the odd one the others. Returns 1 / m.
-__device__ __forceinline__ float store_row_tiles(Tile *tiles, const float (&x)[8], int half) {
-  const int lane = threadIdx.x % 32, pair = lane % 16 / 2;
-  const bool odd = lane % 2;
-  const Power power(warp_largest(largest_of(x)));
-  Tile &tile = tiles[lane / 16];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float mine = odd ? x[4 + i] : x[i], other = __shfl_xor_sync(0xffffffffu, odd ? x[i] : x[4 + i], 1);
-    uint32_t hi, lo;
-    split_pair(odd ? other : mine, odd ? mine : other, power.m, hi, lo);
-    const int to = ((odd ? 4 : 0) + i) * 4 + pair % 4, word = half + pair / 4 * 2;
-    reinterpret_cast<uint32_t *>(&tile[0][to])[word] = hi;
-    reinterpret_cast<uint32_t *>(&tile[1][to])[word] = lo;
-  }
-  return power.inverse;
-}
-
-// The same for tiles that have channels as rows, `apart` tiles from each other: half of the columns. Lanes with channels 8
-// apart share the work.
-__device__ __forceinline__ void store_column_tiles(Tile *tiles, int apart, const float (&x)[8], int half, float m) {
-  const int lane = threadIdx.x % 32;
-  const bool low = lane % 16 >= 8;  // of the tile's rows
-  Tile &tile = tiles[lane / 16 * apart];
-  uint32_t hi[4], lo[4];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float mine0 = low ? x[4 + 2 * i] : x[2 * i], mine1 = low ? x[5 + 2 * i] : x[2 * i + 1];
-    const float other0 = __shfl_xor_sync(0xffffffffu, low ? x[2 * i] : x[4 + 2 * i], 8);
-    const float other1 = __shfl_xor_sync(0xffffffffu, low ? x[2 * i + 1] : x[5 + 2 * i], 8);
-    split_pair(low ? other0 : mine0, low ? other1 : mine1, m, hi[2 * i], lo[2 * i]);
-    split_pair(low ? mine0 : other0, low ? mine1 : other1, m, hi[2 * i + 1], lo[2 * i + 1]);
-  }
-  const int to = lane % 8 * 4 + half * 2 + low;
-  tile[0][to] = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-  tile[1][to] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-}
-
-// A_qk, the lower triangle of A [C, C], as tiles, a warp per tile.
-template <int C, int LD_A>
-__device__ __forceinline__ void store_triangle(const float *A, Tile *tiles, float2 *powers, int start, int step) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  for (int tile = start; tile < (C / 16) * (C / 16 + 1) / 2; tile += step) {
-    int i = 0;
-    while ((i + 1) * (i + 2) / 2 <= tile) ++i;
-    const int first = (tile - i * (i + 1) / 2) * 16 + 4 * t;  // token
-    float x[8];  // row g's two pairs at 0 and 4, row g + 8's at 2 and 6
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = i * 16 + g + half * 8;
-      const float4 a = *reinterpret_cast<const float4 *>(A + row * LD_A + first);
-      const float four[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e / 2 * 4 + half * 2 + e % 2] = first + e <= row ? four[e] : 0.f;
-    }
-    const Power power(warp_largest(largest_of(x)));
-    store_tile(tiles[tile], x, power.m);
-    if (lane == 0) powers[tile] = make_float2(power.inverse, power.inverse);
-  }
-}
-
-// C fragments to 16 rows of D floats in device memory.
-template <int N, int D>
-__device__ __forceinline__ void store_rows(float *to, const float (&x)[N][4]) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2 *>(to + (g + half * 8) * D + n * 8 + 2 * t) = make_float2(x[n][2 * half], x[n][2 * half + 1]);
   }
 }
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.device.channel_tiles import as_span, channel_rows, octet_sums, side_by_side, span_tokens
-from kdakit.backends.triton_gpu.device.gate import LOG2E, gate_backward, power_of_2, reciprocal
+from kdakit.backends.triton_gpu.device.gate import bounded_gate_backward, gate_backward
 from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pair_gradients import load_pairs
 from kdakit.backends.triton_gpu.device.token_tiles import to_float32
@@ -105,11 +105,8 @@ def half_gates(
     b_x = to_float32(b_g, PTX) if b_g.dtype.is_bf16() else b_g.to(tl.float32)
     if HAS_DT_BIAS:
         b_x += tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
-    if GATE == "bounded":  # `gate_backward` in fewer steps
-        b_e = power_of_2(-tl.abs(b_x * (a * LOG2E)), PTX)
-        b_r = reciprocal(1.0 + b_e, PTX)
-        b_d = (b_e * b_r) * (b_r * (b_d * (a * lower_bound)))
-        b_A = b_x * b_d
+    if GATE == "bounded":
+        b_d, b_A = bounded_gate_backward(b_x, b_d, a, lower_bound, PTX)
     else:
         b_d, b_A = gate_backward(b_x, b_d, a, lower_bound, GATE, False, PTX)
     p_d = p_d_g + (o_t * HV)[:, None] * K + o_k[None, :]
