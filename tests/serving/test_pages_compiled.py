@@ -46,6 +46,8 @@ def compile_all() -> None:
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **options):
+        if self.__name__.startswith("prepare"):  # knows of no pages: test_triton_compiled.py compiles it
+            return
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         row = dict(kernel=self.__name__, shared=kernel.metadata.shared, limit=chip.shared_memory, **resources(kernel))
         print(json.dumps(row), flush=True)
