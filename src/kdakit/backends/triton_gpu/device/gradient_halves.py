@@ -106,9 +106,9 @@ def half_gates(
     if HAS_DT_BIAS:
         b_x += tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
     if GATE == "bounded":  # `gate_backward` in fewer steps
-        b_e = power_of_2(-tl.abs(b_x * (a * LOG2E)), PTX)
-        b_r = reciprocal(1.0 + b_e, PTX)
-        b_d = (b_e * b_r) * (b_r * (b_d * (a * lower_bound)))
+        b_h = power_of_2(-tl.abs(b_x * (a * (0.5 * LOG2E))), PTX)
+        b_r = reciprocal(1.0 + b_h * b_h, PTX)
+        b_d = (b_h * b_r) * (b_h * (b_r * (b_d * (a * lower_bound))))
         b_A = b_x * b_d
     else:
         b_d, b_A = gate_backward(b_x, b_d, a, lower_bound, GATE, False, PTX)
