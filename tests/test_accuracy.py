@@ -132,8 +132,9 @@ def test_other_roundings_count_for_few_numbers_only(operand_dtype, monkeypatch):
     monkeypatch.setattr(accuracy, "NUMBERS", 0)
     _, _, _, without = allowed(short("softplus"), operand_dtype, operand_dtype)
     assert "A_log" in few and "o" not in few
-    assert set() < {n for n in truth if with_grids[n] > without[n]} <= few
-    assert all(with_grids[n] == without[n] for n in truth if n not in few)
+    changed = {n for n in truth if with_grids[n] != without[n]}
+    assert changed <= few and (changed or operand_dtype == "float32")
+    assert all(with_grids[n] >= without[n] for n in few)
 
 
 def test_effective_count():
