@@ -20,8 +20,8 @@ rounding does on the whole, not what it happened to do once.
 
 An array of zeros and two numbers is two numbers. What counts is over how many the relative RMS error averages, see `effective_count`: it is
 a root of a mean of squares, each with the weight of its number's expected square. A gate's gradient of ten thousand elements, of which one
-token has 99.99 %, has one number; one run of it, by chance right to a twentieth of what rounding does to it, allowed a fifth of what rounding
-does. That is an estimate from one draw made one from many: SLACK is as it was, and outputs that are spread out are judged as before.
+holds 99.99 %, is one number: a run that had it, by chance, right to a twentieth of what rounding does allowed a fifth of what rounding
+does. An estimate from one draw becomes one from many: SLACK is as it was, and outputs that are spread out are judged as before.
 
 SLACK is 4: one factor of two because a chunk sums the same terms in another order and grouping, one because the errors compared are those
 of a single draw. It is not a knob.

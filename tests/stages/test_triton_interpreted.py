@@ -458,7 +458,7 @@ def test_slopes_of_slow_gates(exact):
 @interpreter
 def test_slope_of_a_strength_in_float32():
     """1 - s of a logit of 10, to a rounding or two: log2(e) times it, rounded, is off by five."""
-    (d_x, _), x, d = slopes("sigmoid", np.linspace(4, 12, 1024), np.ones(1024))
+    (d_x, _), x, _ = slopes("sigmoid", np.linspace(4, 12, 1024), np.ones(1024))
     assert np.abs(d_x * (1 + np.exp(x)) - 1).max() < 2.4e-7
 
 
