@@ -19,10 +19,14 @@ import pytest
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from kdakit import accuracy  # noqa: E402
 from kdakit.backends import triton_gpu  # noqa: E402
 from kdakit.backends.triton_gpu import call, widened  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
+from kdakit.backends.triton_gpu.device import gate  # noqa: E402
 from kdakit.backends.triton_gpu.host import forward  # noqa: E402
 from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
@@ -391,8 +395,71 @@ def test_gradients_with_every_gate_at_its_bound():
 @interpreter
 def test_gradient_of_an_initial_state_that_every_gate_forgets():
     """Log-decays from -15 to -25 in all channels: what is left of the state is its first token's decay alone, of 2^-22 to 2^-36."""
-    case = Case("forgotten", "", gate="strong", lengths=(2, 0, 3), options=NORMED, **SIZES | {"T": 5, "K": 16})
+    case = Case("forgotten", "", gate="strong", lengths=(2, 0, 3), options=NORMED, **SIZES | {"T": 5, "K": 32})
     assert_right(case, "bfloat16", case.arrays("bfloat16"), gradients(case, "bfloat16", tensors(case, "bfloat16")))
+
+
+@interpreter
+def test_gradients_of_gates_between_a_given_state_and_few_tokens():
+    """All that such gates decay is the caller's state, which bfloat16 factors must not round: d_g was off by 6 times the plain error."""
+    options = {"use_beta_sigmoid_in_kernel": True, "output_final_state": False, "scale": 1.0}
+    case = Case("few", "", T=2, H=1, HV=2, K=32, V=48, gate="slow", beta="logits", options=options)
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), gradients(case, "bfloat16", tensors(case, "bfloat16")))
+
+
+@interpreter
+def test_small_heads_are_trained_in_float32():
+    """With 16 channels a chunk's 64 tokens forget their beginning, and bfloat16 factors leave 1 % of error in its gradients."""
+    options = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "state_v_first": True}
+    case = Case("small", "", T=40, H=1, HV=1, K=15, V=16, gate="slow", beta="logits", options=options)
+    problem = case.problem("bfloat16", needs_grad=True)
+    assert triton_gpu.default_config(problem, "cpu").wide_dtype == "float32"
+    assert all(" float32 K16 " in name for name in triton_gpu.forms(problem, "cpu"))
+    for other in (problem.replace(needs_grad=False), problem.replace(K=17), problem.replace(dtype="float16")):
+        assert triton_gpu.default_config(other, "cpu").wide_K == 0
+    found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
+    assert found["q"].dtype == found["o"].dtype == torch.bfloat16 and found["initial_state"].dtype == torch.float32
+    truth = accuracy.truths(case.problem("bfloat16"), case.arrays("bfloat16"), *case.cotangents("bfloat16"))
+    assert accuracy.error(found["initial_state"].double().numpy(), truth["initial_state"]) < 1e-5
+    assert accuracy.error(found["q"].double().numpy(), truth["q"]) < 2e-3
+
+
+@triton.jit
+def slopes_kernel(p_x, p_d, p_out, a, lower_bound, N: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr):
+    o = tl.arange(0, N)
+    if GATE == "sigmoid":
+        b_d_x = gate.write_strength_backward(tl.load(p_x + o), tl.load(p_d + o), GATE, p_d.dtype.element_ty)
+        b_d_A = b_d_x
+    else:
+        b_d_x, b_d_A = gate.gate_backward(tl.load(p_x + o), tl.load(p_d + o), a, lower_bound, GATE, EXACT, False)
+    tl.store(p_out + o, b_d_x)
+    tl.store(p_out + N + o, b_d_A)
+
+
+def slopes(kind, x, d, a=1.0, lower_bound=-5.0, exact=False):
+    """(d of a gate's input, terms of d_A_log) as the device functions have them, in float64."""
+    x, d = (torch.as_tensor(np.asarray(y, np.float32)) for y in (x, d))
+    out = torch.empty(2, len(x))
+    slopes_kernel[(1,)](x, d, out, a, lower_bound, len(x), kind, exact)
+    return out.double().numpy(), x.double().numpy(), d.double().numpy()
+
+
+@interpreter
+@pytest.mark.parametrize("exact", [False, True])
+def test_slopes_of_slow_gates(exact):
+    """Softplus values of 1e-6 have all their digits; a bounded gate's slope of e^-100 times a large gradient is not lost on the way."""
+    (_, d_A), x, d = slopes("softplus", np.linspace(-14, 3, 256), np.linspace(1, 2, 256), exact=exact)
+    assert np.abs(d_A / (-np.log1p(np.exp(x)) * d) - 1).max() < (5e-7 if exact else 2e-5)
+    (d_x, d_A), x, d = slopes("bounded", np.arange(-640, -576) / 64, np.full(64, 1e15), a=10.5, exact=exact)
+    want = -5 * 10.5 * np.exp(10.5 * x) * d
+    assert np.abs(d_x / want - 1).max() < (1e-6 if exact else 1e-4) and np.abs(d_A / (want * x) - 1).max() < (1e-6 if exact else 1e-4)
+
+
+@interpreter
+def test_slope_of_a_strength_in_float32():
+    """1 - s of a logit of 10, to a rounding or two: log2(e) times it, rounded, is off by five."""
+    (d_x, _), x, _ = slopes("sigmoid", np.linspace(4, 12, 1024), np.ones(1024))
+    assert np.abs(d_x * (1 + np.exp(x)) - 1).max() < 2.4e-7
 
 
 @interpreter

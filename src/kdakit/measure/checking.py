@@ -264,7 +264,7 @@ def _rows(problem: Problem, errors: dict[str, float], plain: dict[str, float]) -
 
 
 def check(backend: str, case: Case, dtype: str = "float32", seed: int = 0, grad: bool = True, op: str = "chunk") -> list[Row]:
-    """`run_case` and `compare` in one."""
+    """`run_case` and `compare_quickly` in one."""
     problem, arrays = case.problem(dtype, op, grad), case.arrays(dtype, seed)
-    cotangents = case.cotangents(dtype) if grad else None
-    return compare(problem, arrays, run_case(backend, case, dtype, seed, grad, op), cotangents, dispatch.operand_dtype(backend, problem))
+    cotangents, results = case.cotangents(dtype) if grad else None, run_case(backend, case, dtype, seed, grad, op)
+    return compare_quickly(problem, arrays, results, cotangents, dispatch.operand_dtype(backend, problem))

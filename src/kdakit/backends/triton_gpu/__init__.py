@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Chip, Config, chip_of, choose, chosen
+from kdakit.backends.triton_gpu.config import Chip, Config, as_computed, chip_of, choose, chosen
 from kdakit.backends.triton_gpu.runtime.interpreter import interpreter_asked_for
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -58,7 +58,7 @@ def unshown(problem: Problem, device: Any) -> str | None:
 def waiting(problem: Problem, chip: Chip) -> str | None:
     from kdakit.backends.triton_gpu import shown
 
-    return shown.waits(problem, chip)
+    return shown.waits(as_computed(problem), chip)
 
 
 def borrow(lender: ModuleType) -> None:
@@ -95,8 +95,9 @@ def forms(problem: Problem, device: Any) -> tuple[str, ...]:
     """What a problem launches there, as the table of what a chip has shown names it."""
     from kdakit.backends.triton_gpu import shown
 
-    config = default_config(problem, device)
-    return shown.forms(problem.replace(K=config.wide_K or problem.K, V=config.wide_V or problem.V), config)
+    c = default_config(problem, device)
+    wide = problem.replace(K=c.wide_K, V=c.wide_V, dtype=c.wide_dtype) if c.wide_K else problem
+    return shown.forms(wide, c)
 
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
@@ -104,9 +105,8 @@ def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], st
     from kdakit.backends.triton_gpu import widened
     from kdakit.backends.triton_gpu.host import backward
 
-    K, V = widened.wide_sizes(problem, chip_of(device))
-    if K:
-        problem = problem.replace(K=K, V=V)
+    K, V, dtype = widened.run_as(problem, chip_of(device))
+    problem = problem.replace(K=K, V=V, dtype=dtype)
     return backward.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
 
 

@@ -79,6 +79,7 @@ class Config:
     exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
+    wide_dtype: str = ""  # of q, k, v and o on the way through the kernels, see `as_computed`; "": their own
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,13 @@ def bounded(problem: Problem) -> bool:
 def corrected(problem: Problem) -> bool:
     """Half-precision tiles: the gradient of the initial state gets back what they lost."""
     return problem.has_initial_state and problem.dtype != "float32"
+
+
+def as_computed(problem: Problem) -> Problem:
+    """The problem in the dtype that it is computed in. Gradients of bfloat16 heads of up to 16 channels are computed as float32: as many
+    tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little."""
+    small = problem.needs_grad and problem.dtype == "bfloat16" and padded(problem.K) == 16
+    return problem.replace(dtype="float32") if small else problem
 
 
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:

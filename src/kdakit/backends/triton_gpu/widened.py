@@ -1,7 +1,7 @@
 """Head sizes with which a chip has not been seen to be right, run as larger ones with which it has: zeros are added, and cut off again.
 
 Channels of zeros change nothing: k = q = 0 there, so that whatever their gate is, their rows of the state stay 0, and a value channel of
-zeros is a column of its own.
+zeros is a column of its own. And heads so small that bfloat16 is too coarse for their gradients, run as float32 (`config.as_computed`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from kdakit.reference import Result
 def config_for(problem: Problem, chip: Chip) -> Config:
     """The problem's own configuration, or that of the least wider one which the chip has shown. For sizes that are plain numbers."""
     pick = choose if config.UNCHECKED or config.INTERPRETED else shown.settled
-    K, V = wide_sizes(problem, chip)
-    return replace(pick(problem.replace(K=K, V=V), chip), wide_K=K, wide_V=V) if K else pick(problem, chip)
+    K, V, dtype = run_as(problem, chip)
+    wide = problem.replace(K=K, V=V, dtype=dtype)
+    return pick(problem, chip) if wide == problem else replace(pick(wide, chip), wide_K=K, wide_V=V, wide_dtype=dtype)
 
 
-def wide_sizes(problem: Problem, chip: Chip) -> tuple[int, int]:
-    """K and V to run with instead of the problem's own, (0, 0) where that is not needed or would not help."""
-    if config.UNCHECKED or config.INTERPRETED or not shown.shown(chip.name) or not shown.missing(problem, chip):
-        return 0, 0
-    return shown.wider(problem, chip)
+def run_as(problem: Problem, chip: Chip) -> tuple[int, int, str]:
+    """K, V and dtype to run with: the problem's own where others are not needed or would not help."""
+    exact = config.as_computed(problem)
+    own = exact.K, exact.V, exact.dtype
+    if config.UNCHECKED or config.INTERPRETED or not shown.shown(chip.name) or not shown.missing(exact, chip):
+        return own
+    K, V = shown.wider(exact, chip)
+    return (K, V, exact.dtype) if K else own
 
 
 def wide_problem(problem: Problem, c: Config) -> tuple[Problem, Config]:
-    return problem.replace(K=c.wide_K, V=c.wide_V), replace(c, wide_K=0, wide_V=0)
+    return problem.replace(K=c.wide_K, V=c.wide_V, dtype=c.wide_dtype), replace(c, wide_K=0, wide_V=0, wide_dtype="")
 
 
 def wide_arrays(problem: Problem, arrays: Arrays, c: Config) -> Arrays:
     K, V = c.wide_K - problem.K, c.wide_V - problem.V
-    q, k, v, g = (_pad(x, n) for x, n in zip(arrays[:4], (K, K, V, K), strict=True))
+    q, k, v = (_cast(_pad(x, n), c.wide_dtype) for x, n in zip(arrays[:3], (K, K, V), strict=True))
+    g = _pad(arrays.g, K)
     bias = arrays.dt_bias
     if bias is not None:
         bias = _pad(bias.reshape(problem.HV, problem.K), K).reshape(-1)
@@ -53,7 +58,13 @@ def _wide_state(problem: Problem, state: Any, K: int, V: int) -> Any:
 def _pad(x: Any, last: int, before: int = 0) -> Any:
     import torch.nn.functional as F
 
-    return F.pad(x, (0, last, 0, before))
+    return F.pad(x, (0, last, 0, before)) if last or before else x
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    import torch
+
+    return None if x is None else x.to(getattr(torch, dtype))
 
 
 def _cut_state(problem: Problem, state: Any) -> Any:
@@ -62,8 +73,9 @@ def _cut_state(problem: Problem, state: Any) -> Any:
 
 
 def _cut(problem: Problem, result: Result) -> Result:
-    states = None if result.states is None else _cut_state(problem, result.states)
-    return Result(result.o[..., : problem.V].contiguous(), _cut_state(problem, result.final_state), states)
+    states = None if result.states is None else _cast(_cut_state(problem, result.states), problem.dtype)
+    o = _cast(result.o[..., : problem.V].contiguous(), problem.dtype)
+    return Result(o, _cut_state(problem, result.final_state), states)
 
 
 def forward(problem: Problem, arrays: Arrays, c: Config) -> tuple[Result, list]:
@@ -87,8 +99,10 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, c: Config) -
 
     wide, own = wide_problem(problem, c)
     K, V = c.wide_K - problem.K, c.wide_V - problem.V
-    found = call.backward(wide, wide_arrays(problem, arrays, c), saved, _pad(d_o, V), _wide_state(problem, d_final, K, V), own)
+    d_o = _cast(_pad(d_o, V), c.wide_dtype)
+    found = call.backward(wide, wide_arrays(problem, arrays, c), saved, d_o, _wide_state(problem, d_final, K, V), own)
     q, k, v, g = (x[..., :n].contiguous() for x, n in zip(found[:4], (problem.K, problem.K, problem.V, problem.K), strict=True))
+    q, k, v = (_cast(x, problem.dtype) for x in (q, k, v))
     bias = found.dt_bias
     if bias is not None:
         bias = bias.reshape(problem.HV, c.wide_K)[:, : problem.K].reshape(arrays.dt_bias.shape)

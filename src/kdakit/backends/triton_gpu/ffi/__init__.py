@@ -42,8 +42,8 @@ def unshown(problem: Problem, device: Any) -> str | None:
     """Why 'auto' leaves the problem to others: as the PyTorch backend, which also runs some head sizes as wider ones."""
     from kdakit.backends.triton_gpu import widened
 
-    if widened.wide_sizes(problem, _chip()) != (0, 0):
-        return "such heads have been shown to be right as wider ones only, which is for PyTorch; use backend='xla'"
+    if widened.run_as(problem, _chip()) != (problem.K, problem.V, problem.dtype):
+        return "such heads have been shown to be right as wider ones only, or in float32, which is for PyTorch; use backend='xla'"
     return triton_gpu.waiting(problem, _chip())
 
 

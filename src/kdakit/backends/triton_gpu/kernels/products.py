@@ -12,7 +12,7 @@ from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.channel_tiles import channel_rows, in_order, span_tokens, split_sides
 from kdakit.backends.triton_gpu.device.gate import tiny_strength, write_strength_backward
 from kdakit.backends.triton_gpu.device.inverse import load_inverse
-from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -141,6 +141,24 @@ def state_products(
 
 
 @triton.jit
+def add_lost_state(
+    b_dq, b_dk, p_initial, p_d_o, p_d_v, i_nh, o_row, m_i, o_k,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """b_dq, b_dk [BK, R] of a sequence's first chunk + what rounding took from the caller's state: S_lost d_o^T, S_lost (beta y)^T. Where
+    few tokens follow, gates have no other gradient."""
+    DTYPE: tl.constexpr = p_d_v.dtype.element_ty
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_S = (o_v < V)[:, None] & (o_k < K)[None, :]
+        b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_S, other=0.0).to(tl.float32)
+        b_S = tl.trans(rounded_off(b_S, DTYPE))
+        b_dq = product_add(b_S, tl.trans(load_rows(p_d_o, o_row, m_i, o_v, V, BV)), b_dq, PRECISION)
+        b_dk = product_add(b_S, tl.trans(load_rows(p_d_v, o_row, m_i, o_v, V, BV)), b_dk, PRECISION)
+    return b_dq, b_dk
+
+
+@triton.jit
 def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexpr, BY_TOKEN: tl.constexpr):
     """Part i: channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; BY_TOKEN: to the order of tokens, which only names
     registers, see `channel_tiles.in_order`. p_scales: for float16, the power of 2 that each channel is divided by to fill its range."""
@@ -257,6 +275,11 @@ def products_kernel(
                 b_d_decay = exact_d_decay(
                     p_states, p_d_states, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL
                 )
+            if HAS_INITIAL:  # noqa: SIM102
+                if first:
+                    b_dq, b_dk = add_lost_state(
+                        b_dq, b_dk, p_initial, p_d_o, p_d_v, i_n * HV + i_h, o_row, m_i, o_k, K, V, BV, V_FIRST, PRECISION
+                    )
         store_d_tile(p_d_tiles, p_scales, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)
         store_d_tile(p_d_tiles, p_scales, 1, i_k, b_dk * -b_norm_k[None, :], KP, BY_TOKEN)
         store_d_tile(p_d_tiles, p_scales, 2, i_k, times_solved(b_dkh, X, GRADIENT_DTYPE, PRECISION), KP, BY_TOKEN)

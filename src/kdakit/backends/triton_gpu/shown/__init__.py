@@ -174,7 +174,7 @@ def summary(chip: Chip) -> dict[str, str]:
         return {"every call": f"no campaign of random problems has been recorded for such a chip; {named}"}
     sizes, told = (16, 32, 64, 128, 256), {}
     for dtype, call in itertools.product(("bfloat16", "float16", "float32"), ("forward", "gradients", "step")):
-        kinds = [_kind(dtype, call, *of) for of in itertools.product(sizes, sizes, GATES, (True, False))]
+        kinds = [config.as_computed(_kind(dtype, call, *of)) for of in itertools.product(sizes, sizes, GATES, (True, False))]
         absent = [kind for kind in kinds if missing(kind, chip)]
         wait = sum(wider(kind, chip) == (0, 0) for kind in absent)
         told[f"{dtype} {call}"] = (
