@@ -36,7 +36,7 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     return Result(o[..., : problem.V].contiguous(), final)
 
 
-def forward_kept(problem: Problem, arrays: Arrays, config, *, lower, solved, checkpoints, checkpoint: int, group: int) -> Result:
+def forward_kept(problem: Problem, arrays: Arrays, *, config, lower, solved, checkpoints, checkpoint: int, group: int) -> Result:
     """A whole call in bfloat16 that also writes what a backward in chunks of 64 begins with (kda_prefill_args in kdakit.h): `lower` and
     `solved` [slots, HV, 64, 64], whose rows and columns `group` orders, and the state before every `checkpoint`-th slot."""
     return _forward(problem, arrays, config, lower=lower, solved=solved, checkpoints=checkpoints, checkpoint=checkpoint, group=group)
