@@ -1,8 +1,7 @@
-// What a training forward keeps for a backward (`Kept` in hopper.h), as results of mma.sync lie in registers.
+// Where a training forward leaves what a backward begins with (`Kept` in hopper.h).
 #pragma once
-#include "hopper_record.h"
-#include "hopper_square.cuh"
 #include "hopper.h"
+#include "hopper_record.h"
 
 namespace kda::hopper {
 
@@ -11,45 +10,7 @@ __device__ __forceinline__ int row_of(int token, int bits) {
   const int t = token & 31;
   return (token & 32) | (t & ((1 << bits) - 1)) << (5 - bits) | t >> bits;
 }
-
-// One chunk's and head's `lower` and `solved`.
-struct KeptChunk {
-  void* lower;
-  uint16_t* solved;
-  bool lower_float32;
-  int bits;
-
-  __device__ __forceinline__ KeptChunk(const Kept& kept, int64_t item)
-      : lower(static_cast<uint8_t*>(kept.lower) + item * kChunk * kChunk * (kept.lower_float32 ? 4 : 2)),
-        solved(kept.solved + item * kChunk * kChunk),
-        lower_float32(kept.lower_float32 != 0),
-        bits(kept.group_bits) {}
-
-  __device__ __forceinline__ int at(int i, int j) const { return row_of(i, bits) * kChunk + row_of(j, bits); }
-  __device__ __forceinline__ void keep_lower(int i, int j, float x) const {
-    if (lower_float32)
-      static_cast<float*>(lower)[at(i, j)] = x;
-    else
-      static_cast<uint16_t*>(lower)[at(i, j)] = static_cast<uint16_t>(pack_half(x, x));
-  }
-  __device__ __forceinline__ void keep_solved(int i, int j, float x) const {
-    solved[at(i, j)] = static_cast<uint16_t>(pack_bf16(x, x));
-  }
-
-  // Block (row, column) of either matrix, whose transpose a warp holds; and zeros in the block on the other side of the diagonal. `Store`
-  // is one of the two functions above, `factor(i, j)` goes with each number.
-  template <typename Store, typename Factor>
-  __device__ __forceinline__ void keep_block(int row, int column, const Square& transposed, int lane, Store store, Factor factor) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int i = square_column(n, r, lane), j = square_row(r, lane);
-        store(16 * row + i, 16 * column + j, transposed.x[n][r] * factor(16 * row + i, 16 * column + j));
-        if (row != column) store(16 * column + i, 16 * row + j, 0.0f);
-      }
-  }
-};
+__device__ __forceinline__ int token_of(int row, int bits) { return row_of(row, 5 - bits); }
 
 // S^T of 16 value channels of the state before a chunk, from `value` on, rounded: left[s][j] has value lane / 4 + 8 (j % 2) and keys
 // 16 s + 8 (j / 2) + 2 (lane % 4) + {0, 1}.

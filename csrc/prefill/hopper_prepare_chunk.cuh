@@ -98,33 +98,34 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   __syncthreads();
   block_rows<BOUNDED>(at, near, far);
   if constexpr (KEPT) {
-    pair_barrier(at.block);  // M lies in the place of q rows, but belongs to the other warp
-    store_and_keep_rows<L2NORM>(KeptChunk(kept, item), at, shared, near, far);
+    pair_barrier(at.block);  // M and `lower` lie in the place of rows and columns that both warps read
+    store_and_keep_rows<L2NORM>(at, shared, near, far);
   } else {
     store_rows<L2NORM>(at, shared, near, far);
   }
   __syncthreads();
 
   uint32_t solved[4][4];
-  if constexpr (KEPT)
-    solve_and_keep_columns<L2NORM>(KeptChunk(kept, item), at, shared, solved);
-  else
+  if constexpr (KEPT) {
+    solve_and_keep_columns<L2NORM>(at, shared, solved);
+    __syncthreads();  // `lower` is there, A_kk is read
+    lower_out(kept, item, at);
+  } else {
     solve_columns(at, solved);
+  }
   float strength[2];  // of the two rows a lane holds
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = at.block * kBlock + square_row(2 * i, lane);
     strength[i] = shared.betas[row] * (L2NORM ? 1.0f : shared.norms[1][row]);
   }
-  square_out<L2NORM>(p, at, shared, solved, strength, [&](int i, const Square& acc) {
-    if constexpr (KEPT) {
-      const KeptChunk chunk(kept, item);
-      chunk.keep_block(i, at.block, acc, lane, [&](int row, int column, float x) { chunk.keep_solved(row, column, x); },
-                       [&](int row, int column) {
-                         return p.scale * (L2NORM ? 1.0f : shared.norms[0][row] * shared.norms[1][column]);
-                       });
-    }
+  square_out<L2NORM>(p, at, shared, solved, strength, [&](int i, const Square& sum) {
+    if constexpr (KEPT) stage_solved<L2NORM>(p, at, shared, i, sum);
   });
+  if constexpr (KEPT) {
+    __syncthreads();  // `solved` is there, `lower` is read
+    solved_out(kept, item, at);
+  }
   keys_out(at, shared, solved, strength);
   fence_async();
   pair_barrier(at.block);

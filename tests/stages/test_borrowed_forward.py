@@ -66,25 +66,27 @@ def difference(x, y):
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
-def test_gradients(calls, case, monkeypatch):
-    """All that is kept is what Triton's forward keeps, and its backward's gradients are within the rule."""
+def test_what_is_kept(calls, case, monkeypatch):
+    """Is what Triton's forward keeps; outputs are within the rule, and so are the gradients that Triton's backward makes of it."""
+    plain = case.name == "plain"
     problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
     given = checking.to_torch(arrays, case.dtypes("bfloat16"), "cpu")
-    d_o, d_final = (torch.from_numpy(x) for x in cotangents)
     config = replace(triton_gpu.default_config(problem, "cpu"), checkpoint=1)  # so that every state is kept
     result, kept = triton_gpu.forward(problem, given, config)
-    assert calls == [(4, library.FLOAT32) if case.name == "plain" else (1, library.FLOAT16)]
-    found = triton_gpu.backward(problem, given, kept, d_o.bfloat16(), d_final.float(), config)
+    assert calls == [(4, library.FLOAT32) if plain else (1, library.FLOAT16)]
     monkeypatch.setenv(borrowed.TRAINING, "0")
     own = triton_gpu.forward(problem, given, config)[1]
-    assert len(calls) == 1
-    assert difference(kept[2][1], own[2][1]) < 2.0**-7  # slot 1: in both cases a second chunk
-    used = [0, 1, 2] if case.name == "plain" else [0, 1]
-    for x, y in zip(kept[:2], own[:2], strict=True):
-        assert x.dtype == y.dtype and difference(x[used], y[used]) < 2.0**-7
-    made = {"o": result.o, "final_state": result.final_state} | {n: x for n, x in found._asdict().items() if x is not None}
+    assert len(calls) == 1 and [x.dtype for x in kept] == [x.dtype for x in own]
+    used = [0, 1, 2] if plain else [0, 1]  # slots that have tokens; in both cases slot 1 is the second of a sequence
+    for x, y, slots in zip(kept, own, (used, used, [1]), strict=True):
+        assert difference(x[slots], y[slots]) < 2.0**-7
+    made = {"o": result.o, "final_state": result.final_state}
+    if plain:  # the other kernels of the backward are as long again in the interpreter
+        d_o, d_final = (torch.from_numpy(x) for x in cotangents)
+        found = triton_gpu.backward(problem, given, kept, d_o.bfloat16(), d_final.float(), config)
+        made |= {name: x for name, x in found._asdict().items() if x is not None}
     made = {name: x.double().numpy() for name, x in made.items()}
-    rows = checking.compare_quickly(problem, arrays, made, cotangents, "bfloat16")
+    rows = checking.compare_quickly(problem, arrays, made, cotangents if plain else None, "bfloat16")
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 
