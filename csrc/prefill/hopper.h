@@ -42,9 +42,9 @@ struct HopperForward {
 
 // What a backward begins with. Slots as in hopper_sequences.cuh; rows and columns of a chunk in the order of `row_of`, hopper_kept.cuh.
 struct Kept {
-  void* lower;         // [slots, HV, 64, 64] float16, or float32 with lower_float32: A_kk X without its beta, so that X = I - Diag(beta) lower
-  uint16_t* solved;    // [slots, HV, 64, 64] bfloat16: scale A_qk X
-  uint16_t* states;    // [ceil(slots / every), HV, 128 values, 128 keys] bfloat16: before the chunk of every slot that `every` divides
+  void* lower;       // [slots, HV, 64, 64] float16, or float32 with lower_float32: X = (I + A_kk)^-1 = I - Diag(beta) lower
+  uint16_t* solved;  // [slots, HV, 64, 64] bfloat16: scale A_qk X
+  uint16_t* states;  // [ceil(slots / every), HV, 128 values, 128 keys] bfloat16: before the chunk of every slot that `every` divides
   int lower_float32, group_bits, every;
 };
 

@@ -73,7 +73,8 @@ __device__ __forceinline__ void store_and_keep_rows(const Place& at, const Share
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int i = square_row(r, lane), j = square_column(n, r, lane);
-      const float b = strength_of<L2NORM>(shared, first + i), norms = key_norm<L2NORM>(shared, first + i) * key_norm<L2NORM>(shared, first + j);
+      const float b = strength_of<L2NORM>(shared, first + i);
+      const float norms = key_norm<L2NORM>(shared, first + i) * key_norm<L2NORM>(shared, first + j);
       float x = j < i ? L.x[n][r] : 0.0f;
       if (j < i && fabsf(b) > kDivisible) x = -X.x[n][r] / b;
       store_shared(lower_at(at, first + i, first + j), __float_as_uint(x * norms));
@@ -87,7 +88,8 @@ template <bool L2NORM>
 __device__ __forceinline__ void solve_and_keep_columns(const Place& at, const Shared& shared, uint32_t (&solved)[4][4]) {
   const int lane = at.lane, first = at.block * kBlock;
   const uint32_t k_rows = at.smem + kRowsK, q_rows = at.smem + kRowsQ;
-  load_matrices_transposed(solved[0], k_rows + at.block * kTile + kX + ((lane & 7) + ((lane >> 4) << 3)) * kPitchX + ((lane >> 3) & 1) * 16);
+  load_matrices_transposed(solved[0],
+                           k_rows + at.block * kTile + kX + ((lane & 7) + ((lane >> 4) << 3)) * kPitchX + ((lane >> 3) & 1) * 16);
 #pragma unroll
   for (int d = 1; d < 4; ++d) {
     const int block = at.block + d;
