@@ -70,10 +70,10 @@ def check(kernels, case, arrays=None, group=1):
     assert not np.triu(lower[used]).any() and not np.triu(solved[used], 1).any()
 
 
-GROUPS = {"gate_huge": 4, "beta_zero": 4, "gate_bounded": 8}  # as the plain Triton kernels order rows
+GROUPS = {"gate_huge": 4, "beta_zero": 8}  # as the plain Triton kernels order rows
 
 
-HARD = ["gate_huge", "gate_bounded", "beta_zero", "identical_two", "softplus", "lower_bound", "grouped", "varlen"]
+HARD = ["gate_huge", "beta_zero", "identical_two", "softplus", "lower_bound", "grouped", "varlen"]
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -83,7 +83,7 @@ def test_against_float64(kernels, name):
     check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=128, V=128), group=GROUPS.get(name, 1))
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("scale", [1e-3, 300.0])
 def test_keys_of_any_size(kernels, scale):
     """Norms that stay outside the kernel's products go back into `lower` and `solved`."""
     case = Case("norms", "keys of any size", T=64, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
