@@ -160,6 +160,11 @@ static kda_status check_workspace(const kda_prefill_args &args, size_t bytes) {
   return KDA_OK;
 }
 
+static kda_status check_not_kept(const kda_prefill_args &args) {
+  return keeps(args) ? fail(KDA_UNSUPPORTED, "the float32 kernels keep nothing for a backward: lower, solved and checkpoints must be NULL")
+                     : KDA_OK;
+}
+
 static const int32_t F32[] = {KDA_FLOAT32};
 #ifdef KDAKIT_HOPPER
 static const int32_t BF16[] = {KDA_BFLOAT16}, EITHER[] = {KDA_BFLOAT16, KDA_FLOAT32};
@@ -173,6 +178,7 @@ extern "C" kda_status kda_prefill_workspace_f32(const kda_prefill_args *given, s
   kda_prefill_args args;
   if (bytes == nullptr) return fail(KDA_INVALID_ARGUMENT, "bytes must not be NULL");
   KDA_TRY(read_args(given, F32, 1, F32, 1, false, args));
+  KDA_TRY(check_not_kept(args));
   return workspace_f32(args, *bytes);
 }
 
@@ -180,6 +186,7 @@ extern "C" kda_status kda_prefill_f32(const kda_prefill_args *given) {
   kda_prefill_args args;
   size_t bytes = 0;
   KDA_TRY(read_args(given, F32, 1, F32, 1, true, args));
+  KDA_TRY(check_not_kept(args));
   KDA_TRY(workspace_f32(args, bytes));
   KDA_TRY(check_workspace(args, bytes));
   KDA_TRY(clear_padding(args, 4));

@@ -4,6 +4,7 @@
 //   as results of mma.sync, lane l: tokens l / 4 and l / 4 + 8, channels 8 t + 2 (l % 4) + {0, 1}, t = 0 .. 3
 //   by token, lane l: the eight tokens of group l / 16, channels 2 (l % 16) + {0, 1}: sums over tokens stay in registers
 #pragma once
+#include "../prefill/hopper_kept.cuh"
 #include "../prefill/hopper_sequences.cuh"
 #include "../prefill/hopper_ptx.cuh"
 #include "hopper_gradient.h"
@@ -52,12 +53,6 @@ __device__ __forceinline__ uint32_t tile_at(int row, int unit) { return row * 25
 // The two channels from `channel` on of a row.
 __device__ __forceinline__ uint32_t word_at(int row, int channel) { return tile_at(row, channel >> 3) + (channel & 7) * 2; }
 __device__ __forceinline__ uint32_t pair_at(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }  // [128 rows][64]
-
-// The row of `lower` and `factors` that holds a token.
-__device__ __forceinline__ int row_of(int token, int bits) {
-  const int t = token & 31;
-  return (token & 32) | (t & ((1 << bits) - 1)) << (5 - bits) | t >> bits;
-}
 
 struct Chunk {
   int64_t item;                     // slot * HV + head

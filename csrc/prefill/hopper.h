@@ -40,9 +40,20 @@ struct HopperForward {
   int parts;  // of each sequence, scanned beside each other: 1, 2 that only part where the first is forgotten, or 3 and more
 };
 
+// What a backward begins with. Slots as in hopper_sequences.cuh; rows and columns of a chunk in the order of `row_of`, hopper_kept.cuh.
+struct Kept {
+  void* lower;       // [slots, HV, 64, 64] float16, or float32 with lower_float32: X = (I + A_kk)^-1 = I - Diag(beta) lower
+  uint16_t* solved;  // [slots, HV, 64, 64] bfloat16: scale A_qk X
+  uint16_t* states;  // [ceil(slots / every), HV, 128 values, 128 keys] bfloat16: before the chunk of every slot that `every` divides
+  int lower_float32, group_bits, every;
+};
+
 // The kernels; `slots` is the number of records per value head. launch_parts goes before launch_scan where there are parts.
 cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream);
 cudaError_t launch_parts(const HopperForward& p, cudaStream_t stream);
 cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream);
+// The two that keep something, in place of those that do not.
+cudaError_t launch_prepare_kept(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream);
+cudaError_t launch_scan_kept(const HopperForward& p, const Kept& kept, cudaStream_t stream);
 
 }  // namespace kda::hopper

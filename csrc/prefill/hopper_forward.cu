@@ -20,6 +20,21 @@ kda_status check_rows(const char *name, const kda_tensor &x) {
   return KDA_OK;
 }
 
+// What a backward begins with: all of it or nothing.
+kda_status check_kept(const kda_prefill_args &args) {
+  if (!keeps(args)) return KDA_OK;
+  if (!args.lower || !args.solved || !args.checkpoints)
+    return fail(KDA_INVALID_ARGUMENT, "lower, solved and checkpoints must be given together");
+  for (const void *x : {args.lower, args.solved, args.checkpoints})
+    if (reinterpret_cast<uintptr_t>(x) % 16) return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints must start at 16 bytes");
+  if (args.lower_dtype != KDA_FLOAT16 && args.lower_dtype != KDA_FLOAT32)
+    return fail(KDA_INVALID_ARGUMENT, "lower_dtype must be %d or %d, got %d", KDA_FLOAT16, KDA_FLOAT32, args.lower_dtype);
+  if (args.group < 0 || args.group > 8 || (args.group & (args.group - 1)))
+    return fail(KDA_INVALID_ARGUMENT, "group must be 0, 1, 2, 4 or 8, got %d", args.group);
+  if (args.checkpoint < 1) return fail(KDA_INVALID_ARGUMENT, "checkpoint must be at least 1, got %d", args.checkpoint);
+  return KDA_OK;
+}
+
 // Into how many parts each sequence is scanned, by the microseconds that an H200 takes; 1: in one piece. All parts but the last are walked
 // along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block. Where it
 // fits no third part, two, which part only if the first is forgotten; beyond kTwo heads those that do not part lose more than others gain.
@@ -75,15 +90,19 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   KDA_TRY(check_rows("v", args.v));
   KDA_TRY(check_rows("g", args.g));
   KDA_TRY(check_rows("o", args.o));
+  KDA_TRY(check_kept(args));
   if (reinterpret_cast<uintptr_t>(args.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
   KDA_TRY(check_hopper());
   HopperForward p = forward_of(args);
   p.parts = parts_of(args), p.links = static_cast<uint8_t *>(p.workspace) + records_bytes(args);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   const int64_t slots = slots_of(args);
-  if (args.tokens > 0 && slots > 0) KDA_CUDA(hopper::launch_prepare(p, slots, stream));
+  const hopper::Kept kept = hopper::kept_of(args);
+  const bool keep = keeps(args);
+  if (args.tokens > 0 && slots > 0)
+    KDA_CUDA(keep ? hopper::launch_prepare_kept(p, kept, slots, stream) : hopper::launch_prepare(p, slots, stream));
   if (args.sequences > 0 && p.parts > 2) KDA_CUDA(hopper::launch_parts(p, stream));
-  if (args.sequences > 0) KDA_CUDA(hopper::launch_scan(p, stream));
+  if (args.sequences > 0) KDA_CUDA(keep ? hopper::launch_scan_kept(p, kept, stream) : hopper::launch_scan(p, stream));
   return KDA_OK;
 }
 

@@ -25,9 +25,10 @@ __device__ __forceinline__ void solve_columns(const Place& at, uint32_t (&solved
 }
 
 // Rows of A_solved^T of this block, every second column block per warp, staged for the record: those at and right of the diagonal.
-template <bool L2NORM>
+// keep(i, sum) sees the sum of column block i, (A_qk X)^T, on its way.
+template <bool L2NORM, typename Keep>
 __device__ __forceinline__ void square_out(const HopperForward& p, const Place& at, const Shared& shared, const uint32_t (&solved)[4][4],
-                                           const float (&strength)[2]) {
+                                           const float (&strength)[2], Keep keep) {
   const int lane = at.lane;
   const uint32_t tile = at.smem + at.block * kTile;
 #pragma unroll
@@ -38,6 +39,7 @@ __device__ __forceinline__ void square_out(const HopperForward& p, const Place& 
     Square acc = {};
 #pragma unroll
     for (int e = 0; e <= d; ++e) multiply_transposed(acc, solved[e], tile + kRowsQ + d * kTile + (at.block + e) * kBlock * 2, kPitch, lane);
+    keep(i, acc);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll

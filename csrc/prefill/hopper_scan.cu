@@ -8,6 +8,7 @@
 // parts need no such states: where the chunks before the second forget all that was before them, its block begins with those chunks; where
 // they do not, the first part's block goes on to the end.
 #include "hopper_forgetting.cuh"
+#include "hopper_kept.cuh"
 #include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
 
@@ -206,8 +207,8 @@ __device__ __forceinline__ void write_output(const HopperForward& p, const Task&
     if (first + 4 * i < left) *reinterpret_cast<uint4*>(to) = load_shared(out + (first + 4 * i) * kOutPitch + lane % 8 * 16);
 }
 
-template <int GROUPS>
-__device__ void scan(const HopperForward& p, const Task& task, const uint8_t* shared, uint32_t smem) {
+template <int GROUPS, bool KEPT>
+__device__ void scan(const HopperForward& p, [[maybe_unused]] const Kept& kept, const Task& task, const uint8_t* shared, uint32_t smem) {
   using L = Layout<GROUPS>;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
   const int value = warp * 16;                                 // within the block
@@ -229,6 +230,10 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
     for (int s = 0; s < 8; ++s)
 #pragma unroll
       for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
+    if constexpr (KEPT) {
+      const uint32_t slot = static_cast<uint32_t>((task.record - task.head) / p.HV) + i;
+      if (i >= task.silent && slot % kept.every == 0) keep_state(kept, slot, p.HV, task.head, task.channel + value, left, lane);
+    }
     barrier_wait(full, (item / L::stages) & 1);
     const auto* decay = reinterpret_cast<const float*>(shared + stage * L::stage + kDecay) + 2 * (lane % 4);
 #pragma unroll
@@ -286,10 +291,8 @@ __device__ void scan(const HopperForward& p, const Task& task, const uint8_t* sh
   }
 }
 
-}  // namespace
-
-template <int GROUPS>
-__global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_constant__ HopperForward p) {
+template <int GROUPS, bool KEPT>
+__device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& kept) {
   using L = Layout<GROUPS>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = shared_address(shared);
@@ -308,15 +311,27 @@ __global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_
     fetch<GROUPS>(p, task, smem, threadIdx.x - GROUPS * 128);
   } else {
     if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    scan<GROUPS>(p, task, shared, smem);
+    scan<GROUPS, KEPT>(p, kept, task, shared, smem);
   }
+}
+
+}  // namespace
+
+template <int GROUPS>
+__global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_constant__ HopperForward p) {
+  scan_block<GROUPS, false>(p, Kept{});
+}
+template <int GROUPS>
+__global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kept_kernel(const __grid_constant__ HopperForward p,
+                                                                        const __grid_constant__ Kept kept) {
+  scan_block<GROUPS, true>(p, kept);
 }
 
 namespace {
 
-template <int GROUPS>
-cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
-  const cudaError_t status = cudaFuncSetAttribute(scan_kernel<GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
+template <int GROUPS, typename... Arguments>
+cudaError_t launch(const HopperForward& p, void (*kernel)(Arguments...), cudaStream_t stream, const Arguments&... arguments) {
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(p.N * p.HV * (GROUPS == 1 ? p.parts : 1) * (kHead / (GROUPS * kSlice)));
   // Blocks may take their places while the last chunks are prepared; they wait before they read a record. Measured: it pays for wide ones.
@@ -325,18 +340,32 @@ cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads<GROUPS>), config.dynamicSmemBytes = Layout<GROUPS>::bytes;
   config.stream = stream, config.attrs = &early, config.numAttrs = GROUPS == 2 && p.T > 0 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, scan_kernel<GROUPS>, p);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// A block per head moves fewer bytes; two per head fill the chip where there are few.
+cudaError_t find_width(const HopperForward& p, bool& wide) {
+  int device = 0, processors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  wide = p.parts == 1 && p.N * p.HV * 2 > processors;
+  return status;
 }
 
 }  // namespace
 
-// A block per head moves fewer bytes; two per head fill the chip where there are few.
 cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  bool wide = false;
+  const cudaError_t status = find_width(p, wide);
   if (status != cudaSuccess) return status;
-  return p.parts == 1 && p.N * p.HV * 2 > processors ? launch<2>(p, stream) : launch<1>(p, stream);
+  return wide ? launch<2>(p, scan_kernel<2>, stream, p) : launch<1>(p, scan_kernel<1>, stream, p);
+}
+
+cudaError_t launch_scan_kept(const HopperForward& p, const Kept& kept, cudaStream_t stream) {
+  bool wide = false;
+  const cudaError_t status = find_width(p, wide);
+  if (status != cudaSuccess) return status;
+  return wide ? launch<2>(p, scan_kept_kernel<2>, stream, p, kept) : launch<1>(p, scan_kept_kernel<1>, stream, p, kept);
 }
 
 }  // namespace kda::hopper

@@ -1,4 +1,4 @@
-// The bfloat16 prepare kernel on a CPU: `kda_emulate_prepare_bf16(args, order)` writes the records into args.workspace.
+// The bfloat16 prepare kernels on a CPU: `kda_emulate_prepare_bf16(args, order)` writes the records into args.workspace.
 //
 //     g++ -O2 -std=c++17 -shared -fPIC -DKDA_EMULATE -o libkdakit_hopper_emulated.so csrc/tests/emulate_hopper.cpp
 #include "emulate_hopper.h"
@@ -7,33 +7,48 @@
 #include "../prefill/hopper_arguments.h"
 #include "../prefill/hopper_forgetting.cuh"
 #include "../prefill/hopper_prepare.cu"
+#include "../prefill/hopper_prepare_kept.cu"
 
 using namespace kda;
 using namespace kda::hopper;
 
-template <Gate GATE, bool BOUNDED>
-static void run(const HopperForward &p, int64_t slots, int order) {
+template <typename Kernel>
+static void run(const HopperForward &p, int64_t slots, int order, Kernel kernel) {
   gridDim = {unsigned(p.HV), unsigned(slots), 1};
   blockIdx.z = 0;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-    for (unsigned head = 0; head < gridDim.x; ++head)
-      emulate::run_block(head, kWarps * 32, order, [&] {
-        if (p.gate_float32) p.l2norm ? prepare_kernel<GATE, BOUNDED, true, true>(p) : prepare_kernel<GATE, BOUNDED, true, false>(p);
-        else p.l2norm ? prepare_kernel<GATE, BOUNDED, false, true>(p) : prepare_kernel<GATE, BOUNDED, false, false>(p);
-      });
+    for (unsigned head = 0; head < gridDim.x; ++head) emulate::run_block(head, kWarps * 32, order, kernel);
 }
 
 extern "C" size_t kda_emulate_record_bytes_bf16() { return kRecordBytes; }
 
-// `args` complete: strides, scale, sequences and a workspace of a record per slot and value head.
+// `args` complete: strides, scale, sequences and a workspace of a record per slot and value head. Where it keeps something for a backward,
+// `lower` and `solved` are written too.
 extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order) {
   const HopperForward p = forward_of(*args);
-  const int64_t slots = slots_of(*args);
-  switch (p.gate) {
-    case Gate::bounded: return run<Gate::bounded, true>(p, slots, order);
-    case Gate::softplus: return run<Gate::softplus, false>(p, slots, order);
-    case Gate::log_decay: return p.safe ? run<Gate::log_decay, true>(p, slots, order) : run<Gate::log_decay, false>(p, slots, order);
-  }
+  const Kept kept = kept_of(*args);
+  of_form(p, [&](auto form) {
+    using F = decltype(form);
+    run(p, slots_of(*args), order, [&] {
+      if (kept.lower) prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept);
+      else prepare_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p);
+    });
+    return 0;
+  });
+}
+
+// The state S [128 keys, 128 values] before the chunk of a slot into `checkpoints`, as the warps of the scan hold it.
+extern "C" void kda_emulate_keep_state(const kda_prefill_args *args, int64_t slot, int head, const float *S, int order) {
+  const Kept kept = kept_of(*args);
+  if (slot % kept.every) return;
+  emulate::run_block(0, 256, order, [&] {
+    const int lane = threadIdx.x % 32, value = threadIdx.x / 32 * 16;
+    uint32_t left[8][4];
+    const auto of = [&](int i) { return S[(8 * (i / 4) + 2 * (lane % 4) + i % 2) * 128 + value + lane / 4 + 8 * (i / 2 % 2)]; };
+    for (int s = 0; s < 8; ++s)
+      for (int j = 0; j < 4; ++j) left[s][j] = kda::hopper::pack_bf16(of(8 * s + 2 * j), of(8 * s + 2 * j + 1));
+    keep_state(kept, uint32_t(slot), args->value_heads, head, value, left, lane);
+  });
 }
 
 // How many of the `chunks` chunks up to the record `last`, each `step` bytes after the one before, forget what was before them; 0: none do.

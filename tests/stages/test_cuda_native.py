@@ -20,10 +20,11 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 160, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
-          "gradient_kernel": 8}  # fmt: skip
+          "gradient_kernel": 8, "prepare_kept_kernel": 160, "scan_kept_kernel": 0}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 one of 512.
-HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 240, "parts_kernel": 168, "gradient_kernel": 128}
+HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 240, "parts_kernel": 168, "gradient_kernel": 128, "prepare_kept_kernel": 80,
+                    "scan_kept_kernel": 240}  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("build")
 needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
@@ -70,7 +71,7 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 27, "16 kinds of chunks, two widths of the scan, one of parts, eight gradients"
+    assert len(found) == 45, "16 kinds of chunks and two widths of the scan, each also in training; one of parts, eight gradients"
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
@@ -94,6 +95,27 @@ def test_bf16_sizes_are_checked(native):
     ):
         with pytest.raises(library.NativeError, match=message):
             native.workspace_size(arguments(**right | changes), "bf16")
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_what_is_kept_is_checked(native):
+    """Before a device is looked for."""
+    half = {name: library.Tensor(4096, library.BFLOAT16) for name in ("q", "k", "v", "g", "beta", "o")}
+    sizes = half | dict(key_dim=128, value_dim=128, chunk_size=64, workspace=4096)
+    sizes["workspace_size"] = native.workspace_size(arguments(**sizes), "bf16")
+    right = sizes | dict(lower=4096, solved=4096, checkpoints=4096, lower_dtype=library.FLOAT16, group=4, checkpoint=8)
+    for changes, message in (
+        (dict(lower=None), "lower, solved and checkpoints must be given together"),
+        (dict(solved=4104), "lower, solved and checkpoints must start at 16 bytes"),
+        (dict(lower_dtype=1), "lower_dtype must be 2 or 0, got 1"),
+        (dict(group=3), "group must be 0, 1, 2, 4 or 8, got 3"),
+        (dict(checkpoint=0), "checkpoint must be at least 1, got 0"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.prefill(arguments(**right | changes), "bf16")
+    with pytest.raises(library.NativeError, match="unsupported: the float32 kernels keep nothing for a backward"):
+        native.workspace_size(arguments(lower=4096))
 
 
 @needs_nvcc

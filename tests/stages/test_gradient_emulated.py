@@ -8,6 +8,7 @@ from dataclasses import replace
 import emulated
 import numpy as np
 import pytest
+from hopper_records import bits, floats, row_order
 
 from kdakit import accuracy, reference
 from kdakit.backends.cuda import library
@@ -28,15 +29,6 @@ def kernels():
 
 def bf16(x):
     return round_to(x, "bfloat16")
-
-
-def bits(x):
-    """bfloat16, as the upper halves of float32."""
-    return np.ascontiguousarray((np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16))
-
-
-def floats(x):
-    return (x.astype(np.uint32) << 16).view(np.float32)
 
 
 def chunks_of(problem, arrays):
@@ -92,14 +84,6 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
                 k_in = bf16(k[row, a:b, h] * np.exp(x.g_cum))
                 dS = x.decay[:, None] * dS + bf16(x.q_decayed).T @ d - k_in.T @ bf16(beta_c * y)
     return made
-
-
-def row_order(group):
-    """Rows of `lower` and of factors: the token that each holds."""
-    t = np.arange(32)
-    order = np.empty(32, int)
-    order[t % group * (32 // group) + t // group] = t
-    return np.concatenate([order, order + 32])
 
 
 def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):

@@ -10,103 +10,18 @@ import emulated
 import not_finite
 import numpy as np
 import pytest
+from hopper_records import opened, prepare, scan
 
-from kdakit.backends.cuda import library
 from kdakit.cases import CASES, FUSED, Case
 from kdakit.measure import checking
 from kdakit.rounding import round_to
 
 pytestmark = emulated.needs_compiler
-CHUNK = 64
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    found = emulated.load("hopper")
-    found.kda_emulate_record_bytes_bf16.restype = ctypes.c_size_t
-    return found
-
-
-def bits(x):
-    """bfloat16, as the upper halves of float32."""
-    return np.ascontiguousarray((np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16))
-
-
-def floats(x):
-    return (x.astype(np.uint32) << 16).view(np.float32)
-
-
-def prepare(kernels, problem, arrays, order=1):
-    """Records [slots, HV, bytes] of a call; 16 bytes of guard behind them."""
-    o, B, T, H, HV, N = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.N
-    slots = T // CHUNK + N if problem.varlen else B * -(-T // CHUNK)
-    size = kernels.kda_emulate_record_bytes_bf16()
-    space = np.full(slots * HV * size + 512, 0xFF, np.uint8)
-    start = -space.ctypes.data % 256
-
-    def tensor(x, dtype):
-        return library.Tensor(x.ctypes.data, dtype, 0, *(x.strides[i] // x.itemsize for i in (0, 2, 1)))
-
-    q, k, v = (bits(x) for x in arrays[:3])
-    wide = problem.gate_dtype == "float32"
-    g = np.ascontiguousarray(arrays.g, np.float32) if wide else bits(arrays.g)
-    beta = bits(arrays.beta)
-    A_log, dt_bias = (None if x is None else x.astype(np.float32) for x in (arrays.A_log, arrays.dt_bias))
-    pointer = lambda x: None if x is None else x.ctypes.data
-    args = library.PrefillArgs(
-        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=128, value_dim=128, chunk_size=CHUNK, sequences=N, scale=o.scale,
-        q=tensor(q, 1), k=tensor(k, 1), v=tensor(v, 1), g=tensor(g, 0 if wide else 1), beta=tensor(beta, 1), o=tensor(v, 1),
-        A_log=pointer(A_log), dt_bias=pointer(dt_bias), workspace=space.ctypes.data + start, workspace_size=slots * HV * size,
-        gate=library.GATES[o.gate], beta_kind=library.BETAS[o.beta], lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm,
-        safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens=pointer(arrays.cu_seqlens), cu_seqlens_64=1,
-    )  # fmt: skip
-    kernels.kda_emulate_prepare_bf16(ctypes.byref(args), order)
-    assert (space[start + slots * HV * size :] == 0xFF).all() and (space[:start] == 0xFF).all(), "written past an end"
-    return space[start : start + slots * HV * size].reshape(slots, HV, size)
-
-
-def tile(record, at):
-    """[64, 128] of a swizzled tile."""
-    units = floats(record[at : at + 16384].view(np.uint16)).reshape(2, 64, 8, 8)
-    rows = np.arange(64)
-    out = np.empty((64, 2, 8, 8), np.float32)
-    for u in range(8):
-        out[:, :, u] = units[:, rows, u ^ (rows % 8)].transpose(1, 0, 2)
-    return out.reshape(64, 128)
-
-
-def opened(record):
-    """k_in, q_decayed, k_solved [64, 128], A_solved [64, 64], decay [128]."""
-    A, at = np.zeros((64, 64), np.float32), 3 * 16384
-    for b in range(4):
-        for c in range(b, 4):
-            square = floats(record[at : at + 512].view(np.uint16)).reshape(16, 2, 8)
-            for r in range(16):
-                A[16 * c : 16 * c + 16, 16 * b + r] = square[r, [(r // 4) % 2, 1 - (r // 4) % 2]].reshape(16)
-            at += 512
-    return *(tile(record, 16384 * i) for i in range(3)), A, record[at : at + 512].view(np.float32)
-
-
-def scan(problem, arrays, records):
-    """o and final_state from the records, rounded where the scan kernel rounds."""
-    bf16 = lambda x: round_to(x, "bfloat16")
-    o, final = np.zeros((problem.B, problem.T, problem.HV, 128)), np.zeros((problem.N, problem.HV, 128, 128))
-    cu = arrays.cu_seqlens
-    for n in range(problem.N):
-        row, first, last = (0, cu[n], cu[n + 1]) if cu is not None else (n, 0, problem.T)
-        slot = first // CHUNK + n if cu is not None else n * -(-problem.T // CHUNK)
-        for head in range(problem.HV):
-            S = np.zeros((128, 128)) if arrays.initial_state is None else arrays.initial_state[n, head].astype(np.float64)
-            for i, t in enumerate(range(first, last, CHUNK)):
-                k_in, q_decayed, k_solved, A_solved, decay = opened(records[slot + i, head])
-                length, left = min(CHUNK, last - t), bf16(S)
-                v = np.zeros((CHUNK, 128))
-                v[:length] = arrays.v[row, t : t + length, head]
-                r = bf16(v - k_in @ left)
-                o[row, t : t + length, head] = bf16(q_decayed @ left + A_solved @ r)[:length]
-                S = decay[:, None] * S + k_solved.T.astype(np.float64) @ r
-            final[n, head] = S
-    return {"o": o, "final_state": final}
+    return emulated.load("hopper")
 
 
 def check(kernels, case, arrays=None):

@@ -7,7 +7,7 @@ torch headers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from kdakit.backends.cuda import library
@@ -86,6 +86,16 @@ def chunk_gradient(problem: Problem, device: Any) -> tuple[Any, str | None]:
     from kdakit.backends.cuda import op
 
     return op.chunk_gradient, None
+
+
+def kept_forward(problem: Problem, device: Any) -> tuple[Any, str | None]:
+    """(`op.forward_kept` for the problem, None), before another backend's backward; or (None, why it cannot run such a problem there)."""
+    reason = "takes bfloat16" if problem.dtype != "bfloat16" else supports(problem.replace(needs_grad=False), device)
+    if reason is not None:
+        return None, reason
+    from kdakit.backends.cuda import op
+
+    return partial(op.forward_kept, config=default_config(problem, device)), None
 
 
 def expected_us(problem: Problem, device: Any) -> float | None:

@@ -50,8 +50,9 @@ class PrefillArgs(Structure):
         *((name, c_int32) for name in ("safe_gate", "beta_kind", "l2norm", "state_v_first", "cu_seqlens_64")),
         *((name, c_void_p) for name in ("A_log", "dt_bias", "cu_seqlens")),
         ("sequences", c_int64),
-        ("parts", c_int32),
-        ("reserved", c_int32),
+        *((name, c_int32) for name in ("parts", "checkpoint")),
+        *((name, c_void_p) for name in ("lower", "solved", "checkpoints")),
+        *((name, c_int32) for name in ("lower_dtype", "group")),
     ]
 
     def __init__(self, **fields):

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from kdakit.backends.cuda import library
-from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT32, GATES, PrefillArgs
+from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT16, FLOAT32, GATES, PrefillArgs
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
+LOWER_DTYPES = {torch.float32: FLOAT32, torch.float16: FLOAT16}
 SOMEWHERE = 256  # an address that nothing looks behind
 
 
@@ -35,8 +36,14 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     return Result(o[..., : problem.V].contiguous(), final)
 
 
-def _forward(problem: Problem, arrays: Arrays, config) -> Result:
-    """`forward` of tensors with the kernel's head size."""
+def forward_kept(problem: Problem, arrays: Arrays, *, config, lower, solved, checkpoints, checkpoint: int, group: int) -> Result:
+    """A whole call in bfloat16 that also writes what a backward in chunks of 64 begins with (kda_prefill_args in kdakit.h): `lower` and
+    `solved` [slots, HV, 64, 64], whose rows and columns `group` orders, and the state before every `checkpoint`-th slot."""
+    return _forward(problem, arrays, config, lower=lower, solved=solved, checkpoints=checkpoints, checkpoint=checkpoint, group=group)
+
+
+def _forward(problem: Problem, arrays: Arrays, config, *, lower=None, solved=None, checkpoints=None, checkpoint=0, group=0) -> Result:
+    """`forward` of tensors with the kernel's head size, and what it keeps for a backward."""
     D = config.head_dim
     q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
     v, beta = _aligned(arrays.v), arrays.beta
@@ -53,6 +60,9 @@ def _forward(problem: Problem, arrays: Arrays, config) -> Result:
     args.g.data, args.beta.data, args.o.data = g.data_ptr(), beta.data_ptr(), o.data_ptr()
     args.initial_state, args.final_state, args.cu_seqlens = _pointer(initial), _pointer(final), _pointer(cu)
     args.A_log, args.dt_bias = _pointer(A_log), _pointer(dt_bias)
+    if lower is not None:
+        args.lower, args.solved, args.checkpoints = _pointer(lower), _pointer(solved), _pointer(checkpoints)
+        args.lower_dtype, args.group, args.checkpoint = LOWER_DTYPES[lower.dtype], group, checkpoint
     _enqueue(args, v, config.dtype)
     return Result(o, final)
 

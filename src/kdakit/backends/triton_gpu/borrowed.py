@@ -4,6 +4,9 @@
 enough to keep a chip busy. With a bounded gate Triton's two take less time.
 
 KDAKIT_CUDA_GRADIENT=0: never; 1: wherever it can run, to measure it.
+
+And a whole forward, `prepare` and `scan`, which leaves what the backward here begins with (csrc/prefill, `Kept`). No GPU has shown it yet:
+only KDAKIT_CUDA_TRAINING=1 takes it, wherever it can run.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from kdakit.backends.triton_gpu.config import Config
 from kdakit.problem import Problem
 
 VARIABLE = "KDAKIT_CUDA_GRADIENT"
+TRAINING = "KDAKIT_CUDA_TRAINING"
 ENOUGH = 1024  # chunks times value heads, from which on its launch by the host is hidden
 
 lender: ModuleType | None = None
@@ -32,4 +36,14 @@ def gradient(problem: Problem, config: Config, chunks: int, device: Any) -> Call
     kernel, reason = lender.chunk_gradient(problem, device)
     if reason is not None and asked == "1" and lender.library.missing():
         raise FileNotFoundError(f"{VARIABLE}=1: {reason}")
+    return kernel
+
+
+def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
+    """The lender's forward of a call that will be differentiated; None: Triton's."""
+    if lender is None or os.environ.get(TRAINING, "") != "1" or config.chunk != 64 or config.half != 32:
+        return None
+    kernel, reason = lender.kept_forward(problem, device)
+    if reason is not None and lender.library.missing():
+        raise FileNotFoundError(f"{TRAINING}=1: {reason}")
     return kernel

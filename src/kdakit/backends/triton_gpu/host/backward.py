@@ -10,7 +10,7 @@ import torch
 
 from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, padded
-from kdakit.backends.triton_gpu.host.forward import Workspace, clear_gradients
+from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
 from kdakit.backends.triton_gpu.kernels import products as products_kernel
@@ -65,7 +65,7 @@ def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...],
     return [*specs, ((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), problem.dtype)]
 
 
-def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config) -> list[torch.Tensor]:
+def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace | Kept, config: Config) -> list[torch.Tensor]:
     if problem.options.disable_recompute:
         y = rebuild(problem, arrays, x, space.lower, config)
         replay(problem, arrays, x, y, space.checkpoints, config)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import Config, chunk_slots, padded, parts
 from kdakit.backends.triton_gpu.kernels import prepare as prepare_plain
 from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, tail
@@ -40,11 +41,33 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
 
     dtype = getattr(torch, problem.dtype)
     space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), empty(C))
-    if not problem.needs_grad:
-        return space
-    points = torch.empty((-(-slots // config.checkpoint), HV, padded(problem.V), KP), dtype=dtype, device=device)
-    lower = empty(C, C, dtype=getattr(torch, config.solve_dtype))
-    return space._replace(lower=lower, solved=empty(C, C, dtype=dtype), checkpoints=points)
+    return space._replace(**kept(problem, config, device)._asdict()) if problem.needs_grad else space
+
+
+class Kept(NamedTuple):
+    """What a forward leaves for a backward: fields of Workspace."""
+
+    lower: torch.Tensor
+    solved: torch.Tensor
+    checkpoints: torch.Tensor
+
+
+def kept(problem: Problem, config: Config, device) -> Kept:
+    slots, square, dtype = chunk_slots(problem, config.chunk), (config.chunk, config.chunk), getattr(torch, problem.dtype)
+    lower = torch.empty((slots, problem.HV, *square), dtype=getattr(torch, config.solve_dtype), device=device)
+    solved = torch.empty((slots, problem.HV, *square), dtype=dtype, device=device)
+    points = -(-slots // config.checkpoint), problem.HV, padded(problem.V), padded(problem.K)
+    return Kept(lower, solved, torch.empty(points, dtype=dtype, device=device))
+
+
+def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept] | None:
+    """Both launches of a call that will be differentiated by `borrowed.forward`, and what they keep; None: there is no such forward."""
+    kernel = borrowed.forward(problem, config, arrays.q.device) if problem.needs_grad else None
+    if kernel is None:
+        return None
+    space = kept(problem, config, arrays.q.device)
+    group = 1 if config.normed else config.group
+    return kernel(problem, arrays, **space._asdict(), checkpoint=config.checkpoint, group=group), space
 
 
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:

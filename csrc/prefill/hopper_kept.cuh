@@ -1,0 +1,27 @@
+// Where a training forward leaves what a backward begins with (`Kept` in hopper.h).
+#pragma once
+#include "hopper.h"
+#include "hopper_record.h"
+
+namespace kda::hopper {
+
+// The row, or column, of a chunk that holds a token: with group = 2^bits, token t of each 32 is in t % group * (32 / group) + t / group.
+__device__ __forceinline__ int row_of(int token, int bits) {
+  const int t = token & 31;
+  return (token & 32) | (t & ((1 << bits) - 1)) << (5 - bits) | t >> bits;
+}
+__device__ __forceinline__ int token_of(int row, int bits) { return row_of(row, 5 - bits); }
+
+// S^T of 16 value channels of the state before a chunk, from `value` on, rounded: left[s][j] has value lane / 4 + 8 (j % 2) and keys
+// 16 s + 8 (j / 2) + 2 (lane % 4) + {0, 1}.
+__device__ __forceinline__ void keep_state(const Kept& kept, uint32_t slot, int64_t heads, int64_t head, int value,
+                                           const uint32_t (&left)[8][4], int lane) {
+  uint16_t* to = kept.states + ((slot / static_cast<uint32_t>(kept.every) * heads + head) * kHead + value + lane / 4) * kHead +
+                 2 * (lane % 4);
+#pragma unroll
+  for (int s = 0; s < 8; ++s)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) *reinterpret_cast<uint32_t*>(to + 8 * (j % 2) * kHead + 16 * s + 8 * (j / 2)) = left[s][j];
+}
+
+}  // namespace kda::hopper

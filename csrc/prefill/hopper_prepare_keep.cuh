@@ -1,0 +1,161 @@
+// The solve of the prepare kernel where a backward follows: the same X, and `lower` on the way to it.
+//
+// With A_kk = Diag(b) A, b the strengths: X = I - Diag(b) L, L = A X = M A, M = (I + A Diag(b))^-1 = I - L Diag(b). Below the diagonal,
+// L_ij = M_ii sum_m A_im X_mj over the blocks m < i, and X_ij = -Diag(b) L_ij: nothing is divided by a strength that may be 0.
+// Keys are normalised here, see hopper_prepare_decay.cuh: the norms that were taken from tokens i and j go back into L_ij.
+//
+// `lower` and `solved` wait in shared memory in the order of tokens, only what lies below their diagonals, and go out by whole rows.
+#pragma once
+#include "hopper_kept.cuh"
+#include "hopper_prepare_block.cuh"
+
+namespace kda::hopper {
+
+constexpr float kDivisible = 0.015625f;  // a smaller strength leaves too few digits of what it multiplied
+constexpr int kM = kX;                   // halves of M, from a block's q rows on: between A_qk and the stage behind it
+static_assert(kM >= kBlock * kPitch && kM + kBlock * kPitchX <= kStageA, "M fits between A_qk and A_solved^T");
+static_assert(kBlock * kChunk * 4 <= kTile, "16 rows of `lower`, float32, fit in a block's columns");
+static_assert(kBlock * kChunk * 2 <= kStageA, "16 rows of `solved` fit in a block's k rows before A_solved^T");
+
+// float32 number (i, j) of `lower`: rows of 256 bytes over the columns, every second pair of rows turned by 8 numbers.
+__device__ __forceinline__ uint32_t lower_at(const Place& at, int i, int j) {
+  return at.smem + kColumns + i * 256 + ((j ^ ((i >> 1 & 3) << 3)) << 2);
+}
+// bfloat16 numbers (i, j) and (i, j + 1) of `solved`, j even: rows of 128 bytes over A_kk, the 16-byte unit u of row r at u ^ (r % 8).
+__device__ __forceinline__ uint32_t solved_at(const Place& at, int i, int j) {
+  return at.smem + kRowsK + i / kBlock * kTile + i % kBlock * 128 + (((j >> 3) ^ (i & 7)) << 4) + (j & 7) * 2;
+}
+
+template <bool L2NORM>
+__device__ __forceinline__ float key_norm(const Shared& shared, int token) {
+  return L2NORM ? 1.0f : shared.norms[1][token];
+}
+template <bool L2NORM>
+__device__ __forceinline__ float strength_of(const Shared& shared, int token) {
+  const float norm = key_norm<L2NORM>(shared, token);
+  return shared.betas[token] * norm * norm;
+}
+
+// In place of `store_rows`: -A_kk without strengths, its block's X, M and `lower`; A_qk. The pair has read its rows and columns.
+template <bool L2NORM>
+__device__ __forceinline__ void store_and_keep_rows(const Place& at, const Shared& shared, Square& near, Square (&far)[3]) {
+  const int lane = at.lane, first = at.block * kBlock;
+  const uint32_t to = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int i = square_row(r, lane), j = square_column(n, r, lane);
+      near.x[n][r] = j < i ? near.x[n][r] : 0.0f;
+      if (at.odd && j == i) near.x[n][r] = shared.norms[2][first + i];
+#pragma unroll
+      for (int m = 0; m < 3; ++m) far[m].x[n][r] = at.odd ? far[m].x[n][r] : -far[m].x[n][r];
+    }
+#pragma unroll
+  for (int j = 0; j < 3; ++j)
+    if (j < at.block) store_square(to + j * kBlock * 2, kPitch, far[j], lane);
+  if (at.odd) {
+    store_square(to + at.block * kBlock * 2, kPitch, near, lane);
+    return;
+  }
+  Square negative, L = {};
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) negative.x[n][r] = -strength_of<L2NORM>(shared, first + square_row(r, lane)) * near.x[n][r];
+  const Square X = unit_lower_inverse(negative, lane);
+  store_square(to + kX, kPitchX, X, lane);
+  uint32_t a[4];
+  half_operand(a, near);
+  multiply_add(L, a, X);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int i = square_row(r, lane), j = square_column(n, r, lane);
+      const float b = strength_of<L2NORM>(shared, first + i);
+      const float norms = key_norm<L2NORM>(shared, first + i) * key_norm<L2NORM>(shared, first + j);
+      float x = j < i ? L.x[n][r] : 0.0f;
+      if (j < i && fabsf(b) > kDivisible) x = -X.x[n][r] / b;
+      store_shared(lower_at(at, first + i, first + j), __float_as_uint(x * norms));
+      L.x[n][r] = j == i ? 1.0f : -x * strength_of<L2NORM>(shared, first + j);  // M
+    }
+  store_square(at.smem + at.block * kTile + kRowsQ + kM, kPitchX, L, lane);
+}
+
+// In place of `solve_columns`. Every second block of `lower` per warp of a pair.
+template <bool L2NORM>
+__device__ __forceinline__ void solve_and_keep_columns(const Place& at, const Shared& shared, uint32_t (&solved)[4][4]) {
+  const int lane = at.lane, first = at.block * kBlock;
+  const uint32_t k_rows = at.smem + kRowsK, q_rows = at.smem + kRowsQ;
+  load_matrices_transposed(solved[0],
+                           k_rows + at.block * kTile + kX + ((lane & 7) + ((lane >> 4) << 3)) * kPitchX + ((lane >> 3) & 1) * 16);
+#pragma unroll
+  for (int d = 1; d < 4; ++d) {
+    const int block = at.block + d;
+    if (block >= 4) continue;
+    Square acc = {}, next = {};
+#pragma unroll
+    for (int e = 0; e < d; ++e) multiply_transposed(acc, solved[e], k_rows + block * kTile + (at.block + e) * kBlock * 2, kPitch, lane);
+    uint32_t a[4];
+    half_operand(a, acc);
+    multiply_transposed(next, a, q_rows + block * kTile + kM, kPitchX, lane);  // -L^T
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int i = block * kBlock + square_column(n, r, lane), j = first + square_row(r, lane);
+        if (block % 2 == at.odd) {
+          const float norms = key_norm<L2NORM>(shared, i) * key_norm<L2NORM>(shared, j);
+          store_shared(lower_at(at, i, j), __float_as_uint(-next.x[n][r] * norms));
+        }
+        next.x[n][r] *= strength_of<L2NORM>(shared, i);
+      }
+    half_operand(solved[d], next);
+  }
+}
+
+// From `square_out`: block (i, at.block) of `solved` from its transpose, which the norms and the scale were kept out of.
+template <bool L2NORM>
+__device__ __forceinline__ void stage_solved(const HopperForward& p, const Place& at, const Shared& shared, int block, const Square& sum) {
+  const int lane = at.lane, first = at.block * kBlock;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = block * kBlock + square_column(n, 0, lane);
+      const float f = p.scale * key_norm<L2NORM>(shared, first + square_row(2 * half, lane));
+      const float f0 = L2NORM ? f : f * shared.norms[0][i], f1 = L2NORM ? f : f * shared.norms[0][i + 1];
+      const uint32_t pair = transposed(pack_bf16(sum.x[n][2 * half] * f0, sum.x[n][2 * half + 1] * f1));
+      store_shared(solved_at(at, block * kBlock + 8 * n + lane / 4, first + 8 * half + 2 * (lane % 4)), pair);
+    }
+}
+
+// Whole rows of what is staged to memory, eight per warp, a lane two adjacent numbers of each; zeros beside what is strictly lower, or
+// lower.
+__device__ __forceinline__ void lower_out(const Kept& kept, int64_t item, const Place& at) {
+  const int j0 = token_of(2 * at.lane, kept.group_bits), j1 = token_of(2 * at.lane + 1, kept.group_bits);
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    const int i = at.warp * kTokens + t;
+    const float x = j0 < i ? __uint_as_float(load_shared_word(lower_at(at, i, j0))) : 0.0f;
+    const float y = j1 < i ? __uint_as_float(load_shared_word(lower_at(at, i, j1))) : 0.0f;
+    const int64_t to = (item * kChunk + row_of(i, kept.group_bits)) * (kChunk / 2) + at.lane;
+    if (kept.lower_float32)
+      static_cast<float2*>(kept.lower)[to] = make_float2(x, y);
+    else
+      static_cast<uint32_t*>(kept.lower)[to] = pack_half(x, y);
+  }
+}
+__device__ __forceinline__ void solved_out(const Kept& kept, int64_t item, const Place& at) {
+  const int j0 = token_of(2 * at.lane, kept.group_bits), j1 = token_of(2 * at.lane + 1, kept.group_bits);
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    const int i = at.warp * kTokens + t;
+    const uint32_t x = j0 <= i ? load_shared_word(solved_at(at, i, j0 & ~1)) >> 16 * (j0 & 1) & 0xffff : 0;
+    const uint32_t y = j1 <= i ? load_shared_word(solved_at(at, i, j1 & ~1)) >> 16 * (j1 & 1) : 0;
+    reinterpret_cast<uint32_t*>(kept.solved)[(item * kChunk + row_of(i, kept.group_bits)) * (kChunk / 2) + at.lane] = x | y << 16;
+  }
+}
+
+}  // namespace kda::hopper

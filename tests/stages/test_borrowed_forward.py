@@ -1,0 +1,109 @@
+"""A training forward by the CUDA kernels before Triton's backward, without a GPU: the prepare kernel thread by thread, the scan in NumPy,
+and Triton's stages in its interpreter. What lies between them in memory is what both must agree about.
+
+The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import emulated
+import hopper_records
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+
+import torch
+
+from kdakit.backends import cuda, triton_gpu
+from kdakit.backends.cuda import library, op
+from kdakit.backends.triton_gpu import borrowed
+from kdakit.backends.triton_gpu.config import CHIPS, choose
+from kdakit.cases import FUSED, Case
+from kdakit.measure import checking
+
+pytestmark = emulated.needs_compiler
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# float32 `lower` in the plain kernels' order, betas of 0, packed sequences; float16 `lower` of normalised keys.
+TRAINED = [
+    Case("plain", "any gate, betas of 0", T=70, lengths=(66, 4), H=1, HV=1, K=128, V=128, gate="huge", beta="some_zero",
+         options={"chunk_size": 64}),
+    Case("normed", "everything in the kernel", T=66, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True,
+         options=FUSED | {"safe_gate": True, "lower_bound": -5.0}),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is what starts the others")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=600)
+    assert done.returncode == 0 and f"{len(TRAINED)} passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls of the library, which runs wherever it can."""
+    kernels, calls = emulated.load("hopper"), []
+
+    def enqueue(args, like, dtype):
+        calls.append((args.group, args.lower_dtype))
+        hopper_records.run_call(kernels, args)
+
+    monkeypatch.setenv(borrowed.TRAINING, "1")
+    monkeypatch.setattr(op, "_enqueue", enqueue)
+    monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 0)
+    monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
+    monkeypatch.setattr(borrowed, "lender", cuda)
+    return calls
+
+
+def difference(x, y):
+    x, y = x.double(), y.double()
+    return float((x - y).norm() / y.norm())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+def test_what_is_kept(calls, case, monkeypatch):
+    """Is what Triton's forward keeps; outputs are within the rule, and so are the gradients that Triton's backward makes of it."""
+    plain = case.name == "plain"
+    problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    given = checking.to_torch(arrays, case.dtypes("bfloat16"), "cpu")
+    config = replace(triton_gpu.default_config(problem, "cpu"), checkpoint=1)  # so that every state is kept
+    result, kept = triton_gpu.forward(problem, given, config)
+    assert calls == [(4, library.FLOAT32) if plain else (1, library.FLOAT16)]
+    monkeypatch.setenv(borrowed.TRAINING, "0")
+    own = triton_gpu.forward(problem, given, config)[1]
+    assert len(calls) == 1 and [x.dtype for x in kept] == [x.dtype for x in own]
+    used = [0, 1, 2] if plain else [0, 1]  # slots that have tokens; in both cases slot 1 is the second of a sequence
+    for x, y, slots in zip(kept, own, (used, used, [1]), strict=True):
+        assert difference(x[slots], y[slots]) < 2.0**-7
+    made = {"o": result.o, "final_state": result.final_state}
+    if plain:  # the other kernels of the backward are as long again in the interpreter
+        d_o, d_final = (torch.from_numpy(x) for x in cotangents)
+        found = triton_gpu.backward(problem, given, kept, d_o.bfloat16(), d_final.float(), config)
+        made |= {name: x for name, x in found._asdict().items() if x is not None}
+    made = {name: x.double().numpy() for name, x in made.items()}
+    rows = checking.compare_quickly(problem, arrays, made, cotangents if plain else None, "bfloat16")
+    assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_only_a_variable_asks_for_it(monkeypatch):
+    """No GPU has shown it: nothing takes it by itself; and where the library is missing, it says so."""
+    problem = TRAINED[0].problem("bfloat16", needs_grad=True)
+    config = choose(problem, CHIPS["sm_90"])
+    monkeypatch.setattr(borrowed, "lender", cuda)
+    monkeypatch.setattr(cuda, "_old_device", lambda device, hopper: None)
+    monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
+    monkeypatch.delenv(borrowed.TRAINING, raising=False)
+    assert borrowed.forward(problem, config, "cuda") is None
+    monkeypatch.setenv(borrowed.TRAINING, "1")
+    with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
+        borrowed.forward(problem, config, "cuda")
+    monkeypatch.setattr(library, "missing", lambda: None)
+    assert borrowed.forward(problem, config, "cuda").func is op.forward_kept
+    assert borrowed.forward(problem, replace(config, chunk=32), "cuda") is None
+    assert borrowed.forward(problem.replace(V=64), config, "cuda") is None
