@@ -5,9 +5,12 @@ The interpreter must be chosen before Triton is imported: without TRITON_INTERPR
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +18,25 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 import fused_problems  # noqa: E402
 
+from kdakit.layers.torch.fused import step  # noqa: E402
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RECORDS = Path(__file__).parents[2] / "benchmarks/results/gpu/trials"
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 SEEDS = {"convolution": 10, "norm": 10, "step": 6}
+
+
+def test_cuts_are_the_fastest_that_were_timed():
+    """32 heads of 128: of the cuts of one sequence and of 32, of one token and of several, that the record of an H200 holds."""
+    rows = json.loads((RECORDS / "2026-11-16_h200_layer_step.json").read_text())["results"]
+    timed: dict[tuple, dict] = {}
+    for row in rows:
+        N, T, *cut = map(int, re.findall(r"\d+", row["cut"]))
+        timed.setdefault((N * 32 <= step.FEW, T == 1, T), {})[tuple(cut)] = row["us"]
+    assert {key[:2] for key in timed} == set(step.CUTS)
+    for (few, single, T), times in timed.items():
+        assert min(times, key=times.get) == (*step.CUTS[few, single], 0), (few, T)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
@@ -35,6 +53,24 @@ def test_random_problems(kind):
     make, count = fused_problems.KINDS[kind], SEEDS[kind] * (10 if FULL else 1)
     found = [line for i in range(count) for line in fused_problems.wrong(make(i * fused_problems.ALIKE))]
     assert not found, "\n".join(found)
+
+
+@interpreter
+@pytest.mark.parametrize("few, single", list(step.CUTS) if FULL else [cut for cut in step.CUTS if any(cut)])  # warps are all alike here
+def test_cuts_of_heads_of_128(few, single, monkeypatch):
+    """Those of the table, which are chosen for so many programs and tokens, against float64."""
+    chosen, taken = step.Form.cut, set()
+    monkeypatch.setattr(step, "FEW", 132 if few else 0)
+    monkeypatch.setattr(step.Form, "cut", lambda form: (taken.add(chosen(form)), chosen(form))[1])
+    step._launch.cache_clear()
+    first = 0 if single else 12  # forms of one token, and of up to 4: a cache, a pool, a draft; all dtypes
+    forms = range(first, first + 12) if FULL else [first + few + (not single)]
+    problems = [fused_problems.WideStep(form * fused_problems.ALIKE) for form in forms]
+    assert {(p.T == 1) for p in problems} == {single}
+    found = [line for p in problems for line in fused_problems.wrong(p)]
+    step._launch.cache_clear()
+    assert not found, "\n".join(found)
+    assert taken == {(*step.CUTS[few, single], 0)}
 
 
 @interpreter
