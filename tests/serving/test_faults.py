@@ -16,7 +16,8 @@ from kdakit.serving.torch.model import ServedModel  # noqa: E402
 
 SLOTS = 2
 SAMPLED = 1000 if os.environ.get("KDAKIT_FULL") == "1" else 8  # functions underneath a turn
-BOUNDARY = ("allocate", "free", "reset", "restore", "prefill", "decode", "verify", "commit", "choose", "longest", "put")
+BOUNDARY = ("allocate", "free", "reset", "restore", "prefill", "decode", "next_tokens", "verify", "verify_tokens", "commit", "choose",
+            "longest", "put")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +151,12 @@ class Unwell(ServedModel):
 
     def _check(self, slots, tokens):
         super()._check(slots, tokens)
-        several = max(map(len, tokens)) > 1
-        if any(self.token in own for own in tokens) and (self.kind == "prefill") == several:
+        if self.kind == "decode" and self.token in tokens:
+            raise Injected(self.kind)
+
+    def _check_rows(self, slots, tokens):
+        super()._check_rows(slots, tokens)
+        if self.kind == "prefill" and any(self.token in own for own in tokens):
             raise Injected(self.kind)
 
 

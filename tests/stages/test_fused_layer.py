@@ -111,3 +111,29 @@ def test_compilers_and_checkpoints_see_operators():
     for out in (compiled(*given), checkpoint(parts, *given, use_reentrant=False)):
         for name, (a, b) in enumerate(zip(torch.autograd.grad(out, given), want, strict=True)):
             assert torch.equal(a, b), f"gradient of argument {name}"
+
+
+@interpreter
+def test_prompts_of_a_served_model_are_read_alike_with_the_layer_kernels(monkeypatch):
+    """Slices of prompts of several lengths, packed, each going on from its slot; float32, so that the two differ in the last bits only."""
+    from kdakit.models.config import ModelConfig
+    from kdakit.models.torch import KimiLinear
+    from kdakit.rounding import UNIT_ROUNDOFF
+    from kdakit.serving.torch import layer
+    from kdakit.serving.torch.model import ServedModel
+
+    config = ModelConfig(vocab_size=30, hidden_size=16, num_layers=2, num_heads=1, num_v_heads=2, head_dim=8, attention_every=0)
+    model, answers, calls = KimiLinear(config), [], []
+    run = layer.run_planned
+    monkeypatch.setattr(layer, "run_planned", lambda *given: (calls.append(given[-1]), run(*given))[1])
+    for kernels in (False, True):
+        monkeypatch.setattr(layer, "fused_dtype", lambda _, x, kernels=kernels: x.dtype if kernels else None)
+        served = ServedModel(model, 5)
+        slots = [served.allocate() for _ in range(4)][1:]
+        out = [served.prefill(slots, [[1, 2, 3, 4, 5], [6], [7, 8]], [[]] * 3)[0]]
+        out += [served.prefill([slots[2], slots[0]], [[9], [2, 3, 4]], [[], []])[0], served.decode(slots, [1, 2, 3])]
+        out += [torch.cat([x[slots].flatten() for pool in served.pools for x in pool.tensors()])]
+        answers.append(torch.cat([x.flatten() for x in out]))
+    apart = (answers[1] - answers[0]).norm() / answers[0].norm()
+    assert apart < 100 * UNIT_ROUNDOFF["float32"]
+    assert len(calls) == 4 and calls[0] is calls[1] and calls[2] is calls[3], "both layers go by one plan"

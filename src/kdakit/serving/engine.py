@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kdakit.serving.guesses import repeat_last
 from kdakit.serving.prefixes import PrefixCache
 from kdakit.serving.requests import Counts, Request, checked_prompt
 
@@ -229,17 +228,16 @@ class Engine:
     def _write(self, requests: list[Request]) -> None:
         """One token each, and as many more as were guessed right."""
         slots, starts = [r.slot for r in requests], [r.read or 0 for r in requests]
-        drafts = [repeat_last(r.text, min(self.guesses, r.count - (len(r.text) - r.asked) - 1)) for r in requests]
+        drafts = [r.repeats.draft(r.text, min(self.guesses, r.left - 1)) for r in requests] if self.guesses else [[]] * len(requests)
         longest = max(map(len, drafts))
         if longest == 0:
             for request in requests:
                 request.read = None
-            rows = [[token] for token in self.served.choose(self.served.decode(slots, [r.text[-1] for r in requests]))]
+            rows = [[token] for token in self.served.next_tokens(slots, [r.text[-1] for r in requests])]
             accepted = [1] * len(requests)
         else:
             given = [[r.text[-1], *d, *[0] * (longest - len(d))] for r, d in zip(requests, drafts, strict=True)]
-            logits, log = self.served.verify(slots, given)  # moves nothing
-            rows = self.served.choose(logits)
+            rows, log = self.served.verify_tokens(slots, given)  # moves nothing
             accepted = [_right(draft, row) + 1 for draft, row in zip(drafts, rows, strict=True)]
             for request in requests:
                 request.read = None
