@@ -1,8 +1,8 @@
 """`kdakit bench --suite serving`: a model served from pools of states, 1 to 256 sequences at a time, on one GPU.
 
-first token    a prompt that arrives alone: its prefill and the choice of its first token; the very first one, which compiles, and later ones
+first token    a prompt that arrives alone: its prefill and the choice of its first token; the very first, which compiles, and later ones
 decode         one token of every sequence: integers to the device, the captured graph, the chosen tokens back on the host;
-  following    the same where each step is begun before the tokens of the last one have been looked at, as the engine does without drafts;
+  following    the same where each step is begun before the tokens of the last one have been seen, as the engine does without drafts;
   kernels      the GPU's time inside it; what a step takes above that is launching, waiting and copying
 engine         a turn of `kdakit.serving.engine.Engine` in which all have a token made: with its bookkeeping
 generate       `kdakit.models.generation.generate` for one sequence of the model as it is trained, with and without CUDA graphs
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -41,21 +41,16 @@ def run(args) -> dict[str, Any]:
     except ValueError as problem:
         raise UsageError(f"--suite serving needs a CUDA device: {problem}") from problem
     settings = Settings()
-    names = list(entries(settings, where))
-    if unknown := set(args.entry or ()) - set(names):
-        raise UsageError(f"entry must be among {', '.join(names)}, got {', '.join(sorted(unknown))}")
+    known = entries(settings, where)
+    wanted = args.entry or list(known)  # in the order in which they were named
+    if unknown := set(wanted) - set(known):
+        raise UsageError(f"entry must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     found = records.record("serving", vars(settings) | {"suite": "serving", "dtype": where.dtype}, rows, [])
-    for row in measure(settings, where, args.entry or names):
-        rows.append(row)
+    for name in wanted:
+        rows.append(known[name]())
         records.keep(found, args.json)
     return found
-
-
-def measure(settings: Settings, where: Any, wanted: list[str]) -> Iterator[dict[str, Any]]:
-    for name, one in entries(settings, where).items():
-        if name in wanted:
-            yield one()
 
 
 def entries(settings: Settings, where: Any) -> dict[str, Callable[[], dict[str, Any]]]:
