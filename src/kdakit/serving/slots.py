@@ -72,7 +72,7 @@ class SlotTable:
 
     def check(self, slots: Any, skip: bool = False) -> list[int]:
         """The slots as a list, every one taken and none twice; with `skip`, -1 stands for no slot, any number of times."""
-        listed = [slots] if isinstance(slots, numbers.Integral) else list(slots)
+        listed: list[Any] = [slots] if isinstance(slots, numbers.Integral) else list(slots)
         if self._are_right(listed):
             return listed
         seen: set[int] = set()

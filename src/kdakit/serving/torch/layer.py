@@ -91,7 +91,8 @@ def prefill_layer(layer: Any, pool: StatePool, prompts: Prompts, x: Tensor) -> T
         prompts.planned = plan(pool, len(place), arrays, prompts.backend, operator_options(layer))
     o = run_planned(pool, prompts.rows, arrays, {}, prompts.planned)
     for name, after in zip(WINDOWS, made.windows, strict=True):
-        pool.windows[name][place] = after
+        if after is not None:
+            pool.windows[name][place] = after
     if made.gate is None:
         raise RuntimeError("the layer's kernels hand on what the output gate gets")
     return layer.o_proj(fused_output(layer, o, made.gate).flatten(-2))

@@ -124,7 +124,7 @@ class ServedModel:
         return logits[0], made
 
     @torch.no_grad()
-    def decode(self, slots: list[int], tokens: Sequence[int]) -> Tensor:
+    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """One token of each sequence: logits [N, vocabulary]."""
         self._check(slots, tokens)
         if self.captured is not None:
@@ -132,7 +132,7 @@ class ServedModel:
         given = torch.tensor(tokens, device=self.device)[:, None]
         return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x), in_one("decode", []))[:, 0]
 
-    def begin(self, slots: list[int], tokens: Sequence[int]) -> Step:
+    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> Step:
         """A decode step of which nobody has asked yet what is likeliest then: see `Step`."""
         if self.captured is None:
             return ChosenStep(slots, likeliest(self.decode(slots, tokens)))
@@ -194,7 +194,7 @@ class ServedModel:
         """The likeliest token of each row, [..] for logits [.., vocabulary]; -1 where one of them is not a finite number."""
         return likeliest(logits).tolist()
 
-    def _check(self, slots: list[int], tokens: Sequence[int]) -> None:
+    def _check(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Before anything moves in the first layer: one token for each slot."""
         self.table.check(slots)
         if len(tokens) != len(slots):
@@ -219,7 +219,7 @@ class ServedModel:
         check_drafts(len(tokens[0]))
 
     def _forward(
-        self, tokens: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor], whole: Whole | None = None,
+        self, tokens: Tensor, slots: Sequence[int] | Tensor, packing: Packing, call: Callable[..., Tensor], whole: Whole | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """call: the operator over a pool. whole: a layer in one, where it can, see `in_one`. wanted: the tokens whose logits are asked for,
@@ -235,7 +235,7 @@ class ServedModel:
         return F.linear(x, head)
 
     def _mix(
-        self, attn: Any, pool: StatePool, x: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor]
+        self, attn: Any, pool: StatePool, x: Tensor, slots: Sequence[int] | Tensor, packing: Packing, call: Callable[..., Tensor]
     ) -> Tensor:
         """KimiDeltaAttention.mix with states and windows in a pool."""
         s = attn.sizes
