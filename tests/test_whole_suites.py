@@ -12,8 +12,8 @@ from kdakit.measure import records, whole_layers, whole_models, whole_serving
 from kdakit.measure.choices import UsageError
 from kdakit.models import place
 
-SERVED = whole_serving.Settings(size="small", sequences=(1, 3), prompt=20, steps=3, lengths=(64,), generated=4)
-MODEL = whole_models.Settings(size="small", length=16, curve=3)
+SERVED = whole_serving.Settings(size="small", sequences=(1, 3), prompt=20, steps=2, lengths=(64,), generated=4)
+MODEL = whole_models.Settings(size="small", length=16, curve=2)
 
 
 def cpu(*_):
@@ -41,7 +41,7 @@ def test_serving_by_entries(on_a_cpu):
     made = on_a_cpu(whole_serving, "engine n3", "first token", "decode n3", "generate", "memory")
     assert [r["entry"] for r in made["results"]] == ["engine", "first token", "decode", "generate", "memory"], "in the order asked for"
     engine, first, decode, generate, _ = made["results"]
-    assert len(engine["samples_ms"]) == 3 and engine["sequences"] == 3
+    assert len(engine["samples_ms"]) == 2 and engine["sequences"] == 3
     assert first["very_first_ms"] == first["samples_ms"][0] and decode["following_ms"] > 0
     assert generate["graph_tokens_per_s"] > 0 and generate["plain_tokens_per_s"] > 0
     titles = [title for title, *_ in whole_serving.tables(made)]
@@ -63,7 +63,7 @@ def test_curves_begin_alike_and_part_by_rounding():
                              "curve fla, other rounding"]  # fmt: skip
     rows = [entries[name]() for name in ("curve kdakit", "curve kdakit, other rounding")]
     first, again = (r["losses"] for r in rows)
-    assert len(first) == 3 and first != again and first == pytest.approx(again, abs=0.05)
+    assert len(first) == 2 and first != again and first == pytest.approx(again, abs=0.05)
     tables = list(whole_models.tables({"settings": vars(MODEL) | {"dtype": "float32"}, "results": rows}))
     assert [len(rows) for *_, rows in tables] == [2, 1]
 

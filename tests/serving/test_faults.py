@@ -15,7 +15,8 @@ from kdakit.serving.engine import Engine, Request  # noqa: E402
 from kdakit.serving.torch.model import ServedModel  # noqa: E402
 
 SLOTS = 2
-SAMPLED = 1000 if os.environ.get("KDAKIT_FULL") == "1" else 8  # functions underneath a turn
+FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
+SAMPLED = {3: 1000, 0: 1000} if FULL else {3: 8, 0: 4}  # functions underneath a turn, with drafts and without
 BOUNDARY = ("allocate", "free", "reset", "restore", "prefill", "begin", "follow", "decode", "verify", "verify_tokens", "commit", "choose",
             "longest", "put")  # fmt: skip
 # What a scenario does not call: reset; and with drafts steps that follow unseen, without them drafts.
@@ -75,7 +76,7 @@ def test_a_fault_at_every_call_of_a_turn_is_not_noticed(model, alone, after, gue
     """One fault somewhere in the run: every answer is as alone."""
     calls = boundary_calls(model, guesses)
     assert set(calls) == set(BOUNDARY) - UNUSED[guesses], "the scenario leaves something out"
-    for at in range(1, len(calls) + 1):
+    for at in range(1, len(calls) + 1, 1 if FULL or guesses else 4):
         engine, requests = open_engine(model, guesses=guesses), scenario()
         Boundary(engine, at, after)
         served(engine, requests)
@@ -87,7 +88,7 @@ def test_a_fault_at_every_call_of_a_turn_is_not_noticed(model, alone, after, gue
 def test_faults_that_come_in_rows(model, alone):
     """Two to five calls in a row raise, those that mend the first fault among them: some requests end with that error, no other does."""
     rng, failed, calls = random.Random(1), 0, {guesses: len(boundary_calls(model, guesses)) for guesses in UNUSED}
-    for i in range(20):
+    for i in range(16):
         guesses = 0 if i % 2 else 3
         engine, requests = open_engine(model, guesses=guesses), scenario()
         Boundary(engine, rng.randrange(1, calls[guesses]), rng.random() < 0.5, rng.randrange(2, 6))
@@ -112,7 +113,7 @@ def test_a_fault_at_any_call_however_deep(model, alone, error, guesses):
     for at, where in enumerate(calls.where, 1):
         kinds.setdefault(where, []).append(at)
     assert len(kinds) > (300 if guesses else 250)
-    for where in rng.sample(sorted(kinds), min(SAMPLED, len(kinds))):
+    for where in rng.sample(sorted(kinds), min(SAMPLED[guesses], len(kinds))):
         engine, requests = open_engine(model, guesses=guesses), scenario()
         for request in requests:
             engine.submit(request)

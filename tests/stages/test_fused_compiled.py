@@ -61,7 +61,9 @@ def launches():
     return record
 
 
-FORMS = ((1, 1, False, False), (32, 1, False, False), (32, 1, True, False), (32, 4, True, True), (1, 4, True, True))  # N, T, pool, draft
+# N, T, pool, draft
+FORMS = ((1, 1, False, False), (32, 1, False, False), (32, 1, True, False), (32, 4, True, True))
+FORMS = (*FORMS, (1, 4, True, True)) if len(TARGETS) > 1 else FORMS
 
 
 def steps() -> None:
