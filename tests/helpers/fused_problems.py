@@ -1,12 +1,17 @@
 """Random problems of the layer's kernels: a seed makes one, its truth in float64, and the errors that a plain float32 form would have.
 
-python tests/helpers/fused_problems.py DEVICE FIRST COUNT        searches seeds; prints those that are wrong
+python tests/helpers/fused_problems.py DEVICE FIRST COUNT KINDS..        searches seeds; prints those that are wrong
+python tests/helpers/fused_problems.py DEVICE FIRST COUNT KINDS.. --seconds 50 --every 8 --json FILE        and writes down what it tried
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import json
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -195,15 +200,25 @@ class Step:
     def __init__(self, seed: int, large: bool = False):
         form, rng = np.random.default_rng(seed // ALIKE), np.random.default_rng(seed)
         pick = lambda *values: values[form.integers(len(values))]
-        self.dtype, self.T, self.N = pick(*DTYPES), int(pick(1, 1, 2, 3, 5, 8)), int(rng.integers(1, 6)) * (30 if large else 1)
+        dtype, T, N = pick(*DTYPES), int(pick(1, 1, 2, 3, 5, 8)), int(rng.integers(1, 6)) * (30 if large else 1)
         H, group = int(rng.integers(1, 4)), int(rng.integers(1, 3))
-        K, ratio = (int(pick(64, 128)), 1.0) if large else pick((16, 1.0), (8, 1.5), (12, 2.0), (32, 0.5))
-        self.options = dict(
-            hidden_size=8, head_dim=K, expand_v=ratio, num_heads=H, num_v_heads=H * group, conv_size=int(pick(1, 2, 4, 4)),
-            conv_bias=bool(form.random() < 0.3), lower_bound=pick(None, -5.0), allow_neg_eigval=bool(form.random() < 0.3),
+        heads = (int(pick(64, 128)), 1.0) if large else pick((16, 1.0), (8, 1.5), (12, 2.0), (32, 0.5))
+        options = self._drawn_options(form)
+        pooled, draft = bool(form.random() < 0.5), bool(form.random() < 0.4)
+        v_first = pooled and bool(form.random() < 0.4)
+        self._draw(seed, rng, dtype, N, T, H, group, heads, options, pooled, draft, v_first)
+
+    @staticmethod
+    def _drawn_options(form) -> dict[str, Any]:
+        pick = lambda *values: values[form.integers(len(values))]
+        return dict(
+            conv_size=int(pick(1, 2, 4, 4)), conv_bias=bool(form.random() < 0.3), lower_bound=pick(None, -5.0),
+            allow_neg_eigval=bool(form.random() < 0.3),
         )  # fmt: skip
-        self.pooled, self.draft = bool(form.random() < 0.5), bool(form.random() < 0.4)
-        self.v_first = self.pooled and bool(form.random() < 0.4)
+
+    def _draw(self, seed, rng, dtype, N, T, H, group, heads, options, pooled, draft, v_first) -> None:
+        self.dtype, self.N, self.T, self.pooled, self.draft, self.v_first = dtype, N, T, pooled, draft, v_first
+        self.options = dict(hidden_size=8, head_dim=heads[0], expand_v=heads[1], num_heads=H, num_v_heads=H * group) | options
         from kdakit.layers.sizes import LayerSizes
 
         s = self.sizes = LayerSizes(**self.options)
@@ -303,7 +318,25 @@ class Step:
         return out
 
 
-KINDS: dict[str, Any] = {"convolution": Convolution, "norm": Norm, "swiglu": Swiglu, "step": Step}
+class WideStep(Step):
+    """Heads of 128 channels, whose cuts have a table of their own. Forms in turn: cache and pool, moved and drafted; dtypes; one token and
+    up to 2, 4 or 8; few programs and, if large, many."""
+
+    CARRIED = ((False, False), (True, False), (True, True), (False, True))  # pooled, draft
+    TOKENS = ((1, 1), (3, 4), (5, 8), (2, 2))  # of the fewest and the most that are compiled alike
+
+    def __init__(self, seed: int, large: bool = False):
+        number = seed // ALIKE
+        form, rng = np.random.default_rng(number), np.random.default_rng(seed)
+        (pooled, draft), dtype = self.CARRIED[number % 4], DTYPES[number // 4 % 3]
+        least, most = self.TOKENS[number // 12 % 4]
+        N, H = (int(rng.integers(70, 90)), 2) if large else (int(rng.integers(1, 4)), int(rng.integers(1, 3)))
+        v_first = pooled and bool(form.random() < 0.4)
+        T = int(rng.integers(least, most + 1))
+        self._draw(seed, rng, dtype, N, T, H, 1, (128, 1.0), self._drawn_options(form), pooled, draft, v_first)
+
+
+KINDS: dict[str, Any] = {"convolution": Convolution, "norm": Norm, "swiglu": Swiglu, "step": Step, "wide_step": WideStep}
 
 
 def dtype_of(problem, name: str) -> str:
@@ -345,18 +378,50 @@ def wrong(problem, device="cpu") -> list[str]:
     return beyond(dict.fromkeys(truth, 0.0)) and beyond(plain_errors(problem, truth))
 
 
-def search(device: str, first: int, count: int, kinds=tuple(KINDS)) -> int:
-    bad = 0
-    for seed in range(first, first + count):
-        for kind in map(KINDS.get, kinds):
-            for line in wrong(kind(seed, large=device != "cpu" and seed // ALIKE % 2 == 1), device):
-                bad += 1
+def search(args) -> list[str]:
+    """Those that are wrong. What was tried goes to the file after every form."""
+    began, found, tried = time.monotonic(), [], []
+    seeds = range(args.first, args.first + args.count)
+    for n, seed in enumerate(seeds):
+        if seed % ALIKE >= args.every:
+            continue
+        if args.seconds and time.monotonic() - began > args.seconds:
+            break
+        for kind in args.kinds:
+            large = args.device != "cpu" and (seed // ALIKE % 2 == 1 if args.large is None else bool(args.large))
+            problem = KINDS[kind](seed, large=large)
+            lines = wrong(problem, args.device)
+            tried.append(problem.name)
+            found += lines
+            for line in lines:
                 print(line, flush=True)
-        if (seed - first) % 10 == 9:
-            print(f"up to seed {seed}: {bad} wrong", flush=True)
-    print(f"{count} seeds from {first}, {', '.join(kinds)}: {bad} wrong", flush=True)
-    return bad
+        if seed % ALIKE == 0 or n % 10 == 9:
+            print(f"up to seed {seed}: {len(found)} wrong of {len(tried)}, {time.monotonic() - began:.0f} s", flush=True)
+            keep(args.json, found, tried)
+    keep(args.json, found, tried)
+    print(f"{len(tried)} problems from seed {args.first}, {', '.join(args.kinds)}: {len(found)} wrong", flush=True)
+    return found
+
+
+def keep(path: str | None, found: list[str], tried: list[str]) -> None:
+    if path:
+        Path(path).write_text(json.dumps({"wrong": found, "tried": tried}, indent=1))
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("device")
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("kinds", nargs="*", default=list(KINDS), choices=[*KINDS, []])
+    parser.add_argument("--seconds", type=float, help="no problem begins after so many")
+    parser.add_argument("--every", type=int, default=ALIKE, help="so many of the seeds that are compiled alike (default: all 8)")
+    parser.add_argument("--large", type=int, choices=(0, 1), help="sizes of a GPU, or not (default: every other form)")
+    parser.add_argument("--json")
+    args = parser.parse_args(argv)
+    args.kinds = args.kinds or list(KINDS)
+    return len(search(args)) > 0
 
 
 if __name__ == "__main__":
-    sys.exit(search(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), tuple(sys.argv[4:]) or tuple(KINDS)) > 0)
+    sys.exit(main())

@@ -76,8 +76,8 @@ def scenario() -> list[Request]:
     return [Request(opening + phrase, 4), Request(phrase * 2, 4), Request([*opening, 7], 1)]
 
 
-def open_engine(model: KimiLinear, slots: int = 2) -> Engine:
-    return Engine(ServedModel(model, slots), piece=8, guesses=3, entries=4, block=8)
+def open_engine(model: KimiLinear, slots: int = 2, guesses: int = 3) -> Engine:
+    return Engine(ServedModel(model, slots), piece=8, guesses=guesses, entries=4, block=8)
 
 
 def run(engine: Engine, turns: int = 500) -> None:

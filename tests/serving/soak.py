@@ -1,14 +1,17 @@
 """Many requests through the engine with faults, cancellations and bad requests among them: every surviving answer as alone, no slot lost.
 
     python tests/serving/soak.py --requests 10000        # minutes; the test suite runs it in short
+    python tests/serving/soak.py --requests 10000 --slots 64 --device cuda --dtype float32 --json FILE
 
 Every so many turns one call somewhere under the turn raises, before it has done anything or after all. One request in a hundred cannot be
 served at all, and its every step raises: it ends with that error, whoever was beside it. Bad requests are refused at submit.
 """
 
 import argparse
+import json
 import random
 import time
+from pathlib import Path
 
 import faults
 import torch
@@ -54,7 +57,7 @@ def bad_request(rng: random.Random, submitted: list[Request]) -> Request:
 class Soak:
     def __init__(self, args):
         self.args, self.rng = args, random.Random(args.seed)
-        self.model = small_model()
+        self.model = small_model().to(args.device, getattr(torch, args.dtype))
         self.alone = Alone(self.model, 12)
         self.engine = Engine(Choosy(self.model, args.slots), piece=12, guesses=args.guesses, entries=args.cached, block=4)
         texts = prompts(self.rng, 20 + args.requests // 10)
@@ -108,6 +111,9 @@ def main(argv=None) -> Soak:
     parser.add_argument("--cached", type=int, default=24)
     parser.add_argument("--every", type=int, default=100, help="turns from a fault to the next")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--json", help="where to write down what was seen")
     soak = Soak(parser.parse_args(argv))
     torch.set_num_threads(1)
     began = time.perf_counter()
@@ -118,10 +124,15 @@ def main(argv=None) -> Soak:
         cursed = list(request.prompt[:4]) == CURSE
         assert request.cancelled or isinstance(request.error, (Cursed, Injected) if cursed else (Injected, type(None))), request.error
     innocent = sum(isinstance(r.error, Injected) for r in soak.requests)
-    print(f"{len(soak.requests)} requests in {soak.turns} turns and {served:.0f} s: {counts.finished} finished, all answers as alone; "
-          f"{counts.cancelled} cancelled, {counts.failed} ended with an error ({innocent} of them with an injected one), "
-          f"{soak.refused} bad ones refused; {soak.raised} faults injected, {counts.faults} steps raised; "
-          f"{counts.accepted} of {counts.guessed} guesses right, {counts.hits:.0%} of prompts from the cache; no slot lost")  # fmt: skip
+    said = (
+        f"{len(soak.requests)} requests in {soak.turns} turns and {served:.0f} s: {counts.finished} finished, all answers as alone; "
+        f"{counts.cancelled} cancelled, {counts.failed} ended with an error ({innocent} of them with an injected one), "
+        f"{soak.refused} bad ones refused; {soak.raised} faults injected, {counts.faults} steps raised; "
+        f"{counts.accepted} of {counts.guessed} guesses right, {counts.hits:.0%} of prompts from the cache; no slot lost"
+    )
+    print(said)
+    if soak.args.json:
+        Path(soak.args.json).write_text(json.dumps({"settings": vars(soak.args), "seen": said, "counts": vars(counts)}, indent=1))
     return soak
 
 

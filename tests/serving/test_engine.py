@@ -11,8 +11,9 @@ from kdakit.models.config import ModelConfig
 from kdakit.models.generation import generate
 from kdakit.models.sampling import greedy
 from kdakit.models.torch import KimiLinear
+from kdakit.serving import guesses
 from kdakit.serving.engine import Engine, Request
-from kdakit.serving.guesses import repeat_last
+from kdakit.serving.guesses import Repeats
 from kdakit.serving.prefixes import PrefixCache
 from kdakit.serving.torch.model import ServedModel
 
@@ -110,7 +111,33 @@ def test_prefix_cache_keeps_what_was_used_last():
     assert cache.longest([9, 9, 9]) == (0, None)
 
 
+def repeat_last(text, count):
+    """What followed the latest earlier occurrence of the last 3, else 2, else 1 tokens."""
+    for n in range(min(3, len(text) - 1), 0, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + count]
+    return []
+
+
 def test_guesses():
-    assert repeat_last([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
-    assert repeat_last([5, 1, 6, 1], 3) == [6, 1]
-    assert repeat_last([1, 2, 3], 3) == [] and repeat_last([1], 3) == [] and repeat_last([1, 1], 0) == []
+    assert Repeats().draft([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
+    assert Repeats().draft([5, 1, 6, 1], 3) == [6, 1]
+    assert Repeats().draft([1, 2, 3], 3) == [] and Repeats().draft([1], 3) == [] and Repeats().draft([1, 1], 0) == []
+
+
+def test_guesses_of_a_growing_text():
+    """Whatever it grows by between two looks."""
+    rng, text, repeats = random.Random(0), [], Repeats()
+    for _ in range(400):
+        text += [rng.randrange(4) for _ in range(rng.randrange(1, 4))]
+        count = rng.randrange(5)
+        assert repeats.draft(text, count) == (repeat_last(text, count) if count else [])
+
+
+def test_guesses_of_a_long_text_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(guesses, "REMEMBERED", 50)
+    repeats, text = Repeats(), list(range(5000))
+    repeats.draft(text, 1)
+    assert len(repeats._followed) + len(repeats._older) <= 2 * (3 * 50 + 3)
+    assert repeats.draft([*text, 4990], 2) == [4991, 4992]

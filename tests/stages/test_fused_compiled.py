@@ -61,8 +61,13 @@ def launches():
     return record
 
 
+# N, T, pool, draft
+FORMS = ((1, 1, False, False), (32, 1, False, False), (32, 1, True, False), (32, 4, True, True))
+FORMS = (*FORMS, (1, 4, True, True)) if len(TARGETS) > 1 else FORMS
+
+
 def steps() -> None:
-    """One token of one sequence and of 32 in a cache; 32 in a pool; and four drafted ones."""
+    """One token of one sequence and of 32 in a cache; 32 in a pool; and four drafted ones, of 32 and of one."""
     import torch
 
     from kdakit.layers.torch import KimiDeltaAttention
@@ -71,7 +76,7 @@ def steps() -> None:
     with torch.device("meta"):
         layer = KimiDeltaAttention(hidden_size=64, head_dim=128, num_heads=32).bfloat16()
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
-    for N, T, pooled, draft in ((1, 1, False, False), (32, 1, False, False), (32, 1, True, False), (32, 4, True, True)):
+    for N, T, pooled, draft in FORMS:
         cache = step.Carried(*layer.new_cache(N))
         slots = step.Slots(empty(N, dtype=torch.int64), empty(N + 1, dtype=torch.int32), N) if pooled else None
         row = empty(N, T, 12288)

@@ -162,3 +162,26 @@ def test_a_served_model_says_the_same_with_and_without(plain):
             out += [logits, served.decode([slots[1], slots[2]], [count, count + 1])]
         answers.append(torch.cat([a.flatten() for a in out]))
     assert error(answers[1], answers[0]) < 1000 * UNIT_ROUNDOFF["float32"]
+
+
+@torch.no_grad()
+def test_captured_steps_follow_unseen_and_say_the_same():
+    """Tokens chosen in the graph, steps begun before the last one's tokens were read, drafts, prompts between them; float32."""
+    config = ModelConfig(vocab_size=50, hidden_size=64, num_layers=2, num_heads=2, head_dim=32, attention_every=0)
+    model, answers = KimiLinear(config).cuda(), []
+    for graphs in (False, True):
+        served = ServedModel(model, 8, graphs=graphs)
+        assert (served.captured is not None) == graphs
+        slots = [served.allocate() for _ in range(5)]
+        tokens = served.choose(served.prefill(slots, [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1], [2, 2]], [[]] * 5)[0])
+        said, step = [tokens], served.begin(slots, tokens)
+        for _ in range(6):
+            after = served.follow(step)
+            said.append(step.tokens())
+            step = after
+        said.append(step.tokens())
+        chosen, draft = served.verify_tokens(slots[1:4], [[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+        served.commit(draft, [0, 1, 3])
+        said += [chosen, served.next_tokens(slots[:3], [1, 2, 3]), served.next_tokens(slots, [5, 4, 3, 2, 1])]
+        answers.append(said)
+    assert answers[0] == answers[1]

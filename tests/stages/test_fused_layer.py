@@ -5,9 +5,12 @@ The interpreter must be chosen before Triton is imported: without TRITON_INTERPR
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +18,25 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 import fused_problems  # noqa: E402
 
+from kdakit.layers.torch.fused import step  # noqa: E402
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RECORDS = Path(__file__).parents[2] / "benchmarks/results/gpu/trials"
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 SEEDS = {"convolution": 10, "norm": 10, "step": 6}
+
+
+def test_cuts_are_the_fastest_that_were_timed():
+    """32 heads of 128: of the cuts of one sequence and of 32, of one token and of several, that the record of an H200 holds."""
+    rows = json.loads((RECORDS / "2026-11-16_h200_layer_step.json").read_text())["results"]
+    timed: dict[tuple, dict] = {}
+    for row in rows:
+        N, T, *cut = map(int, re.findall(r"\d+", row["cut"]))
+        timed.setdefault((N * 32 <= step.FEW, T == 1, T), {})[tuple(cut)] = row["us"]
+    assert {key[:2] for key in timed} == set(step.CUTS)
+    for (few, single, T), times in timed.items():
+        assert min(times, key=times.get) == (*step.CUTS[few, single], 0), (few, T)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
@@ -35,6 +53,24 @@ def test_random_problems(kind):
     make, count = fused_problems.KINDS[kind], SEEDS[kind] * (10 if FULL else 1)
     found = [line for i in range(count) for line in fused_problems.wrong(make(i * fused_problems.ALIKE))]
     assert not found, "\n".join(found)
+
+
+@interpreter
+@pytest.mark.parametrize("few, single", list(step.CUTS) if FULL else [cut for cut in step.CUTS if any(cut)])  # warps are all alike here
+def test_cuts_of_heads_of_128(few, single, monkeypatch):
+    """Those of the table, which are chosen for so many programs and tokens, against float64."""
+    chosen, taken = step.Form.cut, set()
+    monkeypatch.setattr(step, "FEW", 132 if few else 0)
+    monkeypatch.setattr(step.Form, "cut", lambda form: (taken.add(chosen(form)), chosen(form))[1])
+    step._launch.cache_clear()
+    first = 0 if single else 12  # forms of one token, and of up to 4: a cache, a pool, a draft; all dtypes
+    forms = range(first, first + 12) if FULL else [first + few + (not single)]
+    problems = [fused_problems.WideStep(form * fused_problems.ALIKE) for form in forms]
+    assert {(p.T == 1) for p in problems} == {single}
+    found = [line for p in problems for line in fused_problems.wrong(p)]
+    step._launch.cache_clear()
+    assert not found, "\n".join(found)
+    assert taken == {(*step.CUTS[few, single], 0)}
 
 
 @interpreter
@@ -75,3 +111,29 @@ def test_compilers_and_checkpoints_see_operators():
     for out in (compiled(*given), checkpoint(parts, *given, use_reentrant=False)):
         for name, (a, b) in enumerate(zip(torch.autograd.grad(out, given), want, strict=True)):
             assert torch.equal(a, b), f"gradient of argument {name}"
+
+
+@interpreter
+def test_prompts_of_a_served_model_are_read_alike_with_the_layer_kernels(monkeypatch):
+    """Slices of prompts of several lengths, packed, each going on from its slot; float32, so that the two differ in the last bits only."""
+    from kdakit.models.config import ModelConfig
+    from kdakit.models.torch import KimiLinear
+    from kdakit.rounding import UNIT_ROUNDOFF
+    from kdakit.serving.torch import layer
+    from kdakit.serving.torch.model import ServedModel
+
+    config = ModelConfig(vocab_size=30, hidden_size=16, num_layers=2, num_heads=1, num_v_heads=2, head_dim=8, attention_every=0)
+    model, answers, calls = KimiLinear(config), [], []
+    run = layer.run_planned
+    monkeypatch.setattr(layer, "run_planned", lambda *given: (calls.append(given[-1]), run(*given))[1])
+    for kernels in (False, True):
+        monkeypatch.setattr(layer, "fused_dtype", lambda _, x, kernels=kernels: x.dtype if kernels else None)
+        served = ServedModel(model, 5)
+        slots = [served.allocate() for _ in range(4)][1:]
+        out = [served.prefill(slots, [[1, 2, 3, 4, 5], [6], [7, 8]], [[]] * 3)[0]]
+        out += [served.prefill([slots[2], slots[0]], [[9], [2, 3, 4]], [[], []])[0], served.decode(slots, [1, 2, 3])]
+        out += [torch.cat([x[slots].flatten() for pool in served.pools for x in pool.tensors()])]
+        answers.append(torch.cat([x.flatten() for x in out]))
+    apart = (answers[1] - answers[0]).norm() / answers[0].norm()
+    assert apart < 100 * UNIT_ROUNDOFF["float32"]
+    assert len(calls) == 4 and calls[0] is calls[1] and calls[2] is calls[3], "both layers go by one plan"

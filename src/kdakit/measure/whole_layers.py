@@ -45,18 +45,18 @@ def run(args) -> dict[str, Any]:
     if inputs.gpu() is None:
         raise UsageError("--suite layer needs a CUDA device")
     settings = Settings()
-    wanted = set(args.entry or ())
-    if unknown := wanted - set(entries(settings)):
-        raise UsageError(f"entry must be among {', '.join(entries(settings))}, got {', '.join(sorted(unknown))}")
+    known = entries(settings)
+    wanted = args.entry or list(known)  # in the order in which they were named
+    if unknown := set(wanted) - set(known):
+        raise UsageError(f"entry must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     missing: list[dict[str, Any]] = []
     found = records.record("layer", vars(settings) | {"suite": "layer", "dtype": "bfloat16"}, rows, missing)
-    for name, measure in entries(settings).items():
-        if not wanted or name in wanted:
-            made, left_out = measure()
-            rows += [{"entry": name, **row} for row in made]
-            missing += [{"entry": name, **row} for row in left_out]
-            records.keep(found, args.json)
+    for name in wanted:
+        made, left_out = known[name]()
+        rows += [{"entry": name, **row} for row in made]
+        missing += [{"entry": name, **row} for row in left_out]
+        records.keep(found, args.json)
     return found
 
 

@@ -1,7 +1,10 @@
 """`kdakit bench --suite model`: a whole model learning, with our KDA layers and with flash-linear-attention's, in turn and in one run.
 
-Both models have the same first weights, data, attention layers, norms and optimizer; only the KDA layers differ. A third run begins with
-weights that are off by one rounding to bfloat16: how far its losses part from the first one's is what rounding alone does to a run.
+Both models have the same first weights, data, attention layers, norms and optimizer; only the KDA layers differ.
+
+train      milliseconds a step, tokens a second, memory
+curve      losses of so many steps; once more from weights that are off by one rounding to bfloat16: how far these losses part from the
+           others is what rounding alone does to a run, the band in which two right implementations may lie apart
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,7 +23,7 @@ import numpy as np
 from kdakit.measure.choices import UsageError
 
 CURVE_BATCH = 2  # sequences a step of the loss curves
-AGAIN = "kdakit, other rounding"
+AGAIN = ", other rounding"  # of the first weights
 
 
 @dataclass(frozen=True)
@@ -39,23 +44,28 @@ def run(args) -> dict[str, Any]:
     if where.device.type != "cuda":
         raise UsageError("--suite model needs a CUDA device")
     settings = Settings(**{k: v for k, v in (("steps", args.model_steps), ("curve", args.curve)) if v is not None})
+    known = entries(settings, where)
+    wanted = args.entry or [name for name in known if settings.curve or not name.startswith("curve")]
+    if unknown := set(wanted) - set(known):
+        raise UsageError(f"entry must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     reason = missing_peer()
-    missing = [{"entry": "train", "contestant": "fla", "reason": reason}] if reason else []
+    missing = [{"entry": name, "contestant": "fla", "reason": reason} for name in wanted if reason and "fla" in name]
     rows: list[dict[str, Any]] = []
     found = records.record("model", vars(settings) | {"suite": "model", "dtype": where.dtype}, rows, missing)
-    for row in measure(settings, where, ["kdakit", *([] if reason else ["fla"])]):
-        rows.append(row)
-        records.keep(found, args.json)
+    for name in wanted:
+        if not (reason and "fla" in name):
+            rows.append(known[name]())
+            records.keep(found, args.json)
     return found
 
 
-def measure(settings: Settings, where: Any, contestants: list[str]) -> Iterator[dict[str, Any]]:
-    data = _book()
-    for name in contestants:
-        yield {"entry": "train", "contestant": name, **_timed(settings, where, name, data)}
-    for name in [*contestants, *([AGAIN] if settings.curve else [])]:
-        if settings.curve:
-            yield {"entry": "curve", "contestant": name, "losses": _curve(settings, where, name, data)}
+def entries(settings: Settings, where: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    made: dict[str, Callable[[], dict[str, Any]]] = {}
+    for name in ("kdakit", "fla"):
+        made[f"train {name}"] = lambda n=name: {"entry": "train", "contestant": n, **_timed(settings, where, n, _book())}
+    for name in ("kdakit", "fla", "kdakit" + AGAIN, "fla" + AGAIN):
+        made[f"curve {name}"] = lambda n=name: {"entry": "curve", "contestant": n, "losses": _curve(settings, where, n, _book())}
+    return made
 
 
 def missing_peer() -> str | None:
@@ -77,19 +87,25 @@ def configuration(size: str):
 
 def learner(settings: Settings, where: Any, name: str):
     """The Learner of one contestant, from the same first weights."""
-    from kdakit.models.initial import initial_weights
     from kdakit.models.torch import KimiLinear
     from kdakit.rounding import round_to
     from kdakit.training.optimizer import AdamW
     from kdakit.training.torch import Learner
 
     config = configuration(settings.size)
-    weights = initial_weights(config, settings.seed)
-    if name == AGAIN:
+    weights = _first_weights(settings.size, settings.seed)
+    if name.endswith(AGAIN):
         weights = {n: round_to(w, "bfloat16").astype(np.float32) for n, w in weights.items()}
     optimizer = AdamW(learning_rate=3e-4, steps=1000, warmup=30, decay=0.1)
-    build = with_fla_layers if name == "fla" else KimiLinear
+    build = with_fla_layers if name.startswith("fla") else KimiLinear
     return Learner(config, optimizer, place=where, weights=weights, build=build)
+
+
+@lru_cache(maxsize=1)
+def _first_weights(size: str, seed: int) -> dict[str, np.ndarray]:
+    from kdakit.models.initial import initial_weights
+
+    return initial_weights(configuration(size), seed)
 
 
 def with_fla_layers(config, **given):
@@ -114,6 +130,7 @@ def with_fla_layers(config, **given):
     return model
 
 
+@lru_cache(maxsize=1)
 def _book() -> np.ndarray:
     from kdakit.training import text
 
@@ -164,19 +181,24 @@ def _curve(settings: Settings, where: Any, name: str, data) -> list[float]:
 def tables(record: dict[str, Any]):
     timed = [r for r in record["results"] if r["entry"] == "train"]
     s = record["settings"]
-    slowest = max(timed, key=lambda r: r["median_ms"])
-    header = ["layers of", "ms a step", "tokens/s", "of peak", "peak memory, MiB", f"times as fast as {slowest['contestant']}"]
-    made = []
-    for r in timed:
-        share = "–" if r["peak_share"] is None else f"{r['peak_share']:.1%}"
-        ratio = f"{slowest['median_ms'] / r['median_ms']:.2f}"
-        made.append([r["contestant"], f"{r['median_ms']:.1f}", f"{r['tokens_per_s']:,.0f}", share, f"{r['extra_mib']:,.0f}", ratio])
-    yield f"training the {s['size']} model, {s['batch']} x {s['length']} tokens a step, {s['dtype']}", header, made
+    if timed:
+        slowest = max(timed, key=lambda r: r["median_ms"])
+        header = ["layers of", "ms a step", "tokens/s", "of peak", "peak memory, MiB", f"times as fast as {slowest['contestant']}"]
+        made = []
+        for r in timed:
+            share = "–" if r["peak_share"] is None else f"{r['peak_share']:.1%}"
+            ratio = f"{slowest['median_ms'] / r['median_ms']:.2f}"
+            made.append([r["contestant"], f"{r['median_ms']:.1f}", f"{r['tokens_per_s']:,.0f}", share, f"{r['extra_mib']:,.0f}", ratio])
+        yield f"training the {s['size']} model, {s['batch']} x {s['length']} tokens a step, {s['dtype']}", header, made
     curves = {r["contestant"]: np.asarray(r["losses"]) for r in record["results"] if r["entry"] == "curve"}
-    if "kdakit" in curves and len(curves) > 1:
-        parts = []
-        for name, curve in curves.items():
-            apart = np.abs(curve - curves["kdakit"])
-            parts.append([name, f"{curve[-20:].mean():.4f}", f"{apart.max():.4f}", f"{apart.mean():.4f}"])
-        title = f"loss over {len(curves['kdakit'])} steps"
-        yield title, ["layers of", "mean of the last 20", "largest distance from kdakit's", "mean distance"], parts
+    if len(curves) > 1:
+        yield f"loss over {len(next(iter(curves.values())))} steps", ["layers of", "mean of the last 20"], [
+            [name, f"{curve[-20:].mean():.4f}"] for name, curve in curves.items()
+        ]  # fmt: skip
+        names = ["", "largest", "mean", "of the means of the last 20"]
+        yield "how far apart two curves are", names, [[f"{a} – {b}", *apart(curves[a], curves[b])] for a, b in combinations(curves, 2)]
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> list[str]:
+    distance = np.abs(a - b)
+    return [f"{distance.max():.4f}", f"{distance.mean():.4f}", f"{abs(a[-20:].mean() - b[-20:].mean()):.4f}"]

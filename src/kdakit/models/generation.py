@@ -9,11 +9,13 @@ import numpy as np
 
 
 def generate(
-    model: Any, prompt: np.ndarray, count: int, sample: Callable[[np.ndarray], np.ndarray], piece: int = 0
-) -> Iterator[np.ndarray]:
+    model: Any, prompt: np.ndarray, count: int, sample: Callable[[np.ndarray], np.ndarray], piece: int = 0,
+    call: Callable[..., Any] | None = None,
+) -> Iterator[np.ndarray]:  # fmt: skip
     """Continue prompt [B, T] by `count` tokens a sequence; yields them as they come, [B] each.
 
     sample(logits [B, vocab_size]) chooses; see `kdakit.models.sampling`. piece > 0 prefills in pieces of that many tokens.
+    call: the model's inference(), where it is to be another than the default.
     """
     prompt = np.asarray(prompt)
     if prompt.ndim != 2 or prompt.size < 1:
@@ -23,7 +25,7 @@ def generate(
     vocabulary = model.config.vocab_size
     if prompt.min() < 0 or prompt.max() >= vocabulary:
         raise ValueError(f"prompt must hold tokens 0 .. {vocabulary - 1}, got {prompt.min()} .. {prompt.max()}")
-    call, cache = model.inference(), model.new_cache(prompt.shape[0], prompt.shape[1] + count)
+    call, cache = call or model.inference(), model.new_cache(prompt.shape[0], prompt.shape[1] + count)
     piece = piece or prompt.shape[1]
     for start in range(0, prompt.shape[1], piece):
         logits, cache = call(prompt[:, start : start + piece], cache)

@@ -8,6 +8,10 @@ broke off may have moved some of them. Nothing is copied against that: a request
 moves states its requests forget how far they are (`read = None`), and learn it again when all is done; who does not, reads its text again
 from the longest prefix that is kept. A step that goes well pays one assignment a request, a fault the reading of the texts it took part in.
 
+Without drafts a step is begun before anybody has looked at the tokens of the one before it, which the device has already: the host's
+bookkeeping then takes no time of the device's. Such a step is under way between two turns. Its requests have forgotten how far they are
+until its tokens have been read, at the beginning of the next turn; one that has left by then is passed over.
+
 After a fault nobody knows whose it was. All who took part go on, but each alone until it is past the place; who fails there again ends
 with the error, and the others have not noticed.
 """
@@ -18,9 +22,9 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from kdakit.serving.guesses import repeat_last
 from kdakit.serving.prefixes import PrefixCache
 from kdakit.serving.requests import Counts, Request, checked_prompt
 
@@ -28,6 +32,13 @@ __all__ = ["Counts", "Engine", "Request"]
 
 REMEMBERED_FAULTS = 16
 _claiming = threading.Lock()
+
+
+class UnderWay(NamedTuple):
+    """A step whose tokens nobody has seen, and whose they are."""
+
+    step: Any  # of the served model
+    requests: list[Request]
 
 
 class Engine:
@@ -47,6 +58,7 @@ class Engine:
         self.running: list[Request] = []
         self.counts = Counts()
         self.faults: deque[Exception] = deque(maxlen=REMEMBERED_FAULTS)
+        self._under_way: UnderWay | None = None
         self._leaving: list[int] = []  # slots whose requests have ended and that are not free yet
         self._lock = threading.RLock()
 
@@ -85,27 +97,39 @@ class Engine:
             self._dismiss()  # whom an interrupted turn has left
             stuck = self._give_back()
             self._admit()
-            for request in self.running[:]:
-                if not request.read:
-                    self._attempt(self._begin, [request])
-            reading = [r for r in self.running if r.read is not None and r.reading]
-            writing = [r for r in self.running if not r.reading]
+            moved = self._settle()
+            reading, writing = self._left_to_move(moved)
             for step, members in ((self._read, reading), (self._write, writing)):
                 for group in ([r for r in members if r.suspect is None], *([r] for r in members if r.suspect is not None)):
                     if group:
-                        self._attempt(step, group)
+                        self._attempt(step, group, [self._reach(r) for r in group])
             self._dismiss()
-            self.counts.turns += bool(reading or writing)
+            self.counts.turns += bool(moved or reading or writing)
             again = self._give_back()
             if stuck and again and not self.running and not (self.waiting and self.served.free_slots):
                 raise RuntimeError(f"slots {self._leaving} of requests that have ended cannot be freed: {again!r}") from again
             return bool(self.running or self.waiting or self._leaving)
 
+    def _left_to_move(self, moved: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Of those that have not had their step in this turn, who is reading and who is writing; who knows nothing begins again first."""
+        left = self.running[:]
+        if moved:
+            known = set(map(id, moved))
+            left = [r for r in left if id(r) not in known]
+        for request in left:
+            if not request.read:
+                self._attempt(self._begin, [request], [1])
+        reading: list[Request] = []
+        writing: list[Request] = []
+        for request in left:
+            if request.read is not None and not request.done:
+                (reading if request.reading else writing).append(request)
+        return reading, writing
+
     # Faults
 
-    def _attempt(self, step: Callable[[list[Request]], None], requests: list[Request]) -> None:
+    def _attempt(self, step: Callable[[list[Request]], None], requests: list[Request], reach: list[int]) -> None:
         """A step of some requests. Those that it did not carry past `reach` are under suspicion, or end if they were before."""
-        reach = [self._reach(r) for r in requests]
         try:
             step(requests)
         except Exception as error:  # of whatever kind: it is kept, and it ends who raises it alone
@@ -122,10 +146,9 @@ class Engine:
                 request.suspect = None
 
     def _reach(self, request: Request) -> int:
-        """How much of its text will be in a request's slot, at least, after its next step."""
-        if request.read is None:
-            return 1
-        return min(request.read + self.piece, request.goal) if request.reading else request.read + 1
+        """How much of its text will be in a request's slot after its next step."""
+        read = request.read or 0
+        return min(read + self.piece, request.goal) if request.reading else read + 1
 
     def _note(self, error: Exception) -> None:
         traceback.clear_frames(error.__traceback__)  # else it would hold the tensors of the step
@@ -229,21 +252,16 @@ class Engine:
     def _write(self, requests: list[Request]) -> None:
         """One token each, and as many more as were guessed right."""
         slots, starts = [r.slot for r in requests], [r.read or 0 for r in requests]
-        drafts = [repeat_last(r.text, min(self.guesses, r.count - (len(r.text) - r.asked) - 1)) for r in requests]
+        drafts = [r.repeats.draft(r.text, min(self.guesses, r.left - 1)) for r in requests] if self.guesses else [[]] * len(requests)
         longest = max(map(len, drafts))
         if longest == 0:
-            for request in requests:
-                request.read = None
-            rows = [[token] for token in self.served.choose(self.served.decode(slots, [r.text[-1] for r in requests]))]
-            accepted = [1] * len(requests)
-        else:
-            given = [[r.text[-1], *d, *[0] * (longest - len(d))] for r, d in zip(requests, drafts, strict=True)]
-            logits, log = self.served.verify(slots, given)  # moves nothing
-            rows = self.served.choose(logits)
-            accepted = [_right(draft, row) + 1 for draft, row in zip(drafts, rows, strict=True)]
-            for request in requests:
-                request.read = None
-            self.served.commit(log, accepted)
+            return self._write_one(requests, slots)
+        given = [[r.text[-1], *d, *[0] * (longest - len(d))] for r, d in zip(requests, drafts, strict=True)]
+        rows, log = self.served.verify_tokens(slots, given)  # moves nothing
+        accepted = [_right(draft, row) + 1 for draft, row in zip(drafts, rows, strict=True)]
+        for request in requests:
+            request.read = None
+        self.served.commit(log, accepted)
         for request, start, draft, row, count in zip(requests, starts, drafts, rows, accepted, strict=True):
             self.counts.guessed += len(draft)
             self.counts.accepted += count - 1
@@ -252,8 +270,46 @@ class Engine:
                 continue
             self._say(request, row[:count], start + count)
 
-    def _say(self, request: Request, tokens: list[int], read: int) -> None:
-        """The end of a step for one request: as much of its text is in its slot, and it has grown by these tokens."""
+    def _write_one(self, requests: list[Request], slots: list[Any]) -> None:
+        for request in requests:
+            request.read = None
+        step = self.served.begin(slots, [r.text[-1] for r in requests])
+        self._take(UnderWay(step, requests), requests)
+
+    def _settle(self) -> list[Request]:
+        """The step that was under way, if one was: who has had a token of it, or has failed to."""
+        past, self._under_way = self._under_way, None
+        if past is None:
+            return []
+        members = [r for r in past.requests if r.slot is not None]  # nobody has had another since
+        self._attempt(partial(self._take, past), members, [len(r.text) for r in members])
+        return [r for r in members if r.read is not None or self._under_way is not None]
+
+    def _take(self, past: UnderWay, members: list[Request]) -> None:
+        """The tokens of a step, for those of its requests that are still here. The next one is under way before they are looked at, where
+        the same requests want another token."""
+        following = self.served.follow(past.step) if self._go_on(past, members) else None
+        chosen = past.step.tokens()
+        tokens = chosen if len(members) == len(chosen) else [t for t, r in zip(chosen, past.requests, strict=True) if r.slot is not None]
+        for request, token in zip(members, tokens, strict=True):
+            if token < 0:
+                self._end(request, _not_finite(request))
+            else:
+                self._say(request, [token], None if following else len(request.text))
+        if following is not None:
+            self._under_way = UnderWay(following, past.requests)
+
+    def _go_on(self, past: UnderWay, members: list[Request]) -> bool:
+        """Whether a step's requests are all here and some want another token, and nobody else does who could join them. Those that have
+        all their tokens with this one take part in the next without being asked for it."""
+        if self.guesses or len(members) < len(past.requests) or not any(r.left > 1 for r in members):
+            return False
+        alone = any(r.suspect is not None for r in members)
+        return not alone and not any(r.read is not None and not r.reading for r in self.running)
+
+    def _say(self, request: Request, tokens: list[int], read: int | None) -> None:
+        """The end of a step for one request: as much of its text is in its slot (None: a step is under way), and it has grown by these
+        tokens."""
         request.text += tokens
         self.counts.made += len(tokens)
         request.read = read

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kdakit.serving.guesses import Repeats
+from kdakit.serving.slots import all_plain
+
 
 @dataclass(eq=False)
 class Request:
@@ -22,14 +25,20 @@ class Request:
     cancelled: bool = field(default=False, init=False)
     error: Exception | None = field(default=None, init=False)  # what ended it, if something did
     owner: Any = field(default=None, init=False, repr=False)  # the engine it was submitted to
+    repeats: Repeats = field(default_factory=Repeats, init=False, repr=False)  # what of the text has been seen before
 
     @property
     def made(self) -> list[int]:
         return self.text[self.asked :]
 
     @property
+    def left(self) -> int:
+        """Tokens that are still to be made."""
+        return self.count - (len(self.text) - self.asked)
+
+    @property
     def done(self) -> bool:
-        return self.cancelled or self.error is not None or (self.owner is not None and len(self.text) - self.asked >= self.count)
+        return self.cancelled or self.error is not None or (self.owner is not None and self.left <= 0)
 
     @property
     def goal(self) -> int:
@@ -79,7 +88,14 @@ def checked_prompt(request: Request, vocabulary: int) -> list[int]:
     return [int(token) for token in tokens]
 
 
+def are_tokens(tokens: Sequence[Any], vocabulary: int) -> bool:
+    """Whether all are Python's own integers below the vocabulary, without looking at them one by one."""
+    return all_plain(tokens) and (len(tokens) == 0 or (min(tokens) >= 0 and max(tokens) < vocabulary))
+
+
 def check_tokens(tokens: Sequence[Any], vocabulary: int, whose: str) -> None:
+    if are_tokens(tokens, vocabulary):
+        return
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise TypeError(f"{whose} must hold integers, got {token!r} at position {place}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -71,7 +72,9 @@ class SlotTable:
 
     def check(self, slots: Any, skip: bool = False) -> list[int]:
         """The slots as a list, every one taken and none twice; with `skip`, -1 stands for no slot, any number of times."""
-        listed = [slots] if isinstance(slots, numbers.Integral) else list(slots)
+        listed: list[Any] = [slots] if isinstance(slots, numbers.Integral) else list(slots)
+        if self._are_right(listed):
+            return listed
         seen: set[int] = set()
         for slot in listed:
             if isinstance(slot, bool) or not isinstance(slot, numbers.Integral):
@@ -87,3 +90,15 @@ class SlotTable:
                 raise ValueError(f"slots must be different from each other, got {slot} twice")
             seen.add(int(slot))
         return [int(slot) for slot in listed]
+
+    def _are_right(self, slots: list[Any]) -> bool:
+        """Without looking at them one by one, which tells what is wrong; those with -1 are left to that."""
+        if not slots or not all_plain(slots) or len(set(slots)) < len(slots) or min(slots) < 0 or max(slots) >= self.capacity:
+            return False
+        generation = self.generation
+        return 0 not in [generation[slot] & 1 for slot in slots]
+
+
+def all_plain(numbers_given: Sequence[Any]) -> bool:
+    """Whether all are Python's own integers, which need no further look."""
+    return set(map(type, numbers_given)) <= {int}

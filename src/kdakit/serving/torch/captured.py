@@ -2,12 +2,15 @@
 
 A graph is captured for each number of rows, in powers of two, and of tokens a row, the first time it is needed. Slots and tokens are copied
 into its inputs before a replay; rows beyond those asked for have slot -1, which touches no state. So do the calls that warm up a capture.
+The likeliest tokens are chosen inside the graph: a turn copies integers to the device once, and integers back once. A decode graph leaves
+them where it takes its next tokens from, so that a step can follow another before the host has seen what that one chose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor
 
 from kdakit.serving.arguments import check_accepted
 from kdakit.serving.torch.calls import Draft, commit, decode, verify
+from kdakit.serving.torch.choice import likeliest
+from kdakit.serving.torch.exchange import Exchange
 from kdakit.serving.torch.layer import Whole, in_one
 
 WARM = 2  # runs before a capture: they compile, plan and allocate what may not happen inside one
@@ -24,14 +29,16 @@ WARM = 2  # runs before a capture: they compile, plan and allocate what may not 
 class Captured:
     """One graph of verify or decode, with its inputs and outputs; `drafts` and `commit` of verify only."""
 
-    slots: Tensor  # [R]
-    tokens: Tensor  # [R, T]
+    rows: int  # R
+    tokens: int  # T
+    given: Exchange  # [R + R T]: slots, then tokens
     logits: Tensor  # [R, T, vocabulary]
-    graph: torch.cuda.CUDAGraph
+    chosen: tuple[Exchange, Exchange]  # [R, T], in turn: the likeliest token after each, -1 where a logit is not a finite number
+    graph: Any
     drafts: list[Draft] = field(default_factory=list)
-    accepted: Tensor | None = None  # [R]
-    commit: torch.cuda.CUDAGraph | None = None
-    calls: int = 0  # so many drafts have been made here: the latest one alone can be committed
+    accepted: Exchange | None = None  # [R]
+    commit: Any = None
+    calls: int = 0  # so many replays: the latest draft alone can be committed, the latest step alone followed
 
 
 @dataclass
@@ -42,6 +49,20 @@ class CapturedDraft:
     number: int  # which call of it
     rows: int
     spent: bool = False
+
+
+@dataclass
+class CapturedStep:
+    """A decode step that is under way."""
+
+    of: Captured
+    number: int
+    slots: Sequence[int]
+    answer: Exchange
+
+    def tokens(self) -> list[int]:
+        """Chosen by it, as soon as they are there."""
+        return [token for (token,) in self.answer.read(len(self.slots))]
 
 
 class CapturedCalls:
@@ -57,39 +78,67 @@ class CapturedCalls:
     def __contains__(self, captured: Captured) -> bool:
         return any(captured is own for own in self.made.values())
 
-    def decode(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Logits [N, 1, vocabulary], which the next call of the same size overwrites."""
-        return self._replay("decode", slots, tokens).logits[: len(slots)]
+        return self._replay("decode", slots, tokens, 1).logits[: len(slots)]
+
+    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> CapturedStep:
+        """One token of each sequence; for what it chooses nobody waits yet."""
+        return self._under_way(self._replay("decode", slots, tokens, 1), slots)
+
+    def follow(self, step: CapturedStep) -> CapturedStep:
+        """The next one of the same sequences, with the tokens that `step` has chosen, or will have: the device knows them."""
+        if step.number != step.of.calls:
+            raise ValueError("step must be the latest of its size to be followed: begin another with its tokens")
+        step.of.calls += 1
+        step.of.graph.replay()
+        return self._under_way(step.of, step.slots)
+
+    def _under_way(self, found: Captured, slots: Sequence[int]) -> CapturedStep:
+        answer = found.chosen[found.calls % 2]
+        answer.fetch()
+        return CapturedStep(found, found.calls, slots, answer)
 
     def verify(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, CapturedDraft]:
-        found = self._replay("verify", slots, tokens)
-        found.calls += 1
-        return found.logits[: len(slots)], CapturedDraft(found, found.calls, len(slots))
+        found, draft = self._draft(slots, tokens)
+        return found.logits[: len(slots)], draft
+
+    def verify_tokens(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> tuple[list[list[int]], CapturedDraft]:
+        found, draft = self._draft(slots, tokens)
+        found.chosen[0].fetch()
+        return found.chosen[0].read(len(slots)), draft
 
     def commit(self, draft: CapturedDraft, accepted: Sequence[int]) -> None:
         """The first accepted[n] tokens of each row, in every layer or in none."""
-        found, tokens = draft.of, draft.of.tokens.shape[1]
-        counts = check_accepted(accepted, draft.rows, tokens)
+        found = draft.of
+        counts = check_accepted(accepted, draft.rows, found.tokens)
         if draft.spent or draft.number != found.calls or found.accepted is None or found.commit is None:
             raise ValueError("draft must be the latest of its size and not have been committed before: verify again")
         draft.spent = True
-        found.accepted.copy_(_padded(counts, len(found.accepted), 0, self.device))
+        found.accepted.write(counts, 0)
+        found.accepted.send()
         found.commit.replay()
 
-    def _replay(self, kind: str, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Captured:
+    def _draft(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> tuple[Captured, CapturedDraft]:
+        found = self._replay("verify", slots, list(chain.from_iterable(tokens)), len(tokens[0]))
+        return found, CapturedDraft(found, found.calls, len(slots))
+
+    def _replay(self, kind: str, slots: Sequence[int], tokens: Sequence[int], length: int) -> Captured:
         rows = 1 << (len(slots) - 1).bit_length()
-        key = kind, rows, len(tokens[0])
+        key = kind, rows, length
         if key not in self.made:
             self.made[key] = self._capture(*key)
         found = self.made[key]
-        found.slots.copy_(_padded(slots, rows, -1, self.device))
-        found.tokens.copy_(_padded(tokens, rows, [0] * len(tokens[0]), self.device))
+        found.given.write(slots, -1, 0, rows)
+        found.given.write(tokens, 0, rows)
+        found.given.send()
+        found.calls += 1
         found.graph.replay()
         return found
 
     def _capture(self, kind: str, rows: int, length: int) -> Captured:
-        slots = torch.full((rows,), -1, device=self.device)
-        tokens = torch.zeros(rows, length, dtype=torch.int64, device=self.device)
+        inputs = torch.zeros(rows + rows * length, dtype=torch.int64, device=self.device)
+        slots, tokens = inputs[:rows].fill_(-1), inputs[rows:].view(rows, length)
         drafts: list[Draft] = []
 
         def one(pool, **given):
@@ -99,23 +148,29 @@ class CapturedCalls:
             drafts.append(draft)
             return o
 
-        def step() -> Tensor:
+        def step() -> tuple[Tensor, Tensor]:
             drafts.clear()
-            return self.forward(tokens, slots, one, in_one(kind, drafts))
+            logits = self.forward(tokens, slots, one, in_one(kind, drafts))
+            chosen = likeliest(logits)
+            if kind == "decode":
+                tokens.copy_(chosen.clamp(min=0))  # whoever has no token goes on with any: nobody will ask for it
+            return logits, chosen
 
-        graph, logits = self._graph(step)
-        made = Captured(slots, tokens, logits, graph, list(drafts))
+        graph, (logits, chosen) = self._graph(step)
+        made = Captured(rows, length, Exchange(inputs), logits, (Exchange(chosen), Exchange(chosen)), graph, drafts)
         if kind == "verify":
-            made.accepted = accepted = torch.zeros_like(slots)
-            made.commit, _ = self._graph(lambda: self._commit(made, accepted))
+            made.accepted = Exchange(torch.zeros(rows, dtype=torch.int64, device=self.device))
+            made.commit, _ = self._graph(lambda: self._commit(made))
         return made
 
-    def _commit(self, made: Captured, accepted: Tensor) -> None:
+    def _commit(self, made: Captured) -> None:
+        if made.accepted is None:
+            raise RuntimeError("a captured draft has a place for what is accepted")
         for pool, draft in zip(self.pools, made.drafts, strict=True):
             draft.spent = False  # which of its replays has been committed is CapturedDraft's to know
-            commit(pool, draft, accepted)
+            commit(pool, draft, made.accepted.there)
 
-    def _graph(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _graph(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         """`step` warmed up on a stream of its own, captured; nobody's slots take part."""
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
         aside.wait_stream(now)
@@ -127,8 +182,3 @@ class CapturedCalls:
         with torch.cuda.graph(graph, pool=self.memory):
             out = step()
         return graph, out
-
-
-def _padded(rows: Sequence[Any], count: int, filler: Any, device: torch.device) -> Tensor:
-    """On the device without waiting for what it has still to do."""
-    return torch.tensor([*rows, *[filler] * (count - len(rows))], dtype=torch.int64).pin_memory().to(device, non_blocking=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,29 @@ from kdakit.layers.torch import Rows as Packing
 from kdakit.models.torch import KimiLinear
 from kdakit.problem import checks_enabled
 from kdakit.serving.arguments import check_checkpoints, check_drafts
-from kdakit.serving.requests import check_tokens
+from kdakit.serving.requests import are_tokens, check_tokens
 from kdakit.serving.torch import owners
 from kdakit.serving.torch.calls import Draft, check_commit, commit, decode, verify
-from kdakit.serving.torch.captured import CapturedCalls, CapturedDraft
-from kdakit.serving.torch.layer import Whole, in_one
+from kdakit.serving.torch.captured import CapturedCalls, CapturedDraft, CapturedStep
+from kdakit.serving.torch.choice import likeliest
+from kdakit.serving.torch.layer import Prompts, Whole, in_one, operator_options, prefill_layer
 from kdakit.serving.torch.pool import Snapshot, StatePool
 from kdakit.serving.torch.prefill import prefill
 
 WINDOWS = ("q", "k", "v")
+
+
+class ChosenStep(NamedTuple):
+    """A decode step, and what was likeliest then."""
+
+    slots: Sequence[int]
+    chosen: Tensor  # [N]
+
+    def tokens(self) -> list[int]:
+        return self.chosen.tolist()
+
+
+Step = ChosenStep | CapturedStep
 
 
 class ServedModel:
@@ -89,40 +103,58 @@ class ServedModel:
     def prefill(self, slots: list[int], tokens: Sequence[Sequence[int]], checkpoints: list[list[int]]):
         """The next tokens of each sequence, any number: logits [N, vocabulary] after each one's last, and its checkpoints, a list of
         (a snapshot a layer) for each."""
-        self._check(slots, tokens)
+        self._check_rows(slots, tokens)
         check_checkpoints(checkpoints, [len(own) for own in tokens])
         cu = torch.tensor([0, *map(len, tokens)]).cumsum(0)
         packed = torch.tensor([list(chain(*tokens))], device=self.device)
-        on_device = cu.to(self.device)
+        given, on_device = self.pools[0].device_slots(slots), cu.to(self.device)
         made: list[list[list[Snapshot]]] = [[[] for _ in own] for own in checkpoints]
 
-        def call(pool, **given):
-            o, states = prefill(pool, slots, **given, cu_seqlens=on_device, cu_seqlens_cpu=cu, checkpoints=checkpoints)
+        def call(pool, **tensors):
+            o, states = prefill(pool, given, **tensors, cu_seqlens=on_device, cu_seqlens_cpu=cu, checkpoints=checkpoints)
             for kept, own in zip(made, states, strict=True):
                 for place, snapshot in zip(kept, own, strict=True):
                     place.append(snapshot)
             return o
 
-        logits = self._forward(packed, slots, Packing(cu_seqlens=on_device), call)
-        return logits[0, cu[1:] - 1], made
+        whole, prompts = None, Prompts(given, on_device, cu, self.backend)
+        if not any(checkpoints):
+            whole = lambda layer, pool, _, x: prefill_layer(layer, pool, prompts, x)
+        logits = self._forward(packed, given, Packing(cu_seqlens=on_device), call, whole, on_device[1:] - 1)
+        return logits[0], made
 
     @torch.no_grad()
-    def decode(self, slots: list[int], tokens: Sequence[int]) -> Tensor:
+    def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """One token of each sequence: logits [N, vocabulary]."""
-        rows = [[token] for token in tokens]
-        self._check(slots, rows)
+        self._check(slots, tokens)
         if self.captured is not None:
-            return self.captured.decode(slots, rows)[:, 0]
-        given = torch.tensor(rows, device=self.device)
+            return self.captured.decode(slots, tokens)[:, 0]
+        given = torch.tensor(tokens, device=self.device)[:, None]
         return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x), in_one("decode", []))[:, 0]
+
+    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> Step:
+        """A decode step of which nobody has asked yet what is likeliest then: see `Step`."""
+        if self.captured is None:
+            return ChosenStep(slots, likeliest(self.decode(slots, tokens)))
+        self._check(slots, tokens)
+        return self.captured.begin(slots, tokens)
+
+    def follow(self, step: Step) -> Step:
+        """The next step of the same sequences, with the tokens that `step` chooses, whether or not anybody has seen them. Where it chose
+        none (-1) some token is taken."""
+        self.table.check(step.slots)
+        if self.captured is not None and isinstance(step, CapturedStep):
+            return self.captured.follow(step)
+        return self.begin(step.slots, [max(token, 0) for token in step.tokens()])
+
+    def next_tokens(self, slots: list[int], tokens: Sequence[int]) -> list[int]:
+        """The likeliest token of each sequence after one more: `choose(decode(..))`, on a CUDA device in one graph."""
+        return self.begin(slots, tokens).tokens()
 
     @torch.no_grad()
     def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft] | CapturedDraft]:
         """Guessed tokens, as many for each sequence: logits [N, T, vocabulary], and a draft a layer."""
-        self._check(slots, tokens)
-        if len({len(own) for own in tokens}) > 1:
-            raise ValueError(f"tokens must be as many for each sequence, got {[len(own) for own in tokens]}")
-        check_drafts(len(tokens[0]))
+        self._check_drafts(slots, tokens)
         if self.captured is not None:
             return self.captured.verify(slots, tokens)
         drafts = []
@@ -134,6 +166,14 @@ class ServedModel:
 
         given = torch.tensor(tokens, device=self.device)
         return self._forward(given, slots, Packing(), call, in_one("verify", drafts)), drafts
+
+    def verify_tokens(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[Draft] | CapturedDraft]:
+        """The likeliest token after each one that was guessed, and the draft: `choose(verify(..)[0])`, on a CUDA device in one graph."""
+        if self.captured is None:
+            logits, drafts = self.verify(slots, tokens)
+            return self.choose(logits), drafts
+        self._check_drafts(slots, tokens)
+        return self.captured.verify_tokens(slots, tokens)
 
     @torch.no_grad()
     def commit(self, drafts: list[Draft] | CapturedDraft, accepted: list[int]) -> None:
@@ -152,36 +192,50 @@ class ServedModel:
     @staticmethod
     def choose(logits: Tensor) -> list:
         """The likeliest token of each row, [..] for logits [.., vocabulary]; -1 where one of them is not a finite number."""
-        largest, token = logits.max(-1)  # NaN and infinity are the largest where there are any
-        sane = largest.isfinite() & (logits.amin(-1) > -torch.inf)
-        return torch.where(sane, token, -1).tolist()
+        return likeliest(logits).tolist()
 
-    def _check(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> None:
-        """Before anything moves in the first layer."""
+    def _check(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Before anything moves in the first layer: one token for each slot."""
         self.table.check(slots)
         if len(tokens) != len(slots):
             raise ValueError(f"tokens must be given for each of the {len(slots)} slots, got {len(tokens)}")
-        for own in tokens:
-            if not len(own):
-                raise ValueError("tokens must be at least one for each sequence, got none")
-            check_tokens(own, self.vocabulary, "tokens")
+        check_tokens(tokens, self.vocabulary, "tokens")
+
+    def _check_rows(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Likewise, any number of tokens for each."""
+        self.table.check(slots)
+        if len(tokens) != len(slots):
+            raise ValueError(f"tokens must be given for each of the {len(slots)} slots, got {len(tokens)}")
+        if not all(map(len, tokens)):
+            raise ValueError("tokens must be at least one for each sequence, got none")
+        if not are_tokens(list(chain.from_iterable(tokens)), self.vocabulary):
+            for own in tokens:  # to say what is wrong
+                check_tokens(own, self.vocabulary, "tokens")
+
+    def _check_drafts(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> None:
+        self._check_rows(slots, tokens)
+        if len({len(own) for own in tokens}) > 1:
+            raise ValueError(f"tokens must be as many for each sequence, got {[len(own) for own in tokens]}")
+        check_drafts(len(tokens[0]))
 
     def _forward(
-        self, tokens: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor], whole: Whole | None = None
-    ) -> Tensor:
-        """call: the operator over a pool. whole: a layer in one, where it can, see `in_one`."""
+        self, tokens: Tensor, slots: Sequence[int] | Tensor, packing: Packing, call: Callable[..., Tensor], whole: Whole | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """call: the operator over a pool. whole: a layer in one, where it can, see `in_one`. wanted: the tokens whose logits are asked for,
+        None: all."""
         x, given = self.model.model.embeddings(tokens), self.pools[0].device_slots(slots)
         for block, pool in zip(self.model.blocks(), self.pools, strict=True):
             normed = block.attn_norm(x)
             o = None if whole is None or self.backend not in ("auto", "triton_gpu") else whole(block.attn, pool, given, normed)
             x = x + (self._mix(block.attn, pool, normed, slots, packing, call) if o is None else o)
             x = x + block.mlp(block.mlp_norm(x))
-        x = self.model.model.norm(x)
+        x = self.model.model.norm(x if wanted is None else x[:, wanted])
         head = self.model.model.embeddings.weight if self.model.config.tie_embeddings else self.model.lm_head.weight
         return F.linear(x, head)
 
     def _mix(
-        self, attn: Any, pool: StatePool, x: Tensor, slots: list[int] | Tensor, packing: Packing, call: Callable[..., Tensor]
+        self, attn: Any, pool: StatePool, x: Tensor, slots: Sequence[int] | Tensor, packing: Packing, call: Callable[..., Tensor]
     ) -> Tensor:
         """KimiDeltaAttention.mix with states and windows in a pool."""
         s = attn.sizes
@@ -195,7 +249,6 @@ class ServedModel:
         q, k, v = (y.unflatten(-1, (-1, d)) for y, d in zip(made, (s.head_dim, s.head_dim, s.head_v_dim), strict=True))
         o = call(
             pool, q=q, k=k, v=v, g=attn.f_proj(x).unflatten(-1, (-1, s.head_dim)), beta=attn.b_proj(x), A_log=attn.A_log,
-            dt_bias=attn.dt_bias, window_inputs=inputs, backend=self.backend, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate, lower_bound=s.lower_bound,
+            dt_bias=attn.dt_bias, window_inputs=inputs, backend=self.backend, **operator_options(attn),
         )  # fmt: skip
         return attn.o_proj(attn.o_norm(o, attn.g_proj(x).unflatten(-1, (-1, s.head_v_dim))).flatten(-2))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain, pairwise
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,26 @@ def prefill(
     return _rounds(pool, rows, problem, arrays, inputs, deterministic, backend, checkpoints)
 
 
+class Planned(NamedTuple):
+    """How the layers of a model, which are alike, run the same tokens."""
+
+    problem: Problem
+    module: ModuleType
+    config: Any
+
+
+def plan(pool: StatePool, rows: int, arrays: Arrays, backend: str, options: dict[str, Any]) -> Planned:
+    """Of packed sequences without checkpoints; `options` as in `prefill`."""
+    problem = describe("prefill", "chunk", pool.sizes, arrays, rows, options, chunk_size=64)
+    module = dispatch.select("torch", problem, arrays.q.device, backend)
+    return Planned(problem, module, module.default_config(problem, arrays.q.device))
+
+
+def run_planned(pool: StatePool, rows: Rows, arrays: Arrays, inputs: dict[str, Tensor], planned: Planned) -> Tensor:
+    """o [1, T, HV, V]; states move on, and windows by their `inputs`."""
+    return _move(pool, rows, planned.problem, arrays, inputs, planned.module, planned.config)
+
+
 def _check_edges(problem: Problem, arrays: Arrays) -> None:
     """Where the sequences begin and end, as far as the host can see it."""
     seen = []
@@ -71,6 +92,10 @@ def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: 
     device = arrays.q.device
     module = dispatch.select("torch", problem, device, backend)
     config = module.default_config(problem.replace(N=CONFIGURED_FOR) if deterministic else problem, device)
+    return _move(pool, rows, problem, arrays, inputs, module, config)
+
+
+def _move(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: dict[str, Tensor], module: ModuleType, config: Any):
     if module.pooled is not None and pool.sizes.dtype != "int8":  # the kernels find and leave states themselves
         held = Pages(pool.storage.states[: pool.capacity], pool.sizes.state_v_first)
         own = problem.replace(state_v_first=held.state_v_first)
@@ -83,7 +108,7 @@ def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: 
     _shift(pool, rows, arrays.cu_seqlens, inputs)
     if arrays.cu_seqlens is None:
         return torch.where(rows.valid[:, None, None, None], result.o, 0)
-    t = torch.arange(problem.T, device=device)
+    t = torch.arange(problem.T, device=arrays.q.device)
     owner = torch.searchsorted(arrays.cu_seqlens[1:].contiguous(), t, right=True).clamp(max=problem.N - 1)
     return torch.where(rows.valid[owner][None, :, None, None], result.o, 0)
 

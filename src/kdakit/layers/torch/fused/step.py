@@ -20,6 +20,13 @@ from kdakit.torch_operators import unwatched
 
 TOKENS = 8  # at most
 FEW = 132  # programs: with fewer, each takes a whole head at once
+# Value channels of a block and warps for heads of 128, as timed on an H200 (benchmarks/results/gpu/trials, layer_step).
+CUTS = {  # (few programs, one token)
+    (True, True): (128, 4),
+    (True, False): (32, 4),
+    (False, True): (64, 4),
+    (False, False): (32, 2),
+}
 STATES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -140,10 +147,12 @@ class Form:
         return 1 << (self.T - 1).bit_length()
 
     def cut(self) -> tuple[int, int, int]:
-        """Value channels of a block, warps, and a thread's registers at most, 0: the compiler's choice. A whole head at once where there
-        are few, else small blocks, many programs at a time."""
-        KP, VP = _padded(self.K), _padded(self.V)
-        if self.N * self.H <= FEW and self.T == 1:
+        """Value channels of a block, warps, and a thread's registers at most, 0: the compiler's choice. Heads of other sizes than those of
+        CUTS: a whole one at once where there are few, else small blocks, many programs at a time."""
+        KP, VP, few, single = _padded(self.K), _padded(self.V), self.N * self.H <= FEW, self.T == 1
+        if KP == VP == 128:
+            return *CUTS[few, single], 0
+        if few and single:
             return VP, max(1, min(8, KP * VP // 2048)), 0
         block = max(16, min(VP, 32 * 128 // KP))
         return block, max(1, min(2, KP * block // 2048)), 0
