@@ -234,6 +234,17 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
     raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
 
 
+def select_pooled(framework: str, problem: Problem, device: Any, backend: str = "auto") -> ModuleType:
+    """`select`, but where 'auto' would take a backend without kernels over pools, one that has them and can run `problem`: the other would
+    have to copy the states out and back."""
+    module = select(framework, problem, device, backend)
+    if backend == "auto" and module.pooled is None:
+        for name in names(framework):
+            if load(name).pooled is not None and _not_for_auto(name, problem, device) is None:
+                return load(name)
+    return module
+
+
 def _not_for_auto(name: str, problem: Problem, device: Any) -> str | None:
     module = load(name)
     return supports(name, problem, device) or module.interpreted(device) or module.unshown(problem, device)

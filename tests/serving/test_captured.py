@@ -68,6 +68,17 @@ def test_steps_that_follow_say_what_single_steps_say(served):
         one.captured.follow(one.begin(slots, tokens) and step)
 
 
+def test_nothing_is_captured_that_could_be_differentiated(served):
+    """The layer's kernels leave such calls to others: a graph would hold a step several times as long."""
+    one, slots, tokens = opened(served, small_model(), PROMPTS)
+    seen, forward = [], one.captured.forward
+    one.captured.forward = lambda *given: seen.append(torch.is_grad_enabled()) or forward(*given)
+    one.follow(one.begin(slots, tokens))
+    one.next_tokens(slots[:1], tokens[:1])
+    one.verify_tokens(slots, [[1, 2], [3, 4], [5, 6]])
+    assert seen and not any(seen)
+
+
 def test_drafts_are_chosen_and_committed(served):
     model, tokens = small_model(), [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     answers = []

@@ -337,6 +337,20 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
 
 
+def test_pools_stay_with_kernels_that_know_them(on_hopper, monkeypatch):
+    """Where the faster backend would have the states copied out of a pool and back."""
+    from kdakit import dispatch
+    from kdakit.backends import cuda, triton_gpu
+
+    problem = CASES["lower_bound"].problem("bfloat16").replace(B=1, N=1, T=8192, H=96, HV=96, K=128, V=128, gate_dtype="bfloat16")
+    monkeypatch.setattr(cuda, "expected_us", lambda problem, device: 1.0)
+    assert dispatch.select("torch", problem, "cuda") is cuda
+    assert dispatch.select_pooled("torch", problem, "cuda") is triton_gpu
+    assert dispatch.select_pooled("torch", problem, "cuda", "cuda") is cuda, "it was named"
+    monkeypatch.setattr(triton_gpu, "supports", lambda problem, device: "not here")
+    assert dispatch.select_pooled("torch", problem, "cuda") is cuda
+
+
 def test_auto_takes_the_faster_backend(on_hopper, monkeypatch, caplog):
     """By the time of each, whose constants are data; the reason is a line of the log."""
     from kdakit import dispatch

@@ -174,10 +174,12 @@ class CapturedCalls:
         """`step` warmed up on a stream of its own, captured; nobody's slots take part."""
         aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
         aside.wait_stream(now)
-        with torch.cuda.stream(aside):
-            for _ in range(WARM):
-                step()
-        now.wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                for _ in range(WARM):
+                    step()
+        finally:  # also where it failed: what is freed then may still be read over there
+            now.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.memory):
             out = step()

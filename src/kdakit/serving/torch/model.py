@@ -132,6 +132,7 @@ class ServedModel:
         given = torch.tensor(tokens, device=self.device)[:, None]
         return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x), in_one("decode", []))[:, 0]
 
+    @torch.no_grad()
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> Step:
         """A decode step of which nobody has asked yet what is likeliest then: see `Step`."""
         if self.captured is None:
@@ -139,6 +140,7 @@ class ServedModel:
         self._check(slots, tokens)
         return self.captured.begin(slots, tokens)
 
+    @torch.no_grad()
     def follow(self, step: Step) -> Step:
         """The next step of the same sequences, with the tokens that `step` chooses, whether or not anybody has seen them. Where it chose
         none (-1) some token is taken."""
@@ -147,6 +149,7 @@ class ServedModel:
             return self.captured.follow(step)
         return self.begin(step.slots, [max(token, 0) for token in step.tokens()])
 
+    @torch.no_grad()
     def next_tokens(self, slots: list[int], tokens: Sequence[int]) -> list[int]:
         """The likeliest token of each sequence after one more: `choose(decode(..))`, on a CUDA device in one graph."""
         return self.begin(slots, tokens).tokens()
@@ -167,6 +170,7 @@ class ServedModel:
         given = torch.tensor(tokens, device=self.device)
         return self._forward(given, slots, Packing(), call, in_one("verify", drafts)), drafts
 
+    @torch.no_grad()
     def verify_tokens(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[Draft] | CapturedDraft]:
         """The likeliest token after each one that was guessed, and the draft: `choose(verify(..)[0])`, on a CUDA device in one graph."""
         if self.captured is None:

@@ -137,7 +137,7 @@ def prefill(
         raise ValueError(f"slots must be [N] for a prefill, got {tuple(slots.shape)}")
     problem = _describe("prefill", "chunk", pages, arrays, rows, options, chunk_size=chunk_size).replace(state_v_first=pages.state_v_first)
     out = None if out is None else _output(problem, v, out)
-    module = dispatch.select("torch", problem, q.device, backend)
+    module = dispatch.select_pooled("torch", problem, q.device, backend)
     if module.pooled is not None:
         flags = None if known is None else known.to(torch.int8) if known.dtype == torch.bool else known
         o = module.pooled().prefill_pages(problem, arrays, pages, slots, flags, marks, module.default_config(problem, q.device))

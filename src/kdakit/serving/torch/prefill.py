@@ -65,7 +65,7 @@ class Planned(NamedTuple):
 def plan(pool: StatePool, rows: int, arrays: Arrays, backend: str, options: dict[str, Any]) -> Planned:
     """Of packed sequences without checkpoints; `options` as in `prefill`."""
     problem = describe("prefill", "chunk", pool.sizes, arrays, rows, options, chunk_size=64)
-    module = dispatch.select("torch", problem, arrays.q.device, backend)
+    module = dispatch.select_pooled("torch", problem, arrays.q.device, backend)
     return Planned(problem, module, module.default_config(problem, arrays.q.device))
 
 
@@ -90,7 +90,7 @@ def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: 
     if deterministic:
         problem, arrays, inputs = _packed(problem.replace(deterministic=True), arrays, inputs)
     device = arrays.q.device
-    module = dispatch.select("torch", problem, device, backend)
+    module = dispatch.select_pooled("torch", problem, device, backend)
     config = module.default_config(problem.replace(N=CONFIGURED_FOR) if deterministic else problem, device)
     return _move(pool, rows, problem, arrays, inputs, module, config)
 
@@ -125,7 +125,7 @@ def _rounds(pool, rows: Rows, problem: Problem, arrays: Arrays, inputs, determin
     rounds = [[n for n, own in enumerate(cuts) if r + 1 < len(own)] for r in range(max(map(len, cuts)) - 1)]
     for r, members in enumerate(rounds):  # who refuses any of them does so before the first
         tokens = sum(cuts[n][r + 1] - cuts[n][r] for n in members)
-        dispatch.select("torch", problem.replace(T=tokens, N=len(members), deterministic=deterministic), arrays.q.device, backend)
+        dispatch.select_pooled("torch", problem.replace(T=tokens, N=len(members), deterministic=deterministic), arrays.q.device, backend)
     for r, members in enumerate(rounds):
         spans = [(cuts[n][r], cuts[n][r + 1]) for n in members]
         token = torch.tensor(list(chain(*(range(*span) for span in spans))), dtype=torch.int64, device=o.device)

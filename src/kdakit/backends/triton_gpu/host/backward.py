@@ -294,6 +294,7 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
                 replay(problem, arrays, x, y, rest[0], config)
     slots = lower.shape[0]
     if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, slots, d_o.device)) is not None:
+        y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
         d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
         run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
     else:
