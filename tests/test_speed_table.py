@@ -66,6 +66,15 @@ def test_the_newest_suite_that_timed_us_counts():
         results.section("speed", later)
 
 
+def test_a_row_comes_from_the_newest_suite_that_has_it():
+    old = record({("fwdbwd h96", "triton_gpu"): 4.0, ("fwdbwd h96", "fla"): 12.0, ("fwd h96", "cuda"): 1.0}, date="2026-01-01")
+    new = record({("fwd h96", "cuda"): 0.5, ("fwd h96", "cudnn"): 1.0}, date="2026-02-01")
+    header, rows, note = table(old, new)
+    assert header == ["kdakit", "FLA", "cuDNN"] and rows["forward, 8192 tokens, 96 heads"] == ["**0.500**", "–", "1.000, 2.0x"]
+    assert rows["forward + backward, 96 heads (2026-01-01)"] == ["**4.000**", "12.000, 3.0x", "–"]
+    assert note.index("2026-02-01") < note.index("2026-01-01")
+
+
 def test_every_row_is_an_entry_of_the_suite():
     assert set(speed.ENTRIES) <= set(SUITES["gpu"])
     timed = {name for entry in SUITES["gpu"].values() for name in entry.contestants}

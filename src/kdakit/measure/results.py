@@ -35,12 +35,15 @@ def markdown(records: list[dict[str, Any]]) -> str:
 
 
 def absences(missing: list[dict[str, Any]]) -> list[str]:
-    """A sentence for each implementation and reason, however many jobs it kept it from."""
+    """A sentence for each implementation and reason, however many jobs it kept it from; of a long reason its beginning."""
     groups: dict[tuple[str, str], list[str]] = {}
     for gone in missing:
         groups.setdefault((gone["contestant"], gone["reason"]), []).append(label(gone))
     jobs = lambda labels: labels[0] if len(labels) == 1 else f"{len(labels)} jobs"
-    return [f"{contestant} did not run {jobs(labels)}: {reason}." for (contestant, reason), labels in groups.items()]
+    return [
+        f"{contestant} did not run {jobs(labels)}: {textwrap.shorten(reason, 110, placeholder=' ..')}."
+        for (contestant, reason), labels in groups.items()
+    ]
 
 
 def wrap(text: str) -> str:

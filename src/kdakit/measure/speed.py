@@ -44,33 +44,45 @@ Row = dict[str, Any]
 
 
 def markdown(records: list[Row]) -> str:
-    """The table of the newest gpu suite among the records, whoever took part in it, with what it was measured on."""
-    record = _newest(records)
-    found = {(r["entry"], r["contestant"]): r for r in record["results"]}
+    """A row per entry, from the newest gpu suite that timed us on it, whoever took part, with what it was measured on."""
+    suites = _newest_first(records)
+    of = {entry: next((r for r in suites if entry in _timed(r)), None) for entry in ENTRIES}
+    found = {(r["entry"], r["contestant"]): r for entry, record in of.items() if record for r in record["results"] if r["entry"] == entry}
     columns = _columns(found)
     rows = []
     for entry, text in ENTRIES.items():
         best = {title: _fastest(found, entry, names) for title, names in columns.items()}
         if best[OURS] is not None:
-            rows.append([text, *_cells(best, best[OURS])])
-    header = ["ms per call (error of o)", *(_titled(title, record["versions"]) for title in columns)]
-    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton") if name in record["versions"])
+            older = "" if of[entry]["date"] == suites[0]["date"] else f" ({of[entry]['date']})"
+            rows.append([text + older, *_cells(best, best[OURS])])
+    taken = [r for r in suites if any(r is record for record in of.values())]
+    newest = taken[0]
+    header = ["ms per call (error of o)", *(_titled(title, newest["versions"]) for title in columns)]
     note = (
-        f"One {record['machine']['device']}, bfloat16, K = V = 128, initial and final state; gate, norms and sigmoid in the kernel unless "
-        "log-decays are given. Medians of one run in which all take turns; kdakit: the faster of `triton_gpu` and `cuda`; 2x: kdakit is "
+        f"One {newest['machine']['device']}, bfloat16, K = V = 128, initial and final state; gate, norms and sigmoid in the kernel unless "
+        "log-decays are given. Medians of runs in which all take turns; kdakit: the faster of `triton_gpu` and `cuda`; 2x: kdakit is "
         "twice as fast; –: it did not run there. Errors are relative to the float64 recurrence, on three heads. "
-        f"{record['date']}, {versions}, commit {record['commit'][:12]}."
+        f"{'; '.join(map(_measured, taken))}."
     )
     return markdown_table(header, rows, right=tuple(range(1, len(header)))) + "\n\n" + textwrap.fill(note, 120)
 
 
-def _newest(records: list[Row]) -> Row:
-    """Of the gpu suites that timed us on something of ENTRIES; of two of one day the last given."""
-    shown = {(entry, name) for entry in ENTRIES for name in COLUMNS[OURS]}
-    suites = [r for r in records if r["settings"].get("suite") == "gpu" and shown & {(x["entry"], x["contestant"]) for x in r["results"]}]
+def _measured(record: Row) -> str:
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "triton") if name in record["versions"])
+    return f"{record['date']}, {versions}, commit {record['commit'][:12]}"
+
+
+def _timed(record: Row) -> set[str]:
+    """The entries on which it timed us."""
+    return {r["entry"] for r in record["results"] if r["contestant"] in COLUMNS[OURS]}
+
+
+def _newest_first(records: list[Row]) -> list[Row]:
+    """The gpu suites that timed us on something of ENTRIES; of two of one day the last given."""
+    suites = [r for r in records if r["settings"].get("suite") == "gpu" and _timed(r) & set(ENTRIES)]
     if not suites:
         raise UsageError("the records hold no gpu suite with a time of triton_gpu or cuda: kdakit bench --suite gpu --accuracy --json FILE")
-    return max(reversed(suites), key=lambda r: r["date"])
+    return [r for _, _, r in sorted(((r["date"], i, r) for i, r in enumerate(suites)), key=lambda x: x[:2], reverse=True)]
 
 
 def _columns(found: dict[tuple[str, str], Row]) -> dict[str, tuple[str, ...]]:
