@@ -67,7 +67,7 @@ def test_gradients(calls, case):
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 
-def problem_of(T=65536, bounded=False, **changes):
+def problem_of(T=262144, bounded=False, **changes):
     gate = {"safe_gate": True, "lower_bound": -5.0} if bounded else {}
     case = Case("drawn", "", T=1, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | gate)
     return case.problem("bfloat16", needs_grad=True).replace(T=T, **changes)
@@ -86,7 +86,7 @@ def taken(monkeypatch):
 def test_taken_where_it_is_faster(taken, monkeypatch):
     assert taken(problem_of())
     assert not taken(problem_of(bounded=True)), "Triton's two are faster"
-    assert not taken(problem_of(T=65536 - 64)), "a launch more by the host, for little"
+    assert not taken(problem_of(T=262144 - 64)), "a launch more by the host, for little"
     assert not taken(problem_of(deterministic=True)), "a number of chunks would decide"
     assert not taken(problem_of(dtype="float16")), "chunks of 32"
     monkeypatch.setenv(borrowed.VARIABLE, "1")
@@ -104,10 +104,10 @@ def test_who_lends(monkeypatch):
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
     problem = problem_of()
     config = choose(problem, CHIPS["sm_90"])
-    assert borrowed.gradient(problem, config, 1024, "cuda") is None
+    assert borrowed.gradient(problem, config, 4096, "cuda") is None
     monkeypatch.setenv(borrowed.VARIABLE, "1")
     with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
-        borrowed.gradient(problem, config, 1024, "cuda")
+        borrowed.gradient(problem, config, 4096, "cuda")
     monkeypatch.setattr(library, "missing", lambda: None)
-    assert borrowed.gradient(problem, config, 1024, "cuda") is op.chunk_gradient
-    assert borrowed.gradient(problem.replace(V=64), config, 1024, "cuda") is None
+    assert borrowed.gradient(problem, config, 4096, "cuda") is op.chunk_gradient
+    assert borrowed.gradient(problem.replace(V=64), config, 4096, "cuda") is None

@@ -21,7 +21,7 @@ from kdakit.problem import Problem
 
 VARIABLE = "KDAKIT_CUDA_GRADIENT"
 TRAINING = "KDAKIT_CUDA_TRAINING"
-ENOUGH = 1024  # chunks times value heads, from which on its launch by the host is hidden
+ENOUGH = 4096  # chunks times value heads, from which on it saves more than the host takes: such a call has no plan to repeat
 
 lender: ModuleType | None = None
 
