@@ -5,8 +5,9 @@ enough to keep a chip busy. With a bounded gate Triton's two take less time.
 
 KDAKIT_CUDA_GRADIENT=0: never; 1: wherever it can run, to measure it.
 
-And a whole forward, `prepare` and `scan`, which leaves what the backward here begins with (csrc/prefill, `Kept`). No GPU has shown it yet:
-only KDAKIT_CUDA_TRAINING=1 takes it, wherever it can run.
+And a whole forward, `prepare` and `scan`, which leaves what the backward here begins with (csrc/prefill, `Kept`). It is faster for given
+log-decays of keys that are not normalised here. Random problems have not tried it on a GPU: only KDAKIT_CUDA_TRAINING=1 takes it, wherever
+it can run.
 """
 
 from __future__ import annotations
