@@ -35,7 +35,7 @@ extern "C" {
 #define KDA_API __attribute__((visibility("default")))
 #endif
 
-#define KDA_ABI_VERSION 1
+#define KDA_ABI_VERSION 2
 
 typedef enum kda_status {
   KDA_OK = 0,

@@ -95,11 +95,12 @@ def test_the_custom_call_looks_at_every_shape(shapes):
 
 FOREIGN = {
     "empty": "int nothing(void) { return 0; }",
-    "partial": "int kda_abi_version(void) { return 1; } const char *kda_last_error(void) { return 0; }",
+    "partial": f"int kda_abi_version(void) {{ return {library.ABI_VERSION}; }} const char *kda_last_error(void) {{ return 0; }}",
     "older": "int kda_abi_version(void) { return 0; }" + "".join(f" int {n}(void) {{ return 0; }}" for n in library.FUNCTIONS[1:]),
     "text": None,
 }
-REASONS = {"empty": "it has no kda_abi_version", "partial": "it has no kda_status_name", "older": "has ABI version 0, this package needs 1",
+REASONS = {"empty": "it has no kda_abi_version", "partial": "it has no kda_status_name",
+           "older": f"has ABI version 0, this package needs {library.ABI_VERSION}",
            "text": "file too short|invalid ELF header"}  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def _newest_first(records: list[Row]) -> list[Row]:
     suites = [r for r in records if r["settings"].get("suite") == "gpu" and _timed(r) & set(ENTRIES)]
     if not suites:
         raise UsageError("the records hold no gpu suite with a time of triton_gpu or cuda: kdakit bench --suite gpu --accuracy --json FILE")
-    return [r for _, _, r in sorted(((r["date"], i, r) for i, r in enumerate(suites)), key=lambda x: x[:2], reverse=True)]
+    return sorted(suites, key=lambda r: r["date"])[::-1]
 
 
 def _columns(found: dict[tuple[str, str], Row]) -> dict[str, tuple[str, ...]]:

@@ -78,9 +78,14 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+def _not_lent(problem: Problem, device: Any) -> str | None:
+    """Why no other backend can have a kernel for such a problem there; None: it can."""
+    return "takes bfloat16" if problem.dtype != "bfloat16" else supports(problem.replace(needs_grad=False), device)
+
+
 def chunk_gradient(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.chunk_gradient`, None), for another backend's backward; or (None, why it cannot run such a problem there)."""
-    reason = "takes bfloat16" if problem.dtype != "bfloat16" else supports(problem.replace(needs_grad=False), device)
+    reason = _not_lent(problem, device)
     if reason is not None:
         return None, reason
     from kdakit.backends.cuda import op
@@ -90,7 +95,7 @@ def chunk_gradient(problem: Problem, device: Any) -> tuple[Any, str | None]:
 
 def kept_forward(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.forward_kept` for the problem, None), before another backend's backward; or (None, why it cannot run such a problem there)."""
-    reason = "takes bfloat16" if problem.dtype != "bfloat16" else supports(problem.replace(needs_grad=False), device)
+    reason = _not_lent(problem, device)
     if reason is not None:
         return None, reason
     from kdakit.backends.cuda import op

@@ -8,7 +8,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int6
 from functools import lru_cache
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 VARIABLE = "KDAKIT_LIBRARY"
 PLACE = Path(__file__).with_name("libkdakit.so")
 
