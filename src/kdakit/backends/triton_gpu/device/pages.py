@@ -41,3 +41,18 @@ def store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_
     if real:
         o_state = page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
         tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state)
+
+
+@triton.jit
+def leave_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE: tl.constexpr, K: tl.constexpr,
+               V: tl.constexpr, V_FIRST: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """As `store_page`, in the midst of a scan. In float32 every thread stores what it holds: shared memory, in which rows would be put
+    together, is full of the tiles to come."""
+    if PTX and p_states.dtype.element_ty == tl.float32:
+        slot, real = slot_at(p_slot, FIRST, CAPACITY)
+        if real:
+            p_state = (p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)).to(tl.uint64)
+            asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }"
+            tl.inline_asm_elementwise(asm, "=r,l,f,r", [p_state, b_S, m_state.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)

@@ -132,10 +132,11 @@ def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, ma
 
 
 def with_marks(problem: Problem, config: Config, chip: Chip, state_bytes: int) -> Config:
-    """With fewer stages where the scan's buffers and what turns a [V, K] state around want more shared memory than there is."""
+    """With fewer stages where the scan's buffers and what turns a [V, K] state around want more shared memory than there is. `leave_page`
+    turns no state in float32."""
     KP, C = padded(problem.K), config.chunk
-    stage = (3 * C * KP + C * C) * (4 if problem.dtype == "float32" else 2) + 4 * KP * 2
-    turned = config.block_v * KP * state_bytes if problem.options.state_v_first else 0
+    stage = (3 * C * KP + C * C + C * config.block_v * config.staged) * (4 if problem.dtype == "float32" else 2) + 4 * KP * 2
+    turned = config.block_v * KP * state_bytes if problem.options.state_v_first and not (config.ptx and state_bytes == 4) else 0
     return replace(config, scan_stages=max(1, min(config.scan_stages, (chip.shared_memory - turned) // stage)))
 
 
