@@ -51,9 +51,7 @@ def _forward(problem: Problem, arrays: Arrays, config, *, lower=None, solved=Non
     o = new(problem.B, problem.T, problem.HV, D)
     final = v.new_empty((problem.N, problem.HV, D, D), dtype=torch.float32) if problem.options.output_final_state else None
     cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
-    A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))
-    if dt_bias is not None and dt_bias.data_ptr() % 16:
-        dt_bias = dt_bias.clone()
+    A_log, dt_bias = (None if x is None else _at_16_bytes(x.float()) for x in (arrays.A_log, arrays.dt_bias))
     wide = cu is not None and cu.dtype == torch.int64
     args = PrefillArgs.from_buffer_copy(_arguments(problem, config, wide, *[x.stride() for x in (q, k, v, g, beta, o)]))
     args.q.data, args.k.data, args.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -93,11 +91,9 @@ def chunk_gradient(
 ) -> None:  # fmt: skip
     """The backward over chunks of 64 tokens, bfloat16, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta,
     d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them."""
-    q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
-    cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
-    A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))
-    if dt_bias is not None and dt_bias.data_ptr() % 16:
-        dt_bias = dt_bias.clone()
+    q, k, g, d_o = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g, d_o))  # d_o is the caller's, and may begin anywhere
+    cu, initial, d_final = (None if x is None else _at_16_bytes(x) for x in (arrays.cu_seqlens, arrays.initial_state, d_final))
+    A_log, dt_bias = (None if x is None else _at_16_bytes(x.float()) for x in (arrays.A_log, arrays.dt_bias))
     o, wide = problem.options, cu is not None and cu.dtype == torch.int64
     dtypes = dict(q=problem.dtype, k=problem.dtype, v=problem.dtype, g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
     tensors = dict(q=q, k=k, v=d_v, g=g, beta=arrays.beta, o=d_v)
@@ -149,6 +145,11 @@ def _widened(problem: Problem, arrays: Arrays, D: int) -> Arrays:
 
 def _adjacent(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _at_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from a multiple of 16 bytes on."""
+    return x if x.is_contiguous() and not x.data_ptr() % 16 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
