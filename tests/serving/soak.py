@@ -10,6 +10,7 @@ served at all, and its every step raises: it ends with that error, whoever was b
 import argparse
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -95,8 +96,11 @@ class Soak:
         return busy
 
     def run(self) -> None:
-        busy = True
+        busy, said = True, time.perf_counter()
         while busy or self.left:
+            if self.args.progress and time.perf_counter() - said > self.args.progress:
+                said = time.perf_counter()
+                print(f"{len(self.submitted)} requests, {self.turns} turns, {self.raised} faults", file=sys.stderr, flush=True)
             self.arrive()
             busy = self.turn()
             if self.engine.running and self.rng.random() < 0.03:
@@ -113,6 +117,7 @@ def main(argv=None) -> Soak:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float64")
+    parser.add_argument("--progress", type=float, default=0, help="seconds from a line on stderr to the next; 0: none")
     parser.add_argument("--json", help="where to write down what was seen")
     soak = Soak(parser.parse_args(argv))
     torch.set_num_threads(1)
