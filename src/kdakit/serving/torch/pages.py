@@ -91,34 +91,6 @@ class Marks:
             if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int32, torch.int64) or len(x) != len(self.slot):
                 raise TypeError(f"{name} must be [M] int32 or int64, one entry a mark, got {getattr(x, 'shape', x)}")
 
-    def _begins(self, cu_seqlens: Tensor | None, T: int) -> tuple[Tensor, Tensor]:
-        """First token of each mark's sequence in the flat row of all tokens, and the sequence's length."""
-        n = self.sequence.long()
-        if cu_seqlens is None:
-            return n * T, torch.full_like(n, T)
-        cu = cu_seqlens.long()
-        return cu[n], cu[n + 1] - cu[n]
-
-    def by_chunk(self, slots: int, C: int, cu_seqlens: Tensor | None, T: int) -> Tensor:
-        """[slots]: for each place of a chunk of C tokens the page for the state before it; -1: none."""
-        begins, length = self._begins(cu_seqlens, T)
-        n, chunk = self.sequence.long(), self._direct_chunk(C, length)
-        place = begins // C + n + chunk if cu_seqlens is not None else n * -(-T // C) + chunk
-        table = torch.full((slots,), -1, dtype=torch.int64, device=n.device)
-        return table.scatter_(0, place, self.slot.long())
-
-    def _direct_chunk(self, C: int, length: Tensor) -> Tensor:
-        """The chunk before which a mark's state, or the last state before it that is before a chunk, stands."""
-        p = self.position.long()
-        return torch.where((p % C == 0) & (p < length), p, p - 1) // C
-
-    def left_over(self, C: int, cu_seqlens: Tensor | None, T: int) -> tuple[Tensor, Tensor]:
-        """[M, 2] first and last token + 1 between the state that a scan leaves and the mark; and the marks' slots, -1: none."""
-        begins, length = self._begins(cu_seqlens, T)
-        start = begins + self._direct_chunk(C, length) * C
-        end = begins + self.position.long()
-        return torch.stack([start, end], 1), torch.where(end > start, self.slot.long(), -1)
-
 
 @torch.no_grad()
 def prefill(

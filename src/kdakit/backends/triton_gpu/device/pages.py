@@ -43,6 +43,20 @@ def store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_
         tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state)
 
 
+# Two numbers by one store where they lie side by side: $2, $3 where to, $4, $5 what, $6, $7 whether.
+STORE_PAIR = tl.constexpr("""{
+.reg .pred first, second, pair; .reg .b64 next, odd;
+setp.ne.b32 first, $6, 0; setp.ne.b32 second, $7, 0;
+add.u64 next, $2, 4; and.b64 odd, $2, 7;
+setp.eq.u64 pair, next, $3; setp.eq.and.u64 pair, odd, 0, pair;
+and.pred pair, pair, first; and.pred pair, pair, second;
+@pair st.global.v2.f32 [$2], {$4, $5};
+not.pred pair, pair; and.pred first, first, pair; and.pred second, second, pair;
+@first st.global.f32 [$2], $4;
+@second st.global.f32 [$3], $5;
+mov.b32 $0, 0; mov.b32 $1, 0; }""")
+
+
 @triton.jit
 def leave_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE: tl.constexpr, K: tl.constexpr,
                V: tl.constexpr, V_FIRST: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
@@ -52,7 +66,7 @@ def leave_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_
         slot, real = slot_at(p_slot, FIRST, CAPACITY)
         if real:
             p_state = (p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)).to(tl.uint64)
-            asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0; }"
-            tl.inline_asm_elementwise(asm, "=r,l,f,r", [p_state, b_S, m_state.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+            values = [p_state, b_S, m_state.to(tl.int32)]
+            tl.inline_asm_elementwise(STORE_PAIR, "=r,=r,l,l,f,f,r,r", values, dtype=tl.int32, is_pure=False, pack=2)
     else:
         store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)

@@ -11,7 +11,7 @@ import torch
 from kdakit.backends.triton_gpu import tiles
 from kdakit.backends.triton_gpu.config import Chip, Config, Cut, chip_of, chunk_slots, padded
 from kdakit.backends.triton_gpu.host import forward
-from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft
+from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft, pool_marks
 from kdakit.backends.triton_gpu.kernels.pool_decode import Held
 from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
 from kdakit.backends.triton_gpu.runtime.launch import on_device
@@ -113,22 +113,33 @@ def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
 
 
 def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, config: Config) -> torch.Tensor:
-    """o. Two launches and, for marks inside a chunk, a third: see kdakit.serving.torch.pages.prefill."""
+    """o: see kdakit.serving.torch.pages.prefill. Two launches; for marks a short one before, for marks inside a chunk one after."""
     arrays = contiguous_parameters(arrays)
     x, C = views(arrays), config.chunk
-    if marks is not None:
-        config = with_marks(problem, config, chip_of(arrays.q.device), pages.states.element_size())
+    places = spans = left = None
     with on_device(arrays.q):
-        placed = None if marks is None else marks.by_chunk(chunk_slots(problem, C), C, arrays.cu_seqlens, problem.T)
-        paged = forward.Paged(pages.states, slots.contiguous(), known, placed, pages.first)
+        if marks is not None:
+            config = with_marks(problem, config, chip_of(arrays.q.device), pages.states.element_size())
+            places, spans, left = place_marks(problem, arrays, marks, C)
+        paged = forward.Paged(pages.states, slots.contiguous(), known, places, pages.first)
         space = forward.prepare(problem, arrays, x, config)
         o = forward.scan(problem, arrays, x, space, config, paged).o
-    if marks is not None and not marks.aligned:
-        spans, left = marks.left_over(C, arrays.cu_seqlens, problem.T)
-        step = problem.replace(op="recurrent", B=1, N=len(left), varlen="cu_seqlens", T=problem.B * problem.T)
+    if spans is not None:
+        step = problem.replace(op="recurrent", B=1, N=len(spans), varlen="cu_seqlens", T=problem.B * problem.T)
         flat = Arrays(*(a.flatten(0, 1)[None] for a in arrays[:5]), arrays.A_log, arrays.dt_bias, None, spans)
         decode_pages(step, flat, pages, left, None, None)
     return o
+
+
+def place_marks(problem: Problem, arrays: Arrays, marks: Any, C: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Places of a scan, and of marks inside a chunk what is left to do: see `marks_kernel`."""
+    M, like = len(marks.slot), dict(dtype=torch.int64, device=marks.slot.device)
+    places = torch.empty(chunk_slots(problem, C), **like)
+    spans, left = (None, None) if marks.aligned else (torch.empty(M, 2, **like), torch.empty(M, **like))
+    where = (x.contiguous() for x in (marks.sequence, marks.position, marks.slot))
+    tensors = dict(zip(("sequence", "position", "slot"), where, strict=True))
+    pool_marks.launch(problem, C, M)(**tensors, cu_seqlens=arrays.cu_seqlens, places=places, spans=spans, left=left)
+    return places, spans, left
 
 
 def with_marks(problem: Problem, config: Config, chip: Chip, state_bytes: int) -> Config:
