@@ -132,6 +132,14 @@ def test_pick():
 # doctor
 
 
+def test_doctor_says_who_runs_a_shape_and_why(capsys):
+    assert main(["doctor", "--shape", "1x8192x32x128", "--mode", "fwdbwd", "--device", "cpu"]) == 0
+    problem, torch, *rest = capsys.readouterr().out.splitlines()
+    assert problem.startswith("chunk B1 T8192 H32 K128") and "bfloat16" in problem and "grad" in problem
+    assert torch == "torch on cpu: torch_native" and rest[0].startswith("    not triton_gpu: needs a GPU")
+    assert main(["doctor", "--shape", "8192"]) == 2
+
+
 def test_doctor_prints_every_backend(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out

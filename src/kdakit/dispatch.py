@@ -222,16 +222,32 @@ def select(framework: str, problem: Problem, device: Any, backend: str = "auto")
         if reason is not None:
             raise ValueError(f"backend {backend!r} cannot run this call on {device}: {reason} ({problem})")
         return load(backend)
+    choice = explain(framework, problem, device)
+    refusals = "; ".join(choice.refusals)
+    if choice.name is None:
+        raise ValueError(f"no {framework} backend can run this call on {device}: {refusals} ({problem})")
+    _warn_if_slow(choice.name, device, refusals)
+    log.debug("%s on %s: %s%s%s", problem, device, choice.name, choice.times, f" (not {refusals})" if refusals else "")
+    return load(choice.name)
+
+
+class Choice(NamedTuple):
+    """What 'auto' takes, and why."""
+
+    name: str | None  # None: nobody can run it
+    times: str  # what it and others behind it are expected to take, where they know
+    refusals: list[str]  # "name: reason" of each before it
+
+
+def explain(framework: str, problem: Problem, device: Any) -> Choice:
+    """What 'auto' takes for `problem`: the first that can run it, or one behind it that is expected to be faster."""
     refusals: list[str] = []
-    for name in candidates:
+    for name in names(framework):
         reason = _not_for_auto(name, problem, device)
         if reason is None:
-            name, why = fastest(name, framework, problem, device)
-            _warn_if_slow(name, device, refusals)
-            log.debug("%s on %s: %s%s%s", problem, device, name, why, f" (not {'; '.join(refusals)})" if refusals else "")
-            return load(name)
+            return Choice(*fastest(name, framework, problem, device), refusals)
         refusals.append(f"{name}: {reason}")
-    raise ValueError(f"no {framework} backend can run this call on {device}: {'; '.join(refusals)} ({problem})")
+    return Choice(None, "", refusals)
 
 
 def select_pooled(framework: str, problem: Problem, device: Any, backend: str = "auto") -> ModuleType:
@@ -257,10 +273,9 @@ SLOW = ("torch_native", "xla")  # they run anywhere, and are fast on no GPU
 _warned: set[str] = set()
 
 
-def _warn_if_slow(name: str, device: Any, refusals: list[str]) -> None:
+def _warn_if_slow(name: str, device: Any, reasons: str) -> None:
     """Once a process and reason: on a GPU 'auto' has nothing left but a backend that is slow there."""
     kind = getattr(device, "type", str(device)).partition(":")[0]
-    reasons = "; ".join(refusals)
     if name not in SLOW or kind not in ("cuda", "gpu", "rocm") or reasons in _warned:
         return
     _warned.add(reasons)

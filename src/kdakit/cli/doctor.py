@@ -16,6 +16,11 @@ OK = "yes"
 
 
 def add_arguments(parser) -> None:
+    parser.add_argument("--shape", metavar="SHAPE", help="which backend 'auto' takes for BxTxHxK, and why; with the four below")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
+    parser.add_argument("--gate", default="log_decay", choices=("log_decay", "softplus", "bounded"), help="default: log_decay")
+    parser.add_argument("--mode", default="fwd", choices=("fwd", "fwdbwd", "decode"), help="default: fwd")
+    parser.add_argument("--device", help="of PyTorch, such as cpu or cuda:1 (default: the first GPU, else the CPU); JAX takes its first")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--markdown", action="store_true", help="print the support table as Markdown")
     parser.add_argument("--table", metavar="FILE", nargs="+", default=[], help="rewrite the support and contract tables of Markdown files")
@@ -28,12 +33,47 @@ def run(args) -> int:
         if args.markdown:
             print(support_markdown())
         return 0
+    if args.shape:
+        print("\n".join(choices(args)))
+        return 0
     report = examine()
     if args.json:
         print(json.dumps(report, indent=2, default=str))
     else:
         show(report)
     return 0
+
+
+def choices(args) -> list[str]:
+    """Of each framework that is installed: what 'auto' takes for this shape, and why not those before it."""
+    from kdakit import dispatch
+    from kdakit.measure.contestants import Job, parse_shape
+
+    job = Job(parse_shape(args.shape), args.mode, args.dtype, args.gate)
+    shape = job.shape
+    problem = job.tiny().problem(args.dtype, op=job.op, needs_grad=args.mode == "fwdbwd")  # arrays of that length are not needed
+    problem = problem.replace(B=shape.B, T=1 if args.mode == "decode" else shape.T, N=len(shape.lengths) or shape.B)
+    lines = [str(problem)]
+    for framework, device in (("torch", attempt(_torch_device, args.device)), ("jax", attempt(_jax_device))):
+        if isinstance(device, str):  # why there is none
+            lines.append(f"{framework}: {device}")
+            continue
+        choice = dispatch.explain(framework, problem, device)
+        lines.append(f"{framework} on {device}: {choice.name or 'nobody'}{choice.times}")
+        lines += [f"    not {refusal}" for refusal in choice.refusals]
+    return lines
+
+
+def _torch_device(name: str | None) -> Any:
+    import torch
+
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _jax_device() -> Any:
+    import jax
+
+    return jax.devices()[0]
 
 
 def write_tables(path: str) -> None:
