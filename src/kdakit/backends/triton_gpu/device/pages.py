@@ -66,7 +66,8 @@ def leave_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_
         slot, real = slot_at(p_slot, FIRST, CAPACITY)
         if real:
             p_state = (p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)).to(tl.uint64)
-            values = [p_state, b_S, m_state.to(tl.int32)]
+            whole: tl.constexpr = b_S.shape[1] == K and V % b_S.shape[0] == 0
+            values = [p_state, b_S, tl.full(b_S.shape, 1, tl.int32) if whole else m_state.to(tl.int32)]
             tl.inline_asm_elementwise(STORE_PAIR, "=r,=r,l,l,f,f,r,r", values, dtype=tl.int32, is_pure=False, pack=2)
     else:
         store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)

@@ -113,16 +113,16 @@ def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
 
 
 def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, config: Config) -> torch.Tensor:
-    """o: see kdakit.serving.torch.pages.prefill. Two launches; for marks a short one before, for marks inside a chunk one after."""
+    """o: see kdakit.serving.torch.pages.prefill. Two launches; for marks a short one between, for marks inside a chunk one after."""
     arrays = contiguous_parameters(arrays)
-    x, C = views(arrays), config.chunk
-    places = spans = left = None
+    x, places, spans, left = views(arrays), None, None, None
+    if marks is not None:
+        config = with_marks(problem, config, chip_of(arrays.q.device), pages.states.element_size())
     with on_device(arrays.q):
-        if marks is not None:
-            config = with_marks(problem, config, chip_of(arrays.q.device), pages.states.element_size())
-            places, spans, left = place_marks(problem, arrays, marks, C)
-        paged = forward.Paged(pages.states, slots.contiguous(), known, places, pages.first)
         space = forward.prepare(problem, arrays, x, config)
+        if marks is not None:
+            places, spans, left = place_marks(problem, arrays, marks, config)
+        paged = forward.Paged(pages.states, slots.contiguous(), known, places, pages.first)
         o = forward.scan(problem, arrays, x, space, config, paged).o
     if spans is not None:
         step = problem.replace(op="recurrent", B=1, N=len(spans), varlen="cu_seqlens", T=problem.B * problem.T)
@@ -131,14 +131,14 @@ def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, ma
     return o
 
 
-def place_marks(problem: Problem, arrays: Arrays, marks: Any, C: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def place_marks(problem: Problem, arrays: Arrays, marks: Any, config: Config) -> tuple[torch.Tensor | None, ...]:
     """Places of a scan, and of marks inside a chunk what is left to do: see `marks_kernel`."""
     M, like = len(marks.slot), dict(dtype=torch.int64, device=marks.slot.device)
-    places = torch.empty(chunk_slots(problem, C), **like)
+    places = torch.empty(chunk_slots(problem, config.chunk), **like)
     spans, left = (None, None) if marks.aligned else (torch.empty(M, 2, **like), torch.empty(M, **like))
     where = (x.contiguous() for x in (marks.sequence, marks.position, marks.slot))
     tensors = dict(zip(("sequence", "position", "slot"), where, strict=True))
-    pool_marks.launch(problem, C, M)(**tensors, cu_seqlens=arrays.cu_seqlens, places=places, spans=spans, left=left)
+    pool_marks.launch(problem, config, M)(**tensors, cu_seqlens=arrays.cu_seqlens, places=places, spans=spans, left=left)
     return places, spans, left
 
 
