@@ -49,14 +49,14 @@ def launches():
     x, weight, window, cu = empty(1, 1000, 12576)[..., :12288], empty(12288, 4), empty(2, 3, 12288), empty(3, dtype=torch.int64)
     d_ys, o = [empty(1, 1000, 4096)] * 3, empty(1, 1000, 32, 128)
     with launch.recording() as record:
-        short_convolution._forward(x, weight, None, None, None, None, sizes)
-        short_convolution._backward(d_ys, [True, True, False, False], x, weight, None, None, None, None, sizes)
-        short_convolution._forward(x, weight, None, window, cu, None, sizes)
-        short_convolution._backward([*d_ys, None], [True, True, False, True], x, weight, None, window, cu, None, sizes)
-        gated_norm._forward(o, empty(128), o, empty(4096), 1e-5)
-        gated_norm._backward([o], [True] * 4, o, empty(128), o, empty(4096), 1e-5)
-        gated_norm._forward(empty(1000, 2304), empty(2304), None, None, 1e-5)
-        gated_norm._backward([empty(1000, 2304)], [True, True, False, False], empty(1000, 2304), empty(2304), None, None, 1e-5)
+        short_convolution.forward(x, weight, None, None, None, None, sizes)
+        short_convolution.backward(d_ys, [True, True, False, False], x, weight, None, None, None, None, sizes)
+        short_convolution.forward(x, weight, None, window, cu, None, sizes)
+        short_convolution.backward([*d_ys, None], [True, True, False, True], x, weight, None, window, cu, None, sizes)
+        gated_norm.forward(o, empty(128), o, empty(4096), 1e-5)
+        gated_norm.backward([o], [True] * 4, o, empty(128), o, empty(4096), 1e-5)
+        gated_norm.forward(empty(1000, 2304), empty(2304), None, None, 1e-5)
+        gated_norm.backward([empty(1000, 2304)], [True, True, False, False], empty(1000, 2304), empty(2304), None, None, 1e-5)
         steps()
     return record
 

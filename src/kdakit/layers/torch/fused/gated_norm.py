@@ -20,7 +20,7 @@ def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None
     return OPERATOR(x, weight, gate, bias, eps)[0]
 
 
-def _forward(x, weight, gate, bias, eps):
+def forward(x, weight, gate, bias, eps):
     x, heads = x.contiguous(), _heads(x, gate)
     y = torch.empty_like(x)
     if x.numel():
@@ -31,7 +31,7 @@ def _forward(x, weight, gate, bias, eps):
     return [y]
 
 
-def _backward(grads, needed, x, weight, gate, bias, eps):
+def backward(grads, needed, x, weight, gate, bias, eps):
     x, heads, V = x.contiguous(), _heads(x, gate), x.shape[-1]
     d_y = grads[0].to(x.dtype).contiguous()
     tokens = x.numel() // V // heads
@@ -62,7 +62,7 @@ def _shapes(x, weight, gate, bias, eps):
 
 OPERATOR = Operator(
     "gated_norm", "Tensor x, Tensor weight, Tensor? gate, Tensor? bias, float eps",
-    tensors=4, differentiable=4, forward=_forward, backward=_backward, shapes=_shapes,
+    tensors=4, differentiable=4, forward=forward, backward=backward, shapes=_shapes,
 )  # fmt: skip
 
 
