@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/gpu/trials"
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-SEEDS = {"convolution": 10, "norm": 10, "step": 6}
+SEEDS = {"convolution": 10, "norm": 10, "swiglu": 4, "step": 6}
 
 
 def test_cuts_are_the_fastest_that_were_timed():
@@ -147,6 +147,39 @@ def test_the_whole_layer_is_its_parts(packed):
     out = whole.run_whole(form, x, w, True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_between_its_mixers_is_its_parts(dtype):
+    """Sum, norm and SwiGLU with its residual as plain PyTorch has them, and every gradient; the sum to the bit."""
+    from kdakit.layers.torch.fused import residual
+    from kdakit.layers.torch.norm import RMSNorm
+    from kdakit.models.torch import SwiGLU
+    from kdakit.rounding import UNIT_ROUNDOFF
+
+    torch.manual_seed(1)
+    norm, mlp = RMSNorm(24), SwiGLU(24, 20).to(dtype)
+    x, mixed = (torch.randn(2, 50, 24).to(dtype).requires_grad_() for _ in range(2))
+    d_y = torch.randn(2, 50, 24).to(dtype)
+    w = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    leaves, limit = [x, mixed, norm.weight, *w], 20 * UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")]
+    for second in (mixed, None):
+        total = x if second is None else x + second
+        y = norm(total)
+        want = y, total, mlp(y, total)
+        y, total = residual.Carried.apply(x, second, norm.weight, norm.eps)
+        found = y, total, residual.FeedForward.apply(y, total, *w)
+        assert torch.equal(found[1], want[1])
+        pairs = list(zip(found, want, strict=True))
+        for outs in ((found[2], want[2]), (found[1], want[1])):  # without the second, no gradient comes through the norm
+            grads = [torch.autograd.grad(out, leaves, d_y, retain_graph=True, allow_unused=True) for out in outs]
+            pairs += [(a, b) for a, b in zip(*grads, strict=True) if b is not None]
+            assert [a is None for a in grads[0]] == [b is None for b in grads[1]]
+        for a, b in pairs:
+            assert (a - b).float().norm() <= limit * b.float().norm()
+    plain = residual.FeedForward.apply(x, None, *w)
+    assert (plain - mlp(x)).float().norm() <= limit * plain.float().norm()
 
 
 def test_a_layer_that_was_changed_goes_by_its_parts():

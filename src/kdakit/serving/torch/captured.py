@@ -1,9 +1,10 @@
 """A served model's steps as CUDA graphs: one launch by the host for the whole model, whichever slots take part.
 
-A graph is captured for each number of rows, in powers of two (decode: from FEWEST on), and of tokens a row, the first time it is needed. Slots and tokens are copied
-into its inputs before a replay; rows beyond those asked for have slot -1, which touches no state. So do the calls that warm up a capture.
-The likeliest tokens are chosen inside the graph: a turn copies integers to the device once, and integers back once. A decode graph leaves
-them where it takes its next tokens from, so that a step can follow another before the host has seen what that one chose.
+A graph is captured for each number of rows, in powers of two (decode: from FEWEST on), and of tokens a row, the first time it is needed.
+Slots and tokens are copied into its inputs before a replay; rows beyond those asked for have slot -1, which touches no state. So do the
+calls that warm up a capture. The likeliest tokens are chosen inside the graph: a turn copies integers to the device once, and integers back
+once. A decode graph leaves them where it takes its next tokens from, so that a step can follow another before the host has seen what that
+one chose.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from kdakit.layers.sizes import LayerSizes
 from kdakit.layers.torch.fused import DTYPES, gated_norm, projection, short_convolution, shown
+from kdakit.layers.torch.fused.layer import hooked
+from kdakit.layers.torch.fused.residual import refuse_a_graph
 from kdakit.problem import Arrays, Options, make_options
 from kdakit.torch_operators import run, run_backward, unwatched
 
@@ -89,17 +91,13 @@ def weights_of(layer: Any) -> Weights | None:
         return None
     (f0, f1), (g0, g1) = f._modules.values(), g._modules.values()
     linear, others = (q, k, v, f0, g0, b, f1, g1, o), (m["q_conv1d"], m["k_conv1d"], m["v_conv1d"], m["o_norm"], f, g)
-    if any(type(part) is not nn.Linear for part in linear) or any(map(_hooked, linear + others)):
+    if any(type(part) is not nn.Linear for part in linear) or any(map(hooked, linear + others)):
         return None
     of = [part._parameters.get("weight") for part in (q, k, v, f0, g0, b, *others[:3], f1)]
     own = layer._parameters
     of += [own.get("A_log"), own.get("dt_bias"), *(g1._parameters.get(name) for name in ("weight", "bias"))]
     of += [others[3]._parameters.get("weight"), o._parameters.get("weight")]
     return None if any(p is None for p in of) else Weights._make(of)  # type: ignore[arg-type]
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _fit(x: Tensor, w: Weights) -> bool:
@@ -129,7 +127,7 @@ def mixed(form: Form, x: Tensor, w: Any, differentiated: bool) -> tuple[Tensor, 
     s = form.sizes
     B, T, rank, HV = x.shape[0], x.shape[1], s.head_v_dim, s.value_heads
     low, taps = torch.cat(w[3:6]), torch.cat(w[6:9]).flatten(1)
-    row, rest = projection.forward(x, *w[:3], low)
+    row, rest = projection.forward(x, w[0], w[1], w[2], low)
     low_f, low_g, beta = torch.split_with_sizes(rest.view(B * T, -1), (rank, rank, HV), 1)
     q, k, v = short_convolution.forward(row, taps, None, None, form.cu_seqlens, None, (s.key_dim, s.key_dim, s.value_dim))
     g = torch.mm(low_f, w[9].t())
@@ -160,7 +158,7 @@ class Mixed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_o, d_low_g):
         x, q, k, v, low, taps, f, row, rest, *more = ctx.saved_tensors
-        _refuse_a_graph()
+        refuse_a_graph()
         arrays, kept, s = Arrays(*more[:9]), more[9:], ctx.form.sizes
         rank = s.head_v_dim
         if d_o is None:
@@ -192,15 +190,10 @@ class Returned(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         o, low_g, gate, y, g, g_bias, norm, o_matrix = ctx.saved_tensors
-        _refuse_a_graph()
+        refuse_a_graph()
         tokens = len(low_g)
         d_out = d_out.reshape(tokens, -1)
         d_y, d_matrix = torch.mm(d_out, o_matrix).view(o.shape), torch.mm(d_out.t(), y.view(tokens, -1))
         d_o, d_norm, d_gate, d_bias = gated_norm.backward([d_y], (True,) * 4, o, norm, gate, g_bias, ctx.eps)
         d_gate = d_gate.view(tokens, -1)
         return None, d_o, torch.mm(d_gate, g), torch.mm(d_gate.t(), low_g), d_bias, d_norm, d_matrix
-
-
-def _refuse_a_graph() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError("KDA has no second derivative: call backward without create_graph=True")
