@@ -87,9 +87,11 @@ class KimiLinear(nn.Module):
         super().__init__()
         self.config, self.checkpoint_activations = config, checkpoint_activations
         self._steps = CapturedSteps()
-        self.model = Decoder(config, backend)
-        if not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        with torch.device("meta"):  # PyTorch's own first weights, which are not wanted, take seconds
+            self.model = Decoder(config, backend)
+            if not config.tie_embeddings:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.to_empty(device=torch.get_default_device())
         self.load_weights(initial_weights(config, seed) if weights is None else weights)
 
     def new_cache(self, batch_size: int, max_length: int) -> list:
