@@ -83,7 +83,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _row_key(row: dict[str, Any]) -> tuple:
     """Which measurement a row is: everything that is said of it in words, and how many sequences took part."""
-    return tuple((name, value) for name, value in row.items() if isinstance(value, str) and name != "reason" or name == "sequences")
+    return tuple((name, value) for name, value in row.items() if (isinstance(value, str) and name != "reason") or name == "sequences")
 
 
 KINDS = (
