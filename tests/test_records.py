@@ -50,3 +50,19 @@ def test_every_record_has_a_reader():
         return path.name in text or ("" if folder == "." else folder + "/") in rendered
 
     assert not [str(path.relative_to(ROOT)) for path in FILES if not shown(path)]
+
+
+def test_parts_of_one_measurement_are_joined():
+    """`bench --render A B --json C`: entries that ran in turn, a later one of the same name for the earlier one."""
+    row = lambda entry, ms, **more: {"entry": entry, "contestant": "kdakit", "ms": ms, **more}
+    head = dict(kind="model", date="2026-11-16", machine={"cpu": "x", "device": "y"}, versions={"kdakit": "1", "python": "3"}, commit="c")
+    first = head | dict(command="a", settings={"steps": 2}, results=[row("train", 1), row("decode", 2, sequences=1)], missing=[])
+    left = [{"entry": "curve", "contestant": "kdakit", "reason": "no time"}]
+    second = head | dict(command="b", settings={"steps": 2}, missing=left, results=[row("decode", 3, sequences=8), row("train", 4)])
+    made = records.joined([first, second])
+    assert [(r["entry"], r["ms"]) for r in made["results"]] == [("train", 4), ("decode", 2), ("decode", 3)]
+    assert made["missing"] == left and made["command"] == "a; b" and not records.faults(made)
+    third = head | dict(command="c", settings={"steps": 2}, missing=[], results=[row("curve", 5)])
+    assert records.joined([first, second, third])["missing"] == []
+    with pytest.raises(UsageError, match="agree in settings"):
+        records.joined([first, second | {"settings": {"steps": 3}}])

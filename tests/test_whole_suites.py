@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
-from kdakit.measure import records, whole_layers, whole_models, whole_serving
+from kdakit.measure import records, step_profile, whole_layers, whole_models, whole_serving
 from kdakit.measure.choices import UsageError
 from kdakit.models import place
 
@@ -60,12 +61,31 @@ def test_a_record_without_following_steps_still_has_its_table():
 def test_curves_begin_alike_and_part_by_rounding():
     entries = whole_models.entries(MODEL, cpu())
     assert list(entries) == ["train kdakit", "train fla", "curve kdakit", "curve fla", "curve kdakit, other rounding",
-                             "curve fla, other rounding"]  # fmt: skip
+                             "curve fla, other rounding", "profile kdakit", "profile fla"]  # fmt: skip
     rows = [entries[name]() for name in ("curve kdakit", "curve kdakit, other rounding")]
     first, again = (r["losses"] for r in rows)
     assert len(first) == 2 and first != again and first == pytest.approx(again, abs=0.05)
     tables = list(whole_models.tables({"settings": vars(MODEL) | {"dtype": "float32"}, "results": rows}))
     assert [len(rows) for *_, rows in tables] == [2, 1]
+
+
+def test_a_steps_parts_and_kernels():
+    one, ticks = whole_models.learner(MODEL, cpu(), "kdakit"), itertools.count()
+    given = whole_models._batch(whole_models._book(), 0, 0, 2, 16)
+    parts = step_profile.by_part(one, [given, given], lambda: next(ticks), lambda a, b: b - a, lambda: None)
+    blocks, attention = 4, 1
+    both = lambda part, count: {part: count, part + ", backward": count}
+    assert parts == {
+        "embedding": 1, "embedding, backward": 1, **both("KDA", blocks - attention), **both("attention", attention), **both("MLP", blocks),
+        **both("norms and residuals", 2 * blocks + 1), **both("head and loss", 1), "gradients to float32": 1, "clipping": 1, "AdamW": 1,
+        "weights to bfloat16": 1,
+    }  # fmt: skip
+    made = step_profile.tabulated([("b", 10, 20), ("a", 0, 8), ("b", 15, 30), ("a", 28, 29)], 2)
+    assert made["busy_ms"] == 0.014 and made["idle_ms"] == 0.001 and made["launches"] == 2
+    assert made["kernels"] == [{"kernel": "b", "ms": 0.0125, "launches": 1}, {"kernel": "a", "ms": 0.0045, "launches": 1}]
+    row = {"entry": "profile", "contestant": "kdakit", "step_ms": 1.0, "host_ms": 2.0, "parts_ms": parts, **made}
+    (_, _, shown), (_, _, longest) = whole_models.tables({"settings": vars(MODEL) | {"dtype": "float32"}, "results": [row]})
+    assert shown[:2] == [["step", "1.0"], ["host until the call returns", "2.0"]] and longest[0] == ["b", "0.01", "1"]
 
 
 def test_entries_of_the_layer():

@@ -208,13 +208,21 @@ def _backward(
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, saved, d_o, d_final_state, op, options, backend
 ):  # fmt: skip
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-    decoded = Options.decode(options)
-    key = _alike(f"{op}, backward", arrays, decoded, backend, *saved, d_o, d_final_state)
+    return run_backward(arrays, saved, d_o, d_final_state, op, Options.decode(options), backend)
+
+
+def run_backward(
+    arrays: Arrays, saved: Sequence[Tensor], d_o: Tensor, d_final_state: Tensor | None, op: str, options: Options, backend: str
+) -> list[Tensor]:
+    """Gradients of the DIFFERENTIABLE arrays, empty where there is no such array: what kdakit::backward does, for calls that are
+    `unwatched`."""
+    q = arrays.q
+    key = _alike(f"{op}, backward", arrays, options, backend, *saved, d_o, d_final_state)
     plan = _plans.get(key)
     if plan is not None:
         grads = plan((*arrays, *saved, d_o, d_final_state))
     else:
-        problem = _describe_real(arrays, op, decoded, needs_grad=True)
+        problem = _describe_real(arrays, op, options, needs_grad=True)
         module = dispatch.differentiates(dispatch.select("torch", problem, q.device, backend))
         given = problem, arrays, saved, d_o, d_final_state, module.default_config(problem, q.device)
         with _without_autocast(q.device.type):

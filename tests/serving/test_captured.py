@@ -63,9 +63,25 @@ def test_steps_that_follow_say_what_single_steps_say(served):
         step = following
     assert [*got, step.tokens()] == want
     (graph,) = one.captured.made.values()
-    assert graph.graph.replays == 4 and graph.rows == 4
+    assert graph.graph.replays == 4 and graph.rows == captured.FEWEST
     with pytest.raises(ValueError, match="latest of its size"):
         one.captured.follow(one.begin(slots, tokens) and step)
+
+
+def test_rows_of_nobody_fill_a_graph(served, monkeypatch):
+    """One sequence decodes in a graph of FEWEST rows, nine in one of 16; drafts have no such least."""
+    model = small_model()
+    plain, slots, tokens = opened(ServedModel, model, PROMPTS)
+    one, _, _ = opened(served, model, PROMPTS)
+    assert one.next_tokens(slots[:1], tokens[:1]) == plain.next_tokens(slots[:1], tokens[:1])
+    monkeypatch.setattr(captured, "FEWEST", 2)
+    assert one.next_tokens(slots[1:2], tokens[1:2]) == plain.next_tokens(slots[1:2], tokens[1:2])
+    one.verify_tokens(slots[:1], [[1, 2]])
+    plain.next_tokens(slots, tokens)
+    one.next_tokens(slots, tokens)
+    assert list(one.captured.made) == [("decode", 8, 1), ("decode", 2, 1), ("verify", 1, 2), ("decode", 4, 1)]
+    for a, b in zip(one.pools, plain.pools, strict=True):
+        assert torch.allclose(a.storage.states[:6], b.storage.states[:6], 1e-12, 1e-14), "rows of nobody move no state"
 
 
 def test_nothing_is_captured_that_could_be_differentiated(served):

@@ -15,7 +15,7 @@ import pytest
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942") if os.environ.get("KDAKIT_FULL") == "1" else ("sm_90",)  # make test-full: all
 KERNELS = {
     "convolution_kernel", "convolution_backward_kernel", "weight_sums_kernel", "last_inputs_kernel", "places_kernel", "norm_kernel",
-    "norm_backward_kernel", "norm_sums_kernel", "layer_step_kernel", "commit_window_kernel",
+    "norm_backward_kernel", "norm_sums_kernel", "layer_step_kernel", "commit_window_kernel", "swiglu_kernel", "swiglu_backward_kernel",
 }  # fmt: skip
 # Short ones, of which nobody waits for bytes.
 NARROW = {"places_kernel", "weight_sums_kernel", "norm_sums_kernel", "last_inputs_kernel", "commit_window_kernel"}
@@ -42,21 +42,26 @@ def launches():
     import torch
 
     from kdakit.backends.triton_gpu.runtime import launch
-    from kdakit.layers.torch.fused import gated_norm, short_convolution
+    from kdakit.layers.torch.fused import gated_norm, short_convolution, swiglu
 
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
     sizes = (4096, 4096, 4096)
     x, weight, window, cu = empty(1, 1000, 12576)[..., :12288], empty(12288, 4), empty(2, 3, 12288), empty(3, dtype=torch.int64)
     d_ys, o = [empty(1, 1000, 4096)] * 3, empty(1, 1000, 32, 128)
     with launch.recording() as record:
-        short_convolution._forward(x, weight, None, None, None, None, sizes)
-        short_convolution._backward(d_ys, [True, True, False, False], x, weight, None, None, None, None, sizes)
-        short_convolution._forward(x, weight, None, window, cu, None, sizes)
-        short_convolution._backward([*d_ys, None], [True, True, False, True], x, weight, None, window, cu, None, sizes)
-        gated_norm._forward(o, empty(128), o, empty(4096), 1e-5)
-        gated_norm._backward([o], [True] * 4, o, empty(128), o, empty(4096), 1e-5)
-        gated_norm._forward(empty(1000, 2304), empty(2304), None, None, 1e-5)
-        gated_norm._backward([empty(1000, 2304)], [True, True, False, False], empty(1000, 2304), empty(2304), None, None, 1e-5)
+        short_convolution.forward(x, weight, None, None, None, None, sizes)
+        short_convolution.backward(d_ys, [True, True, False, False], x, weight, None, None, None, None, sizes)
+        short_convolution.forward(x, weight, None, window, cu, None, sizes)
+        short_convolution.backward([*d_ys, None], [True, True, False, True], x, weight, None, window, cu, None, sizes)
+        gated_norm.forward(o, empty(128), o, empty(4096), 1e-5)
+        gated_norm.backward([o], [True] * 4, o, empty(128), o, empty(4096), 1e-5)
+        gated_norm.forward(empty(1000, 2304), empty(2304), None, None, 1e-5)
+        gated_norm.backward([empty(1000, 2304)], [True, True, False, False], empty(1000, 2304), empty(2304), None, None, 1e-5)
+        gated_norm.forward(empty(40000, 1024), empty(1024), None, None, 1e-5, empty(40000, 1024))
+        wide = empty(40000, 1024)
+        gated_norm.backward([wide], [True, True, False, False], wide, empty(1024), None, None, 1e-5, wide)
+        swiglu.forward(wide, wide)
+        swiglu.backward([wide], [True, True], wide, wide)
         steps()
     return record
 

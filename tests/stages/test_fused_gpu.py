@@ -14,8 +14,9 @@ import fused_problems  # noqa: E402
 
 from kdakit.accuracy import SLACK  # noqa: E402
 from kdakit.layers.torch import KimiDeltaAttention, convolution, delta, norm  # noqa: E402
+from kdakit.models import torch as models  # noqa: E402
 from kdakit.models.config import ModelConfig  # noqa: E402
-from kdakit.models.torch import KimiLinear  # noqa: E402
+from kdakit.models.torch import KimiLinear, cast, loss  # noqa: E402
 from kdakit.rounding import UNIT_ROUNDOFF  # noqa: E402
 from kdakit.serving.torch import layer as pooled  # noqa: E402
 from kdakit.serving.torch.model import ServedModel  # noqa: E402
@@ -42,6 +43,9 @@ def plain(monkeypatch):
     def use(on: bool):
         monkeypatch.undo()
         if not on:
+            monkeypatch.setattr(delta, "whole_layer", lambda *_: None)
+            monkeypatch.setattr(norm, "carried", lambda *_: None)
+            monkeypatch.setattr(models, "feed_forward", lambda *_: None)
             monkeypatch.setattr(delta, "fused_dtype", lambda *_: None)
             monkeypatch.setattr(delta, "takes_step", lambda *_: False)
             monkeypatch.setattr(norm, "fits", lambda *_: False)
@@ -92,6 +96,33 @@ def test_the_layer_is_as_right_as_its_plain_form(form, how, plain):
     usual = call(made(form, torch.bfloat16), x, d_o, how)
     plain(True)
     got = call(made(form, torch.bfloat16), x, d_o, how)
+    for name, want in truth.items():
+        allowed = SLACK * max(error(usual[name], want), UNIT_ROUNDOFF["bfloat16"])
+        assert error(got[name], want) <= allowed, f"{name} is off by {error(got[name], want):.1e}, allowed {allowed:.1e}"
+
+
+@pytest.mark.parametrize("form", ("parts", "whole"))
+def test_a_models_gradients_are_as_right_as_in_its_plain_form(form, plain, monkeypatch):
+    """Loss and gradients of a bfloat16 model against float64, whose layers go by their parts, or as one."""
+    tokens = torch.randint(0, 30, (2, T), device="cuda")
+    config = ModelConfig(vocab_size=30, hidden_size=HIDDEN, num_layers=3, attention_every=3, head_dim=32, num_heads=2)
+
+    def learned(dtype):
+        model = cast(KimiLinear(config).cuda(), dtype)
+        value = loss(model, tokens, tokens.roll(-1, 1))
+        value.backward()
+        return {"loss": value.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+    plain(False)
+    truth, usual = learned(torch.float64), learned(torch.bfloat16)
+    plain(True)
+    whole, used = delta.whole_layer, []
+    if form == "parts":
+        monkeypatch.setattr(delta, "whole_layer", lambda *_: None)
+    else:
+        monkeypatch.setattr(delta, "whole_layer", lambda *given: (made := whole(*given), used.append(made is not None))[0])
+    got = learned(torch.bfloat16)
+    assert used == [True] * (2 if form == "whole" else 0)
     for name, want in truth.items():
         allowed = SLACK * max(error(usual[name], want), UNIT_ROUNDOFF["bfloat16"])
         assert error(got[name], want) <= allowed, f"{name} is off by {error(got[name], want):.1e}, allowed {allowed:.1e}"

@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/gpu/trials"
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-SEEDS = {"convolution": 10, "norm": 10, "step": 6}
+SEEDS = {"convolution": 10, "norm": 10, "swiglu": 4, "step": 6}
 
 
 def test_cuts_are_the_fastest_that_were_timed():
@@ -78,7 +78,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     """The search sees a tap that is off by a thousandth."""
     from kdakit.layers.torch.fused import short_convolution
 
-    run = short_convolution._forward
+    run = short_convolution.forward
     off = lambda x, weight, *rest: run(x, weight * 1.01, *rest)
     monkeypatch.setattr(short_convolution.OPERATOR, "run", off)
     monkeypatch.setattr(short_convolution.OPERATOR.function, "forward", staticmethod(
@@ -111,6 +111,93 @@ def test_compilers_and_checkpoints_see_operators():
     for out in (compiled(*given), checkpoint(parts, *given, use_reentrant=False)):
         for name, (a, b) in enumerate(zip(torch.autograd.grad(out, given), want, strict=True)):
             assert torch.equal(a, b), f"gradient of argument {name}"
+
+
+def small_layer(**sizes):
+    from kdakit.layers.torch import KimiDeltaAttention
+
+    torch.manual_seed(0)
+    return KimiDeltaAttention(**dict(hidden_size=12, head_dim=16, num_heads=1, num_v_heads=2, conv_size=3) | sizes)
+
+
+@interpreter
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_whole_layer_is_its_parts(packed):
+    """Output and every gradient as in plain PyTorch, float32: the two differ in the last bits only. Without gradients the same bits."""
+    from kdakit.layers.torch import Rows
+    from kdakit.layers.torch.fused import whole
+    from kdakit.rounding import UNIT_ROUNDOFF
+
+    layer = small_layer(safe_gate=True, lower_bound=-5.0) if packed else small_layer(allow_neg_eigval=True)
+    x = torch.randn((1, 11, 12) if packed else (2, 5, 12), requires_grad=True)
+    cu = torch.tensor([0, 4, 4, 11]) if packed else None
+    leaves, d_o = [x, *layer.parameters()], torch.randn(x.shape)
+    want, _ = layer.mix(x, Rows(cu_seqlens=cu))
+    w = whole.weights_of(layer)
+    form = whole.Form(layer.sizes, "triton_gpu", cu)
+    found = whole.run_whole(form, x, w, True)
+    with torch.no_grad():
+        assert torch.equal(whole.run_whole(form, x, w, False), found)
+    limit = 200 * UNIT_ROUNDOFF["float32"]
+    assert (found - want).norm() < limit * want.norm()
+    names = ["x", *dict(layer.named_parameters())]
+    pairs = zip(torch.autograd.grad(found, leaves, d_o), torch.autograd.grad(want, leaves, d_o), strict=True)
+    for name, (a, b) in zip(names, pairs, strict=True):
+        assert a.shape == b.shape and (a - b).norm() < limit * b.norm(), name
+    out = whole.run_whole(form, x, w, True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_between_its_mixers_is_its_parts(dtype):
+    """Sum, norm and SwiGLU with its residual as plain PyTorch has them, and every gradient; the sum to the bit."""
+    from kdakit.layers.torch.fused import residual
+    from kdakit.layers.torch.norm import RMSNorm
+    from kdakit.models.torch import SwiGLU
+    from kdakit.rounding import UNIT_ROUNDOFF
+
+    torch.manual_seed(1)
+    norm, mlp = RMSNorm(24), SwiGLU(24, 20).to(dtype)
+    x, mixed = (torch.randn(2, 50, 24).to(dtype).requires_grad_() for _ in range(2))
+    d_y = torch.randn(2, 50, 24).to(dtype)
+    w = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    leaves, limit = [x, mixed, norm.weight, *w], 20 * UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")]
+    for second in (mixed, None):
+        total = x if second is None else x + second
+        y = norm(total)
+        want = y, total, mlp(y, total)
+        y, total = residual.Carried.apply(x, second, norm.weight, norm.eps)
+        found = y, total, residual.FeedForward.apply(y, total, *w)
+        assert torch.equal(found[1], want[1])
+        pairs = list(zip(found, want, strict=True))
+        for outs in ((found[2], want[2]), (found[1], want[1])):  # without the second, no gradient comes through the norm
+            grads = [torch.autograd.grad(out, leaves, d_y, retain_graph=True, allow_unused=True) for out in outs]
+            pairs += [(a, b) for a, b in zip(*grads, strict=True) if b is not None]
+            assert [a is None for a in grads[0]] == [b is None for b in grads[1]]
+        for a, b in pairs:
+            assert (a - b).float().norm() <= limit * b.float().norm()
+    plain = residual.FeedForward.apply(x, None, *w)
+    assert (plain - mlp(x)).float().norm() <= limit * plain.float().norm()
+
+
+def test_a_layer_that_was_changed_goes_by_its_parts():
+    from kdakit.layers.torch.fused import whole
+
+    fresh = whole.weights_of(small_layer())
+    assert [p.shape for p in fresh] == [p.shape for p in whole.Weights._make(fresh)] and fresh.o.shape == (12, 32)
+    named = dict(small_layer().named_parameters())
+    assert len(fresh) == len(named)
+    changed = [small_layer() for _ in range(4)]
+    changed[0].f_proj[1].register_forward_hook(lambda *_: None)
+    changed[1].o_proj = torch.nn.Sequential(changed[1].o_proj)
+    changed[2].g_proj[1].bias = None
+    torch.nn.utils.parametrizations.weight_norm(changed[3].q_proj)
+    assert [whole.weights_of(layer) for layer in changed] == [None] * 4
+    for sizes, T in ((dict(conv_bias=True), 5), (dict(delta_rule=False), 5), (dict(use_short_conv=False), 5), ({}, 1), ({}, 0)):
+        assert not whole.takes(small_layer(**sizes), torch.zeros(1, T, 12))
+    assert whole.takes(small_layer(), torch.zeros(1, 5, 12))
 
 
 @interpreter

@@ -43,7 +43,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--tiles", metavar="FILE", help="with --tune: where the result goes, a folder for times (default: inside kdakit)")
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, commit and all medians to FILE")
     parser.add_argument("--plot", metavar="FILE", help="write a chart to FILE (PNG; needs matplotlib)")
-    parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results")
+    parser.add_argument("--render", nargs="+", metavar="JSON", help="time nothing: show recorded results; with --json join them")
     parser.add_argument("--table", metavar="FILE", help="with --render: rewrite the generated section of a Markdown file")
     parser.add_argument("--section", default="measurements", metavar="NAME", help="the section of that file (default: measurements)")
 
@@ -54,9 +54,11 @@ def run(args) -> int:
 
     check(args)
     found = [records.load(path) for path in args.render or ()] or [_chosen(args)(args)]
+    if args.render and args.json:
+        found = [records.joined(found)]
     for record in found:
         show(record)
-    if args.json and not args.render:
+    if args.json:
         records.save(found[0], args.json)
         print(f"wrote {args.json}")
     if args.plot:

@@ -65,6 +65,27 @@ def load(path: str | Path) -> dict[str, Any]:
     return record
 
 
+PARTS = ("kind", "machine", "versions", "commit", "settings")  # what parts of one measurement agree in
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record of several that were made in turn, each of some entries. What a later one has again counts."""
+    first = parts[0]
+    for part in parts[1:]:
+        for name in PARTS:
+            if part[name] != first[name]:
+                raise UsageError(f"records of one measurement must agree in {name}, got {first[name]!r:.80} and {part[name]!r:.80}")
+    rows = {_row_key(row): row for part in parts for row in part["results"]}
+    missing = {_row_key(row): row for part in parts for row in part["missing"] if _row_key(row) not in rows}
+    commands = dict.fromkeys(part["command"] for part in parts)
+    return parts[-1] | {"command": "; ".join(commands), "results": list(rows.values()), "missing": list(missing.values())}
+
+
+def _row_key(row: dict[str, Any]) -> tuple:
+    """Which measurement a row is: everything that is said of it in words, and how many sequences took part."""
+    return tuple((name, value) for name, value in row.items() if (isinstance(value, str) and name != "reason") or name == "sequences")
+
+
 KINDS = (
     "bench", "suite", "scaling", "ranks", "errors", "tune", "verify", "tpu_schedule", "demo", "layer", "model", "serving", "pool",
     "state_bits", "first_calls", "pages", "stacks", "random", "trial", "tpu_report",

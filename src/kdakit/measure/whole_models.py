@@ -5,6 +5,7 @@ Both models have the same first weights, data, attention layers, norms and optim
 train      milliseconds a step, tokens a second, memory
 curve      losses of so many steps; once more from weights that are off by one rounding to bfloat16: how far these losses part from the
            others is what rounding alone does to a run, the band in which two right implementations may lie apart
+profile    where a step's time goes: by part, by kernel, and how long the GPU waits; only where it is named
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from kdakit.measure.choices import UsageError
 
 CURVE_BATCH = 2  # sequences a step of the loss curves
+KERNELS_SHOWN = 16  # those that take longest
 AGAIN = ", other rounding"  # of the first weights
 
 
@@ -45,7 +47,7 @@ def run(args) -> dict[str, Any]:
         raise UsageError("--suite model needs a CUDA device")
     settings = Settings(**{k: v for k, v in (("steps", args.model_steps), ("curve", args.curve)) if v is not None})
     known = entries(settings, where)
-    wanted = args.entry or [name for name in known if settings.curve or not name.startswith("curve")]
+    wanted = args.entry or [name for name in known if name.startswith("train" if not settings.curve else ("train", "curve"))]
     if unknown := set(wanted) - set(known):
         raise UsageError(f"entry must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     reason = missing_peer()
@@ -65,6 +67,8 @@ def entries(settings: Settings, where: Any) -> dict[str, Callable[[], dict[str, 
         made[f"train {name}"] = lambda n=name: {"entry": "train", "contestant": n, **_timed(settings, where, n, _book())}
     for name in ("kdakit", "fla", "kdakit" + AGAIN, "fla" + AGAIN):
         made[f"curve {name}"] = lambda n=name: {"entry": "curve", "contestant": n, "losses": _curve(settings, where, n, _book())}
+    for name in ("kdakit", "fla"):
+        made[f"profile {name}"] = lambda n=name: {"entry": "profile", "contestant": n, **_profile(settings, where, n, _book())}
     return made
 
 
@@ -172,6 +176,16 @@ def _timed(settings: Settings, where: Any, name: str, data) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _profile(settings: Settings, where: Any, name: str, data) -> dict[str, Any]:
+    from kdakit.measure import step_profile
+
+    one = learner(settings, where, name)
+    given = [_batch(data, settings.seed, i, settings.batch, settings.length) for i in range(4)]
+    for batch in given:
+        one.advance(*batch)
+    return step_profile.on_gpu(one, given[:3])
+
+
 def _curve(settings: Settings, where: Any, name: str, data) -> list[float]:
     one = learner(settings, where, name)
     losses = [one.advance(*_batch(data, settings.seed, 100 + i, CURVE_BATCH, settings.length)) for i in range(settings.curve)]
@@ -190,6 +204,7 @@ def tables(record: dict[str, Any]):
             ratio = f"{slowest['median_ms'] / r['median_ms']:.2f}"
             made.append([r["contestant"], f"{r['median_ms']:.1f}", f"{r['tokens_per_s']:,.0f}", share, f"{r['extra_mib']:,.0f}", ratio])
         yield f"training the {s['size']} model, {s['batch']} x {s['length']} tokens a step, {s['dtype']}", header, made
+    yield from _profiles([r for r in record["results"] if r["entry"] == "profile"])
     curves = {r["contestant"]: np.asarray(r["losses"]) for r in record["results"] if r["entry"] == "curve"}
     if len(curves) > 1:
         yield f"loss over {len(next(iter(curves.values())))} steps", ["layers of", "mean of the last 20"], [
@@ -197,6 +212,20 @@ def tables(record: dict[str, Any]):
         ]  # fmt: skip
         names = ["", "largest", "mean", "of the means of the last 20"]
         yield "how far apart two curves are", names, [[f"{a} – {b}", *apart(curves[a], curves[b])] for a, b in combinations(curves, 2)]
+
+
+def _profiles(rows: list[dict[str, Any]]):
+    if not rows:
+        return
+    names = [r["contestant"] for r in rows]
+    shown = {"step": "step_ms", "host until the call returns": "host_ms", "some kernel runs": "busy_ms", "no kernel runs": "idle_ms"}
+    made = [[label, *(f"{r[field]:.1f}" for r in rows)] for label, field in shown.items()]
+    parts = dict.fromkeys(part for r in rows for part in r["parts_ms"])
+    made += [[part, *(f"{r['parts_ms'].get(part, 0.0):.2f}" for r in rows)] for part in parts]
+    yield "where a step's time goes, ms", ["", *names], made
+    for r in rows:
+        longest = [[k["kernel"][:60], f"{k['ms']:.2f}", f"{k['launches']:.0f}"] for k in r["kernels"][:KERNELS_SHOWN]]
+        yield f"kernels of a step, layers of {r['contestant']}", ["", "ms", "launches"], longest
 
 
 def apart(a: np.ndarray, b: np.ndarray) -> list[str]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kdakit.layers.sizes import check_context
 from kdakit.layers.torch import FullAttention, KimiDeltaAttention, Rows
+from kdakit.layers.torch.fused.residual import feed_forward
 from kdakit.layers.torch.fused.swiglu import swiglu
 from kdakit.layers.torch.norm import RMSNorm
 from kdakit.models.captured import CapturedSteps
@@ -36,8 +37,12 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, width, bias=False)
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """residual: is added."""
+        if (found := feed_forward(self, x, residual)) is not None:
+            return found
+        y = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return y if residual is None else residual + y
 
 
 class Block(nn.Module):
@@ -55,9 +60,10 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
     def forward(self, x: Tensor, rows: Rows, cache):
-        mixed, cache = self.attn.mix(self.attn_norm(x), rows, cache)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), cache
+        normed, x = self.attn_norm.carried(x)
+        mixed, cache = self.attn.mix(normed, rows, cache)
+        normed, x = self.mlp_norm.carried(x, mixed)
+        return self.mlp(normed, x), cache
 
 
 class Decoder(nn.Module):
@@ -81,9 +87,11 @@ class KimiLinear(nn.Module):
         super().__init__()
         self.config, self.checkpoint_activations = config, checkpoint_activations
         self._steps = CapturedSteps()
-        self.model = Decoder(config, backend)
-        if not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        with torch.device("meta"):  # PyTorch's own first weights, which are not wanted, take seconds
+            self.model = Decoder(config, backend)
+            if not config.tie_embeddings:
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.to_empty(device=torch.get_default_device())
         self.load_weights(initial_weights(config, seed) if weights is None else weights)
 
     def new_cache(self, batch_size: int, max_length: int) -> list:

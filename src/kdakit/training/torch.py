@@ -61,8 +61,8 @@ class Learner:
             total += value.detach() / self.accumulate
         if self.team is not None:
             self.team.average_gradients(self.named.values())
-        torch.nn.utils.clip_grad_norm_(self.named.values(), self.settings.clip)
-        self.adam.step()
+        self._clip()
+        self._move()
         self._refresh()
         self.count += 1
         return total if self.team is None else self.team.mean(total)
@@ -80,6 +80,12 @@ class Learner:
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             for p in self.computing.values():
                 p.grad = None
+
+    def _clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.named.values(), self.settings.clip)
+
+    def _move(self) -> None:
+        self.adam.step()
 
     @torch.no_grad()
     def _refresh(self) -> None:

@@ -14,6 +14,7 @@ from kdakit.layers.sizes import MODES, LayerSizes, check_context, check_rows
 from kdakit.layers.torch.convolution import ShortConvolution
 from kdakit.layers.torch.fused.layer import Inputs, fused_dtype, fused_inputs, fused_output
 from kdakit.layers.torch.fused.step import Carried, layer_step, takes_step
+from kdakit.layers.torch.fused.whole import whole_layer
 from kdakit.layers.torch.gated_linear import gated_linear_attention
 from kdakit.layers.torch.norm import RMSNorm
 from kdakit.layers.torch.rows import Rows
@@ -112,6 +113,10 @@ class KimiDeltaAttention(nn.Module):
             before = Carried._make(cache)
             after = before if rows.in_place else Carried._make(map(torch.empty_like, before))
             return layer_step(self, x, before, after)[0], cache if rows.in_place else DeltaCache._make(after)
+        if cache is None and rows.lengths is None and rows.context is None:
+            out = whole_layer(self, x, rows.cu_seqlens)
+            if out is not None:
+                return out, None
         dtype = fused_dtype(self, x)
         made = self._inputs(x, rows, cache) if dtype is None else fused_inputs(self, x.to(dtype), rows, cache)
         q, k, v = (y.unflatten(-1, (-1, d)) for y, d in zip(made[:3], (s.head_dim, s.head_dim, s.head_v_dim), strict=True))

@@ -1,9 +1,10 @@
 """A served model's steps as CUDA graphs: one launch by the host for the whole model, whichever slots take part.
 
-A graph is captured for each number of rows, in powers of two, and of tokens a row, the first time it is needed. Slots and tokens are copied
-into its inputs before a replay; rows beyond those asked for have slot -1, which touches no state. So do the calls that warm up a capture.
-The likeliest tokens are chosen inside the graph: a turn copies integers to the device once, and integers back once. A decode graph leaves
-them where it takes its next tokens from, so that a step can follow another before the host has seen what that one chose.
+A graph is captured for each number of rows, in powers of two (decode: from FEWEST on), and of tokens a row, the first time it is needed.
+Slots and tokens are copied into its inputs before a replay; rows beyond those asked for have slot -1, which touches no state. So do the
+calls that warm up a capture. The likeliest tokens are chosen inside the graph: a turn copies integers to the device once, and integers back
+once. A decode graph leaves them where it takes its next tokens from, so that a step can follow another before the host has seen what that
+one chose.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from kdakit.serving.torch.choice import likeliest
 from kdakit.serving.torch.exchange import Exchange
 from kdakit.serving.torch.layer import Whole, in_one
 
+# Rows of a decode graph at least. The matrix products of one row take another kernel, which is slower: the 340m model's 24 layers take an
+# H200 1.68 ms for one row, 1.43 for eight with eight states (`kdakit bench --suite serving`, 16 November 2026).
+FEWEST = 8
 WARM = 2  # runs before a capture: they compile, plan and allocate what may not happen inside one
 
 
@@ -124,7 +128,7 @@ class CapturedCalls:
         return found, CapturedDraft(found, found.calls, len(slots))
 
     def _replay(self, kind: str, slots: Sequence[int], tokens: Sequence[int], length: int) -> Captured:
-        rows = 1 << (len(slots) - 1).bit_length()
+        rows = max(1 << (len(slots) - 1).bit_length(), FEWEST if kind == "decode" else 1)
         key = kind, rows, length
         if key not in self.made:
             self.made[key] = self._capture(*key)

@@ -20,18 +20,23 @@ def gated_norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None
     return OPERATOR(x, weight, gate, bias, eps)[0]
 
 
-def _forward(x, weight, gate, bias, eps):
+def forward(x, weight, gate, bias, eps, residual=None):
+    """y, and the sum of x and a residual where one is given, of which y is the norm."""
     x, heads = x.contiguous(), _heads(x, gate)
     y = torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(x)
     if x.numel():
         kernels, on_device = _kernels()
-        run = kernels.norm(x.shape[-1], x.numel() // x.shape[-1] // heads, heads, eps, gate is not None, bias is not None, fast(x))
+        tokens, near = x.numel() // x.shape[-1] // heads, None if residual is None else residual.contiguous()
+        run = kernels.norm(x.shape[-1], tokens, heads, eps, gate is not None, bias is not None, near is not None, fast(x))
+        given = dict(gate=None if gate is None else gate.contiguous(), weight=weight.contiguous(), bias=bias)
         with on_device(x):
-            run(x=x, gate=None if gate is None else gate.contiguous(), weight=weight.contiguous(), bias=bias, y=y)
-    return [y]
+            run(x=x, residual=near, **given, sum=total, y=y)
+    return [y] if total is None else [y, total]
 
 
-def _backward(grads, needed, x, weight, gate, bias, eps):
+def backward(grads, needed, x, weight, gate, bias, eps, d_sum=None):
+    """Gradients of x, weight, gate and bias; d_sum: another one of x, which is added."""
     x, heads, V = x.contiguous(), _heads(x, gate), x.shape[-1]
     d_y = grads[0].to(x.dtype).contiguous()
     tokens = x.numel() // V // heads
@@ -45,9 +50,9 @@ def _backward(grads, needed, x, weight, gate, bias, eps):
     kernels, on_device = _kernels()
     with on_device(x):
         if x.numel():
-            run = kernels.norm_backward(V, tokens, heads, eps, gate is not None, bias is not None, strip, fast(x))
+            run = kernels.norm_backward(V, tokens, heads, eps, gate is not None, bias is not None, d_sum is not None, strip, fast(x))
             given = dict(x=x, gate=None if gate is None else gate.contiguous(), weight=weight.contiguous(), bias=bias)
-            run(**given, dy=d_y, dx=d_x, dgate=d_gate, shares=shares)
+            run(**given, dy=d_y, dsum=None if d_sum is None else d_sum.to(x.dtype).contiguous(), dx=d_x, dgate=d_gate, shares=shares)
             kernels.sums(strips, heads, V, bias is not None)(shares=shares, d_weight=d_weight, d_bias=d_bias)
     return [d_x, d_weight, d_gate, None if bias is None or d_bias is None else d_bias.to(bias.dtype)]
 
@@ -62,7 +67,7 @@ def _shapes(x, weight, gate, bias, eps):
 
 OPERATOR = Operator(
     "gated_norm", "Tensor x, Tensor weight, Tensor? gate, Tensor? bias, float eps",
-    tensors=4, differentiable=4, forward=_forward, backward=_backward, shapes=_shapes,
+    tensors=4, differentiable=4, forward=forward, backward=backward, shapes=_shapes,
 )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 n = x / sqrt(mean(x^2) + eps)        s = sigmoid(gate + bias)        y = n weight s
 dgate = dy n weight s (1 - s)        dn = dy weight s        dx = (dn - n mean(dn n)) / sqrt(mean(x^2) + eps)
+
+With a residual, x is the sum of the two, which is also handed on. What comes back through it is added to dx.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from kdakit.layers.torch.fused.rows import sigmoid
 
 @triton.jit(do_not_specialize=["T", "HV", "eps"])
 def norm_kernel(
-    p_x, p_gate, p_weight, p_bias, p_y, T, HV, eps,
-    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    p_x, p_residual, p_gate, p_weight, p_bias, p_sum, p_y, T, HV, eps,
+    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """ROWS of the T * HV rows of V numbers. Grid: (cdiv(T * HV, ROWS),)."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -25,6 +28,10 @@ def norm_kernel(
     m = (o_r < tl.cast(T, tl.int64) * HV)[:, None] & m_v[None, :]
     o = o_r[:, None] * V + o_v[None, :]
     b_x = tl.load(p_x + o, mask=m, other=0.0).to(tl.float32)  # [ROWS, VP]
+    if HAS_RESIDUAL:
+        b_sum = round_to(b_x + tl.load(p_residual + o, mask=m, other=0.0).to(tl.float32), p_sum.dtype.element_ty)
+        tl.store(p_sum + o, b_sum, mask=m)
+        b_x = b_sum.to(tl.float32)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)[:, None] * tl.load(p_weight + o_v, mask=m_v, other=0.0).to(tl.float32)[None, :]
     if HAS_GATE:
         b_gate = tl.load(p_gate + o, mask=m, other=0.0).to(tl.float32)
@@ -36,8 +43,9 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["T", "HV", "eps", "STRIP"])
 def norm_backward_kernel(
-    p_x, p_gate, p_weight, p_bias, p_dy, p_dx, p_dgate, p_shares, T, HV, eps, STRIP,
-    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PTX: tl.constexpr,
+    p_x, p_gate, p_weight, p_bias, p_dy, p_dsum, p_dx, p_dgate, p_shares, T, HV, eps, STRIP,
+    V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUM: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """STRIP tokens of one head, ROWS at a time. Its shares of the gradients of weight and bias go to shares [2, strips, HV, V].
 
@@ -70,6 +78,8 @@ def norm_backward_kernel(
         b_dweight += b_dy * b_n
         b_dn = b_dy * b_weight
         b_dx = (b_dn - b_n * (tl.sum(b_dn * b_n, 1) / V)[:, None]) * b_inverse
+        if HAS_SUM:
+            b_dx += tl.load(p_dsum + o, mask=m, other=0.0).to(tl.float32)
         tl.store(p_dx + o, round_to(b_dx, p_dx.dtype.element_ty), mask=m)
         o_t += ROWS
     p_shares += (i_s * HV + i_h) * V + o_v

@@ -32,10 +32,9 @@ def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     if not x.is_cuda or not layer.sizes.use_short_conv:
         return None
     matrices = (layer.q_proj, layer.k_proj, layer.v_proj, layer.f_proj[0], layer.g_proj[0], layer.g_proj[1], layer.b_proj)
-    hooked = any(map(_hooked, (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d, layer.o_norm)))
     if (
-        hooked
-        or not all(map(_is_plain, matrices))
+        any(map(hooked, (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d, layer.o_norm)))
+        or not all(map(is_plain, matrices))
         or not fits(x, layer.q_conv1d.weight, layer.o_norm.weight, *(m.weight for m in matrices))
     ):
         return None
@@ -44,12 +43,12 @@ def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     return x.dtype if all(m.weight.dtype == x.dtype for m in matrices) else None
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """A Linear that nobody has wrapped, replaced or hooked: its product may be taken together with others."""
-    return type(module) is nn.Linear and not _hooked(module)
+    return type(module) is nn.Linear and not hooked(module)
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 

@@ -17,7 +17,7 @@ def project(x: Tensor, q: Tensor, k: Tensor, v: Tensor, low: Tensor) -> tuple[Te
     return row, rest
 
 
-def _forward(x, q, k, v, low):
+def forward(x, q, k, v, low):
     flat, outs = x.reshape(-1, x.shape[-1]), [len(q), len(k), len(v)]
     y = torch.empty((len(flat), sum(outs)), dtype=x.dtype, device=x.device)
     for w, part in zip((q, k, v), y.split(outs, 1), strict=True):
@@ -25,7 +25,7 @@ def _forward(x, q, k, v, low):
     return [y.view(*x.shape[:-1], -1), torch.mm(flat, low.t()).view(*x.shape[:-1], -1)]
 
 
-def _backward(grads, needed, x, q, k, v, low):
+def backward(grads, needed, x, q, k, v, low):
     flat, outs = x.reshape(-1, x.shape[-1]), [len(q), len(k), len(v)]
     d_y, d_low = (x.new_zeros(len(flat), n) if d is None else d.reshape(len(flat), n)
                   for d, n in zip(grads, (sum(outs), len(low)), strict=True))  # fmt: skip
@@ -46,6 +46,6 @@ def _shapes(x, q, k, v, low):
 
 
 OPERATOR = Operator(
-    "project", "Tensor x, Tensor q, Tensor k, Tensor v, Tensor low", tensors=5, differentiable=5, forward=_forward, backward=_backward,
+    "project", "Tensor x, Tensor q, Tensor k, Tensor v, Tensor low", tensors=5, differentiable=5, forward=forward, backward=backward,
     shapes=_shapes,
 )  # fmt: skip

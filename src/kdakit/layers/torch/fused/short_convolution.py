@@ -25,7 +25,7 @@ def short_convolution(
     return list(out[: len(sizes)]), None if window is None else out[len(sizes)]
 
 
-def _forward(x, weight, bias, window, cu_seqlens, lengths, sizes):
+def forward(x, weight, bias, window, cu_seqlens, lengths, sizes):
     x, places = _near(x), _places(x, cu_seqlens)
     made = [torch.empty((*x.shape[:2], size), dtype=x.dtype, device=x.device) for size in sizes]
     after = None if window is None else torch.empty_like(window, memory_format=torch.contiguous_format)
@@ -43,7 +43,7 @@ def _forward(x, weight, bias, window, cu_seqlens, lengths, sizes):
     return made if after is None else [*made, after]
 
 
-def _backward(grads, needed, x, weight, bias, window, cu_seqlens, lengths, sizes):
+def backward(grads, needed, x, weight, bias, window, cu_seqlens, lengths, sizes):
     """Gradients of x, weight, bias and window."""
     x, places, W = _near(x), _places(x, cu_seqlens), weight.shape[1]
     d_ys = [torch.zeros((*x.shape[:2], n), dtype=x.dtype, device=x.device) if d is None else d.to(x.dtype).contiguous()
@@ -94,7 +94,7 @@ def _shapes(x, weight, bias, window, cu_seqlens, lengths, sizes):
 OPERATOR = Operator(
     "short_convolution",
     "Tensor x, Tensor weight, Tensor? bias, Tensor? window, Tensor? cu_seqlens, Tensor? lengths, SymInt[] sizes",
-    tensors=6, differentiable=4, forward=_forward, backward=_backward, shapes=_shapes,
+    tensors=6, differentiable=4, forward=forward, backward=backward, shapes=_shapes,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kdakit.layers.torch.fused import fits
+from kdakit.layers.torch.fused import fast, fits
 from kdakit.layers.torch.fused.operator import Operator
 
 
@@ -19,23 +19,23 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     return OPERATOR(a, b)[0] if a.is_cuda and a.dtype == b.dtype and fits(a, b) else F.silu(a) * b
 
 
-def _forward(a, b):
+def forward(a, b):
     a, b = a.contiguous(), b.contiguous()
     y = torch.empty_like(a)
     if a.numel():
         kernels, on_device = _kernels()
         with on_device(a):
-            kernels.forward(a.numel())(a=a, b=b, y=y)
+            kernels.forward(a.numel(), fast(a))(a=a, b=b, y=y)
     return [y]
 
 
-def _backward(grads, needed, a, b):
+def backward(grads, needed, a, b):
     a, b, d_y = a.contiguous(), b.contiguous(), grads[0].to(a.dtype).contiguous()
     d_a, d_b = torch.empty_like(a), torch.empty_like(b)
     if a.numel():
         kernels, on_device = _kernels()
         with on_device(a):
-            kernels.backward(a.numel())(a=a, b=b, dy=d_y, da=d_a, db=d_b)
+            kernels.backward(a.numel(), fast(a))(a=a, b=b, dy=d_y, da=d_a, db=d_b)
     return [d_a, d_b]
 
 
@@ -43,7 +43,7 @@ def _shapes(a, b):
     return [torch.empty_like(a, memory_format=torch.contiguous_format)]
 
 
-OPERATOR = Operator("swiglu", "Tensor a, Tensor b", tensors=2, differentiable=2, forward=_forward, backward=_backward, shapes=_shapes)
+OPERATOR = Operator("swiglu", "Tensor a, Tensor b", tensors=2, differentiable=2, forward=forward, backward=backward, shapes=_shapes)
 
 
 @lru_cache
