@@ -69,11 +69,16 @@ def times_scales(b_x, p_scales, i: tl.constexpr, o_k, KP: tl.constexpr):
 
 
 @triton.jit
-def load_d_rows(p_d_tiles, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
-    """Gradients of q_decayed and k_in of the span that begins at token FIRST, [BK, 32] each."""
+def load_d_rows(p_d_tiles, p_scales, p_d_q_lost, first, FIRST: tl.constexpr, o_k, b_I, b_I1, KP: tl.constexpr, R: tl.constexpr):
+    """Gradients of q_decayed and k_in of the span that begins at token FIRST, [BK, 32] each. p_d_q_lost: what the former lost, if
+    `first`."""
     o_p = tl.arange(0, 64)[None, :]
     o_x = (o_p // 32 * KP + o_k[:, None]) * R + FIRST + o_p % 32
     b_q, b_k = split_sides(load_d_tile(p_d_tiles, o_x, o_k, b_I, KP))
+    if p_d_q_lost is not None:
+        o_x = o_k[:, None] * R + FIRST + tl.arange(0, 32)[None, :]
+        b_lost = tl.load(p_d_q_lost + o_x, mask=(o_k < KP)[:, None] & first, other=0.0)
+        b_q += product(b_lost, b_I1.to(tl.float16), "ieee")
     return times_scales(b_q, p_scales, 0, o_k, KP), times_scales(b_k, p_scales, 1, o_k, KP)
 
 
@@ -86,7 +91,7 @@ def load_d_columns(p_d_tiles, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.co
 
 @triton.jit
 def span_gradient(
-    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_d_tiles, p_scales, b_I2, b_I1, o_k, KP: tl.constexpr, R: tl.constexpr,
+    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP: tl.constexpr, R: tl.constexpr,
     PLACE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, the 'first' of a chunk (or the only one) or its 'second'. d: its `octet_decays`. For the first
@@ -107,7 +112,7 @@ def span_gradient(
     b_dk += b_col
     b_col = b_k * b_col
     b_from = from_start(b_prefix, c)
-    b_dqd, b_dki = load_d_rows(p_d_tiles, p_scales, FIRST, o_k, b_I2, KP, R)
+    b_dqd, b_dki = load_d_rows(p_d_tiles, p_scales, p_d_q_lost, first, FIRST, o_k, b_I2, b_I1, KP, R)
     if PLACE == "second":
         b_dqd, b_dki = b_dqd * b_other, b_dki * b_other
         b_ahead = tl.sum(b_from * (b_q * b_dqd + b_k * b_dki), 1, keep_dims=True)
@@ -173,7 +178,7 @@ def finish_l2norm(
 
 @triton.jit
 def slice_gradient(
-    p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g,
+    p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, p_d_decay, p_d_q, p_d_k, p_d_g,
     a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
     BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -202,8 +207,8 @@ def slice_gradient(
         b_top = load_pairs(p_pairs, 32, 0, R)
         b_dkd0 = b_after * b_dkd + product(b_left, b_top, PRECISION)
         b_dq, b_dk, b_d_g, b_ahead = span_gradient(
-            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_d_tiles, p_scales, b_I2, b_I1, o_k, KP, R, "second", BOUNDED, PTX,
-            PRECISION,
+            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "second",
+            BOUNDED, PTX, PRECISION,
         )  # fmt: skip
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
@@ -218,8 +223,9 @@ def slice_gradient(
     d = octet_decays(b_e)
     b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
     b_dq, b_dk, b_d_g, _rest = span_gradient(
-        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_d_tiles, p_scales, b_I2, b_I1, o_k, KP, R, "first", BOUNDED, PTX, PRECISION
-    )
+        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "first", BOUNDED, PTX,
+        PRECISION,
+    )  # fmt: skip
     if C > 32:
         b_d_g += b_ahead
     b_d_g += d[3] * b_d_decay
@@ -234,8 +240,8 @@ def slice_gradient(
 
 @kernel
 def gradient_kernel(
-    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
-    p_d_dt_bias,
+    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, p_d_decay, p_d_q, p_d_k, p_d_g,
+    p_d_A_log, p_d_dt_bias,
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
@@ -252,7 +258,7 @@ def gradient_kernel(
     EXACT: tl.constexpr = p_q.dtype.element_ty.is_fp32()
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
-    i_b, _n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
     if start >= eos:
         o_k = tl.arange(0, KP)
@@ -275,6 +281,8 @@ def gradient_kernel(
     p_d_tiles += i_p * 3 * KP * R
     if p_scales is not None:
         p_scales += i_p * 3 * KP
+    if p_d_q_lost is not None:
+        p_d_q_lost += (i_n * HV + i_h) * KP * R
     a = gate_slope(p_A_log, i_h, EXACT, HAS_A_LOG)
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
@@ -282,7 +290,7 @@ def gradient_kernel(
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_d_bias, b_d_A = slice_gradient(
-            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
+            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
             a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
             K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, PRECISION, PTX, HIP,
         )  # fmt: skip
