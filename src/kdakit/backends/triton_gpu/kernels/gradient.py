@@ -91,8 +91,8 @@ def load_d_columns(p_d_tiles, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.co
 
 @triton.jit
 def span_gradient(
-    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP: tl.constexpr, R: tl.constexpr,
-    PLACE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k,
+    KP: tl.constexpr, R: tl.constexpr, PLACE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, the 'first' of a chunk (or the only one) or its 'second'. d: its `octet_decays`. For the first
     b_extra is the gradient of its columns, k decayed to its end. For the second it is the first's columns decayed to its start, with b_top
@@ -290,8 +290,8 @@ def gradient_kernel(
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_d_bias, b_d_A = slice_gradient(
-            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
-            a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
+            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP,
+            p_d_q, p_d_k, p_d_g, a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
             K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, PRECISION, PTX, HIP,
         )  # fmt: skip
         if HAS_DT_BIAS:

@@ -210,8 +210,8 @@ def half_chunk(
     GATE: tl.constexpr, L2NORM: tl.constexpr, PTX: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The HALF tokens from `start`: A_qk above A_kk / beta [2 HALF, HALF]; rows [2 HALF, KP], q above k, decayed from their start; cols
-    [HALF, KP], k decayed to their end; their total decay [KP]; in float32 the key that all are near, or 0. Stores k_in and q_decayed, which decay over the tokens before as well
-    (b_before, unless FIRST)."""
+    [HALF, KP], k decayed to their end; their total decay [KP]; in float32 the key that all are near, or 0: b_r, or if FIRST their first.
+    Stores k_in and q_decayed, which decay over the tokens before as well (b_before, unless FIRST)."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     GROUPS: tl.constexpr = HALF // GROUP
     o_t = row_tokens(HALF, HALF, GROUP)  # [HALF]
@@ -287,7 +287,8 @@ def prepare_kernel(
 
     Grid: (slots * HV,), heads fastest. Writes tiles [slot, HV, 3, C, KP] = k_in, q_decayed, k_solved; squares [slot, HV, C, C] = A_solved;
     decay [slot, HV, KP]; for a backward A_qk inverse and lower = A_kk / beta inverse [slot, HV, C, C], the latter so that
-    inverse = I - Diag(beta) lower. Rows are in the order of `row_tokens`, in float32 of tokens. SOLVE_DTYPE is the operand dtype of what follows A_qk and A_kk.
+    inverse = I - Diag(beta) lower. Rows are in the order of `row_tokens`, in float32 in that of tokens. SOLVE_DTYPE is the operand dtype
+    of what follows A_qk and A_kk.
 
     d(j, i) is never a quotient or difference of cumulative quantities that could cancel. Tokens are paired by levels: at level b each odd
     block of b tokens meets the even block before it, both referred to the boundary between them, so both factors are products of decays
@@ -296,7 +297,7 @@ def prepare_kernel(
     is worked on in halves of HALF tokens (or as one, where C = HALF), whose tiles fit the registers; the top level pairs the halves.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
-    IN_ORDER: tl.constexpr = DTYPE.is_fp32()  # of tokens, from the pairs on: where signs change from token to token, sums over them stay small
+    IN_ORDER: tl.constexpr = DTYPE.is_fp32()  # of tokens, from the pairs on: where signs change from one to the next, sums stay small
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
     if VARLEN:
