@@ -1,12 +1,14 @@
-"""Products of keys that are all nearly the same, for float32.
+"""Products of keys that are nearly the same, for float32.
 
 The product of two equal keys is the same number for every pair of a chunk, and so is the error of its sum over channels. Where nothing is
 forgotten and write strengths are near 2, a sequence multiplies that error by its length, while the token recurrence, which has no such
-product, makes another one at every token. So, with r a key that all others of the chunk are near,
+product, makes another one at every token. So, with r the chunk's first key, and every k that is near it taken as r and the rest of it,
 
     k_i . k_j = |r|^2 + (r . (k_i - r) + r . (k_j - r) + (k_i - r) . (k_j - r))
 
-of which |r|^2 is known to more digits than float32 has, and the rest is small. r = 0 where they are not near: the product itself.
+of which |r|^2 is known to more digits than float32 has, and what is added to it is small. A key that is not near r has no share of it: with
+two of these this is their product itself. Which it is depends on a key and the first one alone, so later tokens change no bit of earlier
+ones.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.device.matrix import product
 
-NEAR = tl.constexpr(0.0625)  # of |r|^2, at most, is |k - r|^2; and a chunk forgets at most this of every channel
+NEAR = tl.constexpr(0.0625)  # |k - r|^2 is less than this of |r|^2
 
 
 @triton.jit
@@ -26,25 +28,24 @@ def first_key(b_k):
 
 
 @triton.jit
-def if_near(b_r, b_k, b_e, m_t):
-    """b_r [KP] if it is near to all keys b_k [R, KP] of tokens m_t [R], and these forget little, with decays b_e [R, KP]; else 0."""
-    b_off = b_k - b_r[None, :]
-    off = tl.max(tl.where(m_t, tl.sum(b_off * b_off, 1), 0.0), 0)
-    forgotten = tl.max(tl.sum(tl.where(m_t[:, None], 1.0 - b_e, 0.0), 0), 0)
-    return tl.where((off < NEAR * tl.sum(b_r * b_r, 0)) & (forgotten < NEAR), b_r, 0.0)
+def shares(b_x, b_r):
+    """b_x [R, KP], decayed keys -> 1 where b_r [KP] is near, else 0 [R]; what is left of them without it; and the product of that with it."""
+    b_off = b_x - b_r[None, :]
+    m_near = tl.sum(b_off * b_off, 1) < NEAR * tl.sum(b_r * b_r, 0)
+    b_off = tl.where(m_near[:, None], b_off, b_x)
+    return tl.where(m_near, 1.0, 0.0), b_off, tl.sum(b_off * b_r[None, :], 1)
 
 
 @triton.jit
 def products_near(b_rows, b_cols, b_r, PRECISION: tl.constexpr):
     """b_rows [2 R, KP], q above k, and b_cols [R, KP] -> b_rows b_cols^T [2 R, R] by way of b_r [KP]."""
-    R: tl.constexpr = b_cols.shape[0]
-    m_k = (tl.arange(0, 2 * R) >= R)[:, None]
-    b_rows = tl.where(m_k, b_rows - b_r[None, :], b_rows)
-    b_cols = b_cols - b_r[None, :]
+    b_of_row, b_rows, b_row_r = shares(b_rows, b_r)
+    b_of_col, b_cols, b_col_r = shares(b_cols, b_r)
     b_wide = b_r.to(tl.float64)
     square = tl.sum(b_wide * b_wide, 0)
     high = square.to(tl.float32)
-    b_rest = tl.sum(b_cols * b_r[None, :], 1) + (square - high.to(tl.float64)).to(tl.float32)  # [R]
+    low = (square - high.to(tl.float64)).to(tl.float32)
+    b_both = b_of_row[:, None] * b_of_col[None, :]  # [2 R, R]
     b_A = product(b_rows, tl.trans(b_cols), PRECISION)
-    b_A += tl.sum(b_rows * b_r[None, :], 1)[:, None] + tl.where(m_k, b_rest[None, :], 0.0)
-    return tl.where(m_k, high + b_A, b_A)
+    b_A += (b_row_r[:, None] * b_of_col[None, :] + b_of_row[:, None] * b_col_r[None, :]) + b_both * low
+    return b_A + b_both * high

@@ -11,7 +11,7 @@ from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.gate import gate_decay, gate_slope, inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.inverse import DIVISIBLE
-from kdakit.backends.triton_gpu.device.like_keys import first_key, if_near, products_near
+from kdakit.backends.triton_gpu.device.like_keys import first_key, products_near
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
 from kdakit.backends.triton_gpu.device.program import find_sequence, first_slot, row_tokens
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
@@ -138,11 +138,11 @@ def pair_products(b_rows, b_cols, b_r, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inverse_by_doubling(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_by_doubling(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 for strictly lower A [C, C] by masked doubling:  X <- X - X (A o M_b) X,  b = 1, 2, .., C/2.
 
     M_b are the pairs whose blocks of b tokens are siblings; X is then the inverse of I + A restricted to blocks of 2b. The algebra is
-    exact: no powers of A appear, so nothing grows and cancels.
+    exact: no powers of A appear, so nothing grows and cancels. EXACT, for float32: a step of Newton's,  X <- X + X (I - (I + A) X).
     """
     o_x = o_t[:, None] ^ o_t[None, :]  # [C, C]: the highest bit tells the level
     b_X = tl.where(o_x == 0, 1.0, 0.0) - tl.where(o_x == 1, b_A, 0.0)
@@ -152,6 +152,9 @@ def inverse_by_doubling(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISIO
             b_Xn = round_to(b_X, DTYPE)
             b_Y = product(round_to(tl.where(m_b, b_A, 0.0), DTYPE), b_Xn, PRECISION)
             b_X = b_X - product(b_Xn, round_to(b_Y, DTYPE), PRECISION)
+    if EXACT:
+        b_off = tl.where(o_x == 0, 1.0, 0.0) - b_X - product(b_A, b_X, PRECISION)
+        b_X = b_X + product(b_X, b_off, PRECISION)
     return b_X
 
 
@@ -210,7 +213,7 @@ def half_chunk(
     GATE: tl.constexpr, L2NORM: tl.constexpr, PTX: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The HALF tokens from `start`: A_qk above A_kk / beta [2 HALF, HALF]; rows [2 HALF, KP], q above k, decayed from their start; cols
-    [HALF, KP], k decayed to their end; their total decay [KP]; in float32 the key that all are near, or 0: b_r, or if FIRST their first.
+    [HALF, KP], k decayed to their end; their total decay [KP]; in float32 the chunk's first key (b_r, unless FIRST).
     Stores k_in and q_decayed, which decay over the tokens before as well (b_before, unless FIRST)."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     GROUPS: tl.constexpr = HALF // GROUP
@@ -239,9 +242,8 @@ def half_chunk(
     b_qk = tl.reshape(b_qk * b_scale, [2, GROUP, GROUPS, KP])
     b_k = pick_row(b_qk, 1)  # [GROUP, GROUPS, KP]
     b_dot = tl.reshape(tl.sum(pick_row(b_qk, 0) * b_k, 2), [HALF])
-    if DTYPE.is_fp32():
-        b_keys = tl.reshape(b_k, [HALF, KP])
-        b_r = if_near(first_key(b_keys) if FIRST else b_r, b_keys, b_g, m_t)
+    if FIRST and DTYPE.is_fp32():
+        b_r = first_key(tl.reshape(b_k, [HALF, KP]))
     b_qk = b_qk * b_row[None]
     b_near = flat_rows(b_qk, 2 * HALF, KP, DTYPE)  # decayed from the reference of their block
     if ONE_LEVEL:
@@ -344,7 +346,7 @@ def prepare_kernel(
         b_A, b_cols = pairs_by_token(b_A, GROUP), rows_by_token(b_cols, HALF, GROUP)
         b_beta = tl.sum(rows_by_token(b_beta[:, None], HALF, GROUP), 1)
     b_A_qk, b_A_kk = split_q_above_k(b_A)
-    b_T = inverse_by_doubling(b_A_kk * b_beta[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
+    b_T = inverse_by_doubling(b_A_kk * b_beta[:, None], o_t, HALF, SOLVE_DTYPE, IN_ORDER, PRECISION)
     b_T = round_to(b_T, SOLVE_DTYPE)  # [HALF, HALF]
     b_square = product(round_to(b_A_qk, SOLVE_DTYPE), b_T, PRECISION)
     tl.store(p_square, round_to(b_square * b_beta[None, :], DTYPE))
@@ -354,7 +356,7 @@ def prepare_kernel(
         tl.store(p_solved, round_to(b_square, DTYPE))
         tl.store(p_lower, round_to(lower_of(b_T, b_A_kk, b_beta, o_t, PRECISION), SOLVE_DTYPE))
     if C > HALF:
-        b_A, b_rows, b_cols1, b_decay1, b_r = half_chunk(
+        b_A, b_rows, b_cols1, b_decay1, _r = half_chunk(
             b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start + HALF, eos, b_decay, b_r,
             KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, False, PRECISION,
         )  # fmt: skip
@@ -363,7 +365,7 @@ def prepare_kernel(
             b_beta1 = tl.sum(rows_by_token(b_beta1[:, None], HALF, GROUP), 1)
         b_A_qk, b_A_kk = split_q_above_k(b_A)
         b_A_qk10, b_A_kk10 = split_q_above_k(pair_products(b_rows, b_cols, b_r, PRECISION))  # rows of the second half, columns of the first
-        b_T1 = inverse_by_doubling(b_A_kk * b_beta1[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
+        b_T1 = inverse_by_doubling(b_A_kk * b_beta1[:, None], o_t, HALF, SOLVE_DTYPE, IN_ORDER, PRECISION)
         b_T1 = round_to(b_T1, SOLVE_DTYPE)
         b_T10 = product(round_to(b_A_kk10 * b_beta1[:, None], SOLVE_DTYPE), b_T, PRECISION)
         b_T10 = round_to(-product(b_T1, round_to(b_T10, SOLVE_DTYPE), PRECISION), SOLVE_DTYPE)
