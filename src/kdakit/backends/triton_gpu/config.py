@@ -175,6 +175,14 @@ def exact_q(problem: Problem) -> bool:
     return corrected(problem) and problem.dtype == "bfloat16" and not o.l2norm and math.frexp(abs(o.scale))[0] == 0.5
 
 
+def exact_pairs(problem: Problem, config: Config) -> bool:
+    """Pairs' gradients are kept in float32 beside half-precision operands. Write strengths above 1 have inverses whose entries change
+    signs: where keys are alike, gradients of pairs cancel in every gate's, and once more in those of the gate's parameters. Not where
+    `gradient_normed` takes them, whose speed is what it is for."""
+    o = problem.options
+    return config.gradient_dtype == "float32" or (o.beta == "double_sigmoid" and o.gate != "log_decay" and not config.by_token)
+
+
 def as_computed(problem: Problem) -> Problem:
     """The problem in the dtype that it is computed in. Gradients of bfloat16 heads of up to 16 channels are computed as float32: as many
     tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little."""

@@ -29,7 +29,7 @@ def first_key(b_k):
 
 @triton.jit
 def shares(b_x, b_r):
-    """b_x [R, KP], decayed keys -> 1 where b_r [KP] is near, else 0 [R]; what is left of them without it; and the product of that with it."""
+    """b_x [R, KP], decayed keys -> 1 where b_r [KP] is near, else 0 [R]; what is left of them without it; the product of that with b_r."""
     b_off = b_x - b_r[None, :]
     m_near = tl.sum(b_off * b_off, 1) < NEAR * tl.sum(b_r * b_r, 0)
     b_off = tl.where(m_near[:, None], b_off, b_x)

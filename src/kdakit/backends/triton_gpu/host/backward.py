@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, exact_q, padded
+from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, exact_pairs, exact_q, padded
 from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
@@ -183,7 +183,7 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
     part = torch.float32 if small == torch.float32 else torch.float16
     mine = y.tiles.dtype == small and C == R and not problem.options.disable_recompute
     out = Products(
-        torch.empty((slots, HV, 2, R, R), dtype=small, device=device),
+        torch.empty((slots, HV, 2, R, R), dtype=torch.float32 if exact_pairs(problem, config) else small, device=device),
         y.tiles.view(slots, HV, 3, KP, R).view(part) if mine else torch.empty((slots, HV, 3, KP, R), dtype=part, device=device),
         None if part == torch.float32 else torch.empty((slots, HV, 3, KP), device=device),
         torch.empty((problem.N, HV, KP, R), dtype=part, device=device) if exact_q(problem) else None,

@@ -260,11 +260,11 @@ def products_kernel(
     b_Aq = times_solved(b_Pq, X, GRADIENT_DTYPE, PRECISION) * b_norm_q[:, None]
     if BY_TOKEN:
         b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)
-    tl.store(p_pair, round_to(b_Aq, GRADIENT_DTYPE))
+    tl.store(p_pair, round_to(b_Aq, p_pairs.dtype.element_ty))
     b_Ak = times_solved(b_Pk, X, GRADIENT_DTYPE, PRECISION, False) * (-b_lacks * b_norm_k)[:, None]
     if BY_TOKEN:
         b_Ak = tl.where(o_i[:, None] > o_i[None, :], b_Ak, 0.0)
-    tl.store(p_pair + R * R, round_to(b_Ak, GRADIENT_DTYPE))
+    tl.store(p_pair + R * R, round_to(b_Ak, p_pairs.dtype.element_ty))
     m_N = (o_i < C)[:, None] & (o_p < C)[None, :]
     p_N = p_lower + i_p * C * C + row_of_token(o_i, HALF, GROUP)[:, None] * C + o_p[None, :]
     b_T = tl.where(o_i[:, None] == o_c[None, :], 1.0, 0.0) - tl.load(p_N, mask=m_N, other=0.0).to(tl.float32) * b_beta_c[None, :]
