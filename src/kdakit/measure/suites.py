@@ -82,6 +82,12 @@ SUITES: dict[str, dict[str, Entry]] = {
         "fwd h64": Entry(_half(SHAPES["h64"]), ALL),
         "fwd h32": Entry(_half(SHAPES["h32"]), ALL),
     },
+    # Other head sizes, K = V, as many channels in all: what a multiplication costs there.
+    "sizes": {
+        f"{mode} k{K}": Entry(_half(Shape(1, 8192, 4096 // K, K), mode), TORCH if mode == "fwd" else ("triton_gpu", "fla"))
+        for mode in ("fwd", "fwdbwd")
+        for K in (32, 64, 96, 128, 192, 256)
+    },
 }
 
 
@@ -112,6 +118,11 @@ def _below(entry: str, ours: str, limit: float) -> Aim:
     return Aim(f"{entry}: {ours}, ms", lambda ms: ms(entry, ours), False, limit)
 
 
+def _per_flop(mode: str, K: int, limit: float) -> Aim:
+    value = lambda ms: ms(f"{mode} k128", "triton_gpu", "flops_per_s") / ms(f"{mode} k{K}", "triton_gpu", "flops_per_s")
+    return Aim(f"{mode} k{K}: triton_gpu, time per FLOP over that of K = 128", value, False, limit)
+
+
 def _memory(entry: str, limit: float) -> Aim:
     value = lambda ms: ms(entry, "triton_gpu", "extra_mib") / ms(entry, "fla", "extra_mib")
     return Aim(f"{entry}: triton_gpu, peak memory as a share of fla's", value, False, limit)
@@ -137,6 +148,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         *(_faster(f"fwd k{K} c{C}", "cuda_prefill", "fla", 2.0, f"fwd k{K} c64", ", w and u too") for K in (64, 128) for C in (64, 32)),
         *(_faster(entry, "cuda", "flash_kda", 2.0) for entry in ("fwd h96", "fwd h64", "fwd h32")),
     ),
+    "sizes": (_per_flop("fwd", 64, 1.15), _per_flop("fwdbwd", 64, 1.15)),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from kdakit.backends.torch_native.blocks import spiked
 from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
 from kdakit.backends.torch_native.intra import intra
 from kdakit.backends.torch_native.output import output
-from kdakit.backends.torch_native.plan import chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
+from kdakit.backends.torch_native.plan import as_chunked, chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
 from kdakit.backends.torch_native.state import state
 from kdakit.backends.torch_native.step import recurrence
 from kdakit.problem import Arrays, Problem
@@ -33,6 +33,7 @@ def default_config(problem: Problem, device: Any) -> None:
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of what `forward` keeps for `backward` beside the inputs: A, its inverse and the state before each piece; with
     disable_recompute the state before each chunk, v - k S and v_new."""
+    problem = as_chunked(problem)
     rows = problem.HV if problem.varlen else problem.B * problem.HV
     NT, C, K, V = problem.chunks, chunk_tokens(problem), problem.K, problem.V
     shapes: list[tuple[int, ...]] = [(NT, rows, 2, C, C), (NT, rows, C, C)]
@@ -53,6 +54,7 @@ class Chunks(NamedTuple):
 
 
 def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Result, list[torch.Tensor]]:
+    problem = as_chunked(problem)
     plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
     keep_memory(device)
     initial = initial_states(problem, arrays)
@@ -91,6 +93,7 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Any = None) -> Arrays:
+    problem = as_chunked(problem)
     plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
     keep_memory(device)
     initial, look = initial_states(problem, arrays), device.type == "cpu"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from kdakit.backends.torch_native.levels import flushed, flushed_product
+from kdakit.backends.torch_native.levels import flushed, flushed_product, paired
 
 
 class Meeting(NamedTuple):
@@ -53,7 +53,7 @@ def meet(A, entered, left_over, whole, flush, keep) -> Chunk:
         meeting = Meeting(b_odd, a_even, left, right)
         if A is not None:
             left, right = _matrices(meeting)
-            _blocks_of_A(A, meeting).copy_(torch.bmm(left, right.mT).view(*meeting.left.shape[:-1], -1).permute(0, 3, 2, 4, 5, 1))
+            _blocks_of_A(A, meeting).copy_(paired(left, right).view(*meeting.left.shape[:-1], -1).permute(0, 3, 2, 4, 5, 1))
         if keep:
             meetings.append(meeting)
         before, after = torch.stack([b_even, b_odd * t_even], 2).view(M, n, K), torch.stack([a_even * t_odd, a_odd], 2).view(M, n, K)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from kdakit.backends.torch_native.levels import Level, decayed, decays, flushed, least
+from kdakit.backends.torch_native.levels import Level, decayed, decays, flushed, least, paired
 
 BLOCK = 32
 SPAN = 2.0**-58  # e^-40, or gates of -1.25 a token; with factors that small, gradients may still be as small as 1e-20
@@ -73,7 +73,7 @@ def inside(rows, g, strong: bool, flush: bool) -> Inside:
 def add_block_products(A, level: Level):
     """Into A [M, 2, C, C]: A_qk with its diagonal, A_kk without."""
     M, n, _, W, K = level.left.shape
-    product = torch.bmm(level.left.view(M * n, 2 * W, K), level.right.view(M * n, W, K).mT).view(M * n, 2, W, W)
+    product = paired(level.left.view(M * n, 2 * W, K), level.right.view(M * n, W, K)).view(M * n, 2, W, W)
     product[:, 0].tril_()
     product[:, 1].tril_(-1)
     _diagonal_blocks(A, W).add_(product.view(M, n, 2, W, W))

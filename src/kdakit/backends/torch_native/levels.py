@@ -78,6 +78,14 @@ def decays(g, flush: bool):
     return flushed(g.clamp_min(math.log(least(g.dtype)) - 1).exp_()) if flush else g.exp()
 
 
+def paired(left, right):
+    """left right^T, [.., m, K] and [.., n, K]: the pairs' products, on a CPU summed in float64. Identical keys have the same products with
+    the same error, and where nothing is forgotten a sequence multiplies it by its length."""
+    if left.dtype != torch.float32 or left.device.type != "cpu":
+        return torch.bmm(left, right.mT)
+    return torch.bmm(left.double(), right.mT.double()).float()
+
+
 def climb(A, rows, k, prefix, suffix, sizes, flush, keep, far=None):
     """The levels b in `sizes`: rows [M, 2, C, K], columns k [M, C, K], prefix and suffix of blocks of sizes[0]. far [M, C, K]: 1 for the
     rows and channels to be taken, 0 for the others; None for all.
@@ -91,7 +99,7 @@ def climb(A, rows, k, prefix, suffix, sizes, flush, keep, far=None):
         level = Level(row, s_even, decayed(odd_rows(rows, b), row), halves(k, b)[0] * s_even)
         if A is not None:
             left, right = _grouped(level)
-            _blocks_of_A(A, b).copy_(_own(torch.bmm(left, right.mT), k.shape[0], b).permute(0, 2, 3, 4, 1, 5).flatten(4))
+            _blocks_of_A(A, b).copy_(_own(paired(left, right), k.shape[0], b).permute(0, 2, 3, 4, 1, 5).flatten(4))
         if keep:
             levels.append(level)
         prefix, suffix = _doubled(prefix, suffix, b, flush)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, corrected, padded
+from kdakit.backends.triton_gpu.config import Config, corrected, exact_q, padded
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -30,7 +30,7 @@ def sizes(problem: Problem, config: Config) -> dict[str, Any]:
         VP=padded(problem.V),
         C=config.chunk,  # tokens of a chunk
         HALF=config.half,  # rows of a chunk that the prepare kernel makes at a time, see device.program.row_tokens
-        GROUP=config.group,
+        GROUP=1 if problem.dtype == "float32" else config.group,  # but in the prepare kernel, which then brings rows into tokens' order
         DIAGONAL=config.diagonal,
         EVERY=max(1, problem.options.chunk_size // config.chunk),  # chunks between the states that are asked for
         CHECKPOINT=config.checkpoint,  # chunks between the states that a backward starts from
@@ -66,6 +66,7 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         HAS_LOWER=problem.needs_grad,
         HAS_CHECKPOINTS=problem.needs_grad,
         HAS_FIRST=corrected(problem),
+        HAS_Q_LOST=exact_q(problem),
         HAS_LOST=config.exact_last,
         BOUNDED=config.bounded,
         BY_TOKEN=config.by_token,

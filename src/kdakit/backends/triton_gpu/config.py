@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -166,6 +167,20 @@ def bounded(problem: Problem) -> bool:
 def corrected(problem: Problem) -> bool:
     """Half-precision tiles: the gradient of the initial state gets back what they lost."""
     return problem.has_initial_state and problem.dtype != "float32"
+
+
+def exact_q(problem: Problem) -> bool:
+    """scale q are bfloat16 numbers, of which the plain recurrence loses nothing: neither may the way from q to the caller's state."""
+    o = problem.options
+    return corrected(problem) and problem.dtype == "bfloat16" and not o.l2norm and math.frexp(abs(o.scale))[0] == 0.5
+
+
+def exact_pairs(problem: Problem, config: Config) -> bool:
+    """Pairs' gradients are kept in float32 beside half-precision operands. Write strengths above 1 have inverses whose entries change
+    signs: where keys are alike, gradients of pairs cancel in every gate's, and once more in those of the gate's parameters. Not where
+    `gradient_normed` takes them, whose speed is what it is for."""
+    o = problem.options
+    return config.gradient_dtype == "float32" or (o.beta == "double_sigmoid" and o.gate != "log_decay" and not config.by_token)
 
 
 def as_computed(problem: Problem) -> Problem:

@@ -24,12 +24,21 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     spread_octets,
 )
 from kdakit.backends.triton_gpu.device.gate import reciprocal
-from kdakit.backends.triton_gpu.device.matrix import product, round_to
+from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off
 
 
 @triton.jit
-def level_pairs(b_dA, b: tl.constexpr, DTYPE: tl.constexpr):
-    """b_dA [64, 32], the span's rows twice (q, k) and its columns -> the pairs of level b, rounded; level 0: all inside blocks of 16, and
+def with_pairs(b_x, b_M, PRECISION: tl.constexpr):
+    """b_x b_M for pairs b_M of b_x's dtype, or in float32: then in two parts, of which nothing is lost."""
+    DTYPE: tl.constexpr = b_x.dtype
+    if b_M.dtype == DTYPE:
+        return product(b_x, b_M, PRECISION)
+    return product_add(b_x, rounded_off(b_M, DTYPE), product(b_x, round_to(b_M, DTYPE), PRECISION), PRECISION)
+
+
+@triton.jit
+def level_pairs(b_dA, b: tl.constexpr):
+    """b_dA [64, 32], the span's rows twice (q, k) and its columns -> the pairs of level b; level 0: all inside blocks of 16, and
     the diagonal of q."""
     o_p = tl.arange(0, 64)[:, None]
     o_i, o_j = (span_tokens(64) % 32)[:, None], span_tokens(32)[None, :]
@@ -37,7 +46,7 @@ def level_pairs(b_dA, b: tl.constexpr, DTYPE: tl.constexpr):
         m_pairs = (o_i // 16 == o_j // 16) & ((o_i > o_j) | ((o_i == o_j) & (o_p < 32)))
     else:
         m_pairs = (o_i // b % 2 == 1) & (o_i // b == o_j // b + 1)
-    return round_to(tl.where(m_pairs, b_dA.to(tl.float32), 0.0), DTYPE)
+    return round_to(tl.where(m_pairs, b_dA.to(tl.float32), 0.0), b_dA.dtype)
 
 
 @triton.jit
@@ -48,21 +57,20 @@ def diagonal_of(b_dA):
 
 
 @triton.jit
-def level_gradient(b_q, b_k, b_f, b_M, PRECISION: tl.constexpr):
+def level_gradient(b_q, b_k, b_f, b_M, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """One level: q and k times b_f, which decays tokens of odd blocks from the boundary and tokens of even blocks to it; b_M [64, 32].
 
     Returns the gradients of q and k [BK, 32], and what each token, a row or a column, has to do with the gates.
     """
-    DTYPE: tl.constexpr = b_M.dtype
     b_z = b_k * b_f
-    b_dk = product(round_to(side_by_side(b_q * b_f, b_z), DTYPE), b_M, PRECISION)
-    b_dq, b_dk1 = split_sides(product(round_to(b_z, DTYPE), tl.trans(b_M), PRECISION))
+    b_dk = with_pairs(round_to(side_by_side(b_q * b_f, b_z), DTYPE), b_M, PRECISION)
+    b_dq, b_dk1 = split_sides(with_pairs(round_to(b_z, DTYPE), tl.trans(b_M), PRECISION))
     b_dq, b_dk = b_dq * b_f, (b_dk + b_dk1) * b_f
     return b_dq, b_dk, b_q * b_dq + b_k * b_dk
 
 
 @triton.jit
-def block_gradient(b_q, b_k, b_row, b_col, b_M, PRECISION: tl.constexpr):
+def block_gradient(b_q, b_k, b_row, b_col, b_M, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """All pairs inside blocks of 16 tokens, rows times b_row and columns times b_col = 1 / b_row, referred to the block's middle: 2^58 at
     most when log-decays are at least -5.
 
@@ -70,13 +78,12 @@ def block_gradient(b_q, b_k, b_row, b_col, b_M, PRECISION: tl.constexpr):
     as they were rounded, so that a pair which must vanish does so but for float32 sums, and what is left is no smaller than e^-5 of what
     vanished.
     """
-    DTYPE: tl.constexpr = b_M.dtype
     b_left = round_to(side_by_side(b_q * b_row, b_k * b_row), DTYPE)
     b_right = round_to(b_k * b_col, DTYPE)
-    b_dk = product(b_left, b_M, PRECISION)
+    b_dk = with_pairs(b_left, b_M, PRECISION)
     b_u = -b_right.to(tl.float32) * b_dk
     b_dk = b_dk * b_col
-    b_dq, b_dk1 = split_sides(product(b_right, tl.trans(b_M), PRECISION))
+    b_dq, b_dk1 = split_sides(with_pairs(b_right, tl.trans(b_M), PRECISION))
     b_lq, b_lk = split_sides(b_left)
     b_u += b_lq.to(tl.float32) * b_dq + b_lk.to(tl.float32) * b_dk1
     return b_dq * b_row, b_dk + b_dk1 * b_row, b_u
@@ -114,32 +121,30 @@ def block_sums(b_rows, b_cols):
 
 
 @triton.jit
-def bounded_pairs(b_q, b_k, b_prefix, c, b_dA, PTX: tl.constexpr, PRECISION: tl.constexpr):
+def bounded_pairs(b_q, b_k, b_prefix, c, b_dA, DTYPE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of q, k and the gates from all pairs of a span when log-decays are at least -5: b_prefix is large enough to divide by."""
-    DTYPE: tl.constexpr = b_dA.dtype
     o_t = span_tokens(32)[None, :]
     b_one = tl.full(c[0].shape, 1.0, tl.float32)
     b_total = per_octet(c[0], c[1], c[2], c[3])
     b_row = b_prefix * spread_octets(per_octet(reciprocal(c[0], PTX), b_one, reciprocal(c[2], PTX), b_one))
-    b_dq, b_dk, b_w = block_gradient(b_q, b_k, b_row, reciprocal(b_row, PTX), level_pairs(b_dA, 0, DTYPE), PRECISION)
+    b_dq, b_dk, b_w = block_gradient(b_q, b_k, b_row, reciprocal(b_row, PTX), level_pairs(b_dA, 0), DTYPE, PRECISION)
     b_f = tl.where(o_t >= 16, b_prefix, reciprocal(b_prefix, PTX) * spread_octets(b_total)) * spread_octets(
         per_octet(c[1], b_one, b_one, c[2])
     )
-    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16, DTYPE), PRECISION)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16), DTYPE, PRECISION)
     return b_dq + b_dq1, b_dk + b_dk1, block_sums(b_w + tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
 
 
 @triton.jit
-def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION: tl.constexpr):
+def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients of q, k and the gates from all pairs of a span, any gate: levels 16 to 1. No share of a gate is a difference."""
-    DTYPE: tl.constexpr = b_dA.dtype
     o_t = span_tokens(32)[None, :]
     b_one = tl.full(c[0].shape, 1.0, tl.float32)
     b_f = tl.where(o_t >= 16, b_prefix, b_suffix) * spread_octets(per_octet(c[1], b_one, b_one, c[2]))
-    b_dq, b_dk, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16, DTYPE), PRECISION)
+    b_dq, b_dk, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 16), DTYPE, PRECISION)
     b_d_g = block_sums(tl.where(o_t >= 16, b_u, 0.0), tl.where(o_t >= 16, 0.0, b_u))
     m_odd = o_t // 8 % 2 == 1
-    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, tl.where(m_odd, b_prefix, b_suffix), level_pairs(b_dA, 8, DTYPE), PRECISION)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, tl.where(m_odd, b_prefix, b_suffix), level_pairs(b_dA, 8), DTYPE, PRECISION)
     b_dq, b_dk = b_dq + b_dq1, b_dk + b_dk1
     b_d_g += gate_sums(tl.where(m_odd, b_u, 0.0), tl.where(m_odd, 0.0, b_u), tl.zeros([b_k.shape[0], 4], tl.float32))
 
@@ -149,19 +154,19 @@ def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION: tl.co
     b_45, b_23 = e[4] * e[5], e[2] * e[3]
     b_456 = b_45 * e[6]
     b_f = join_octets((e[1] * b_23, b_23, e[3], b_1, e[4], b_45, b_456, b_456 * e[7]))
-    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 4, DTYPE), PRECISION)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 4), DTYPE, PRECISION)
     b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, split_octets(b_u)
     b_67, b_01 = u[6] + u[7], u[0] + u[1]
     b_567 = u[5] + b_67
     b_d_g += join_octets((b_0, u[0], b_01, b_01 + u[2], u[4] + b_567, b_567, b_67, u[7]))
 
     b_f = join_octets((e[1], b_1, e[2], b_23, e[5], b_1, e[6], e[6] * e[7]))
-    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 2, DTYPE), PRECISION)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 2), DTYPE, PRECISION)
     b_dq, b_dk, u = b_dq + b_dq1, b_dk + b_dk1, split_octets(b_u)
     b_d_g += join_octets((b_0, u[0], u[2] + u[3], u[3], b_0, u[4], u[6] + u[7], u[7]))
 
     b_f = join_octets((b_1, e[1], b_1, e[3], b_1, e[5], b_1, e[7]))
-    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 1, DTYPE), PRECISION)
+    b_dq1, b_dk1, b_u = level_gradient(b_q, b_k, b_f, level_pairs(b_dA, 1), DTYPE, PRECISION)
     b_diagonal, u = diagonal_of(b_dA)[None, :], split_octets(b_u)
     b_dq, b_dk = b_dq + b_dq1 + b_diagonal * b_k, b_dk + b_dk1 + b_diagonal * b_q
     return b_dq, b_dk, b_d_g + join_octets((b_0, u[1], b_0, u[3], b_0, u[5], b_0, u[7]))

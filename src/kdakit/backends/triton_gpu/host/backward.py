@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, padded
+from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, exact_pairs, exact_q, padded
 from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
@@ -32,6 +32,7 @@ class Replayed(NamedTuple):
     states: torch.Tensor  # [slots, HV, VP, KP]  before each chunk
     r: torch.Tensor  # [B, T, HV, V]  v - k_in S
     r_lost: torch.Tensor | None = None  # [N, HV, C, VP]  what rounding took from r of the last chunks, if config.exact_last
+    q_lost: torch.Tensor | None = None  # [slots, HV, C, KP]  what it took from q_decayed, if exact_q
 
 
 def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
@@ -40,8 +41,9 @@ def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ..
     first = problem.N if corrected(problem) else 0
     shapes = [(slots, HV, 3, C, KP), (slots, HV, KP), (slots, HV, 3, C), (first, HV, 2, C, KP), (slots, HV, VP, KP)]
     shapes += [(problem.B, problem.T, HV, problem.V)] + [last_shape(problem, config)] * config.exact_last
+    shapes += [(slots, HV, C, KP)] * exact_q(problem)
     lost = "float32" if problem.dtype == "float16" else problem.dtype  # strong decays underflow in float16
-    dtypes = (problem.dtype, "float32", "float32", lost, problem.dtype, problem.dtype, problem.dtype)
+    dtypes = (problem.dtype, "float32", "float32", lost, *(problem.dtype,) * 4)
     return list(zip(shapes, dtypes, strict=False))
 
 
@@ -92,6 +94,7 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -
             decay=out.decay,
             factors=out.factors,
             first=out.first,
+            **({} if config.normed else {"q_lost": out.q_lost}),
         )
     return out
 
@@ -141,6 +144,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
             tiles=y.tiles,
             k_solved=k_solved(y, config),
             solved=solved,
+            q_lost=y.q_lost,
             decay=y.decay,
             factors=y.factors,
             cu_seqlens=arrays.cu_seqlens,
@@ -167,6 +171,7 @@ class Products(NamedTuple):
     pairs: torch.Tensor  # [slots, HV, 2, R, R]
     d_tiles: torch.Tensor  # [slots, HV, 3, KP, R]  of q_decayed, k_in, k_solved, float16 or float32
     scales: torch.Tensor | None  # [slots, HV, 3, KP]  of float16 tiles
+    d_q_lost: torch.Tensor | None  # [N, HV, KP, R]  what rounding took from q_decayed's of the first chunks, if exact_q
     d_decay: torch.Tensor  # [slots, HV, KP]
     d_beta: torch.Tensor
 
@@ -178,9 +183,10 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
     part = torch.float32 if small == torch.float32 else torch.float16
     mine = y.tiles.dtype == small and C == R and not problem.options.disable_recompute
     out = Products(
-        torch.empty((slots, HV, 2, R, R), dtype=small, device=device),
+        torch.empty((slots, HV, 2, R, R), dtype=torch.float32 if exact_pairs(problem, config) else small, device=device),
         y.tiles.view(slots, HV, 3, KP, R).view(part) if mine else torch.empty((slots, HV, 3, KP, R), dtype=part, device=device),
         None if part == torch.float32 else torch.empty((slots, HV, 3, KP), device=device),
+        torch.empty((problem.N, HV, KP, R), dtype=part, device=device) if exact_q(problem) else None,
         torch.empty((slots, HV, KP), device=device),
         torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=device),
     )
@@ -201,6 +207,7 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
             pairs=out.pairs,
             d_tiles=out.d_tiles,
             scales=out.scales,
+            d_q_lost=out.d_q_lost,
             alone=back.alone,
             y_lost=back.y_lost,
             r_lost=y.r_lost,
@@ -226,6 +233,7 @@ def gradient_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, 
         d_tiles=z.d_tiles,
         scales=z.scales,
         d_decay=z.d_decay,
+        **({} if config.by_token else {"d_q_lost": z.d_q_lost}),
     )
 
 

@@ -23,7 +23,7 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
 )
 from kdakit.backends.triton_gpu.device.gate import gate_backward, gate_decay, gate_slope
 from kdakit.backends.triton_gpu.device.matrix import product, round_to
-from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs
+from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs, with_pairs
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -69,11 +69,16 @@ def times_scales(b_x, p_scales, i: tl.constexpr, o_k, KP: tl.constexpr):
 
 
 @triton.jit
-def load_d_rows(p_d_tiles, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.constexpr, R: tl.constexpr):
-    """Gradients of q_decayed and k_in of the span that begins at token FIRST, [BK, 32] each."""
+def load_d_rows(p_d_tiles, p_scales, p_d_q_lost, first, FIRST: tl.constexpr, o_k, b_I, b_I1, KP: tl.constexpr, R: tl.constexpr):
+    """Gradients of q_decayed and k_in of the span that begins at token FIRST, [BK, 32] each. p_d_q_lost: what the former lost, if
+    `first`."""
     o_p = tl.arange(0, 64)[None, :]
     o_x = (o_p // 32 * KP + o_k[:, None]) * R + FIRST + o_p % 32
     b_q, b_k = split_sides(load_d_tile(p_d_tiles, o_x, o_k, b_I, KP))
+    if p_d_q_lost is not None:
+        o_x = o_k[:, None] * R + FIRST + tl.arange(0, 32)[None, :]
+        b_lost = tl.load(p_d_q_lost + o_x, mask=(o_k < KP)[:, None] & first, other=0.0)
+        b_q += product(b_lost, b_I1.to(tl.float16), "ieee")
     return times_scales(b_q, p_scales, 0, o_k, KP), times_scales(b_k, p_scales, 1, o_k, KP)
 
 
@@ -86,8 +91,9 @@ def load_d_columns(p_d_tiles, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.co
 
 @triton.jit
 def span_gradient(
-    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_d_tiles, p_scales, b_I2, b_I1, o_k, KP: tl.constexpr, R: tl.constexpr,
-    PLACE: tl.constexpr, BOUNDED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k,
+    KP: tl.constexpr, R: tl.constexpr, PLACE: tl.constexpr, BOUNDED: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, the 'first' of a chunk (or the only one) or its 'second'. d: its `octet_decays`. For the first
     b_extra is the gradient of its columns, k decayed to its end. For the second it is the first's columns decayed to its start, with b_top
@@ -100,18 +106,18 @@ def span_gradient(
     b_prefix, b_suffix, c, b_ahead = d
     b_dA = load_pairs(p_pairs, FIRST, FIRST, R)
     if BOUNDED:
-        b_dq, b_dk, b_d_g = bounded_pairs(b_q, b_k, b_prefix, c, b_dA, PTX, PRECISION)
+        b_dq, b_dk, b_d_g = bounded_pairs(b_q, b_k, b_prefix, c, b_dA, DTYPE, PTX, PRECISION)
     else:
-        b_dq, b_dk, b_d_g = unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, PRECISION)
+        b_dq, b_dk, b_d_g = unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, DTYPE, PRECISION)
     b_col = to_end(b_suffix, c) * (load_d_columns(p_d_tiles, p_scales, 32, o_k, b_I1, KP, R) if PLACE == "second" else b_extra)
     b_dk += b_col
     b_col = b_k * b_col
     b_from = from_start(b_prefix, c)
-    b_dqd, b_dki = load_d_rows(p_d_tiles, p_scales, FIRST, o_k, b_I2, KP, R)
+    b_dqd, b_dki = load_d_rows(p_d_tiles, p_scales, p_d_q_lost, first, FIRST, o_k, b_I2, b_I1, KP, R)
     if PLACE == "second":
         b_dqd, b_dki = b_dqd * b_other, b_dki * b_other
         b_ahead = tl.sum(b_from * (b_q * b_dqd + b_k * b_dki), 1, keep_dims=True)
-        b_Lq, b_Lk = split_sides(product(b_extra, tl.trans(b_top), PRECISION))
+        b_Lq, b_Lk = split_sides(with_pairs(b_extra, tl.trans(b_top), PRECISION))
         b_dqd, b_dki = b_dqd + b_Lq, b_dki + b_Lk
     b_dqd, b_dki = b_from * b_dqd, b_from * b_dki
     b_d_g += span_sums(b_q * b_dqd + b_k * b_dki, b_col)
@@ -173,15 +179,14 @@ def finish_l2norm(
 
 @triton.jit
 def slice_gradient(
-    p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g,
+    p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, p_d_decay, p_d_q, p_d_k, p_d_g,
     a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    PTX: tl.constexpr, HIP: tl.constexpr,
+    BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
-    """Channels o_k [BK] of a chunk: its second span, if it has one, then its first. Stores the gradients of q, k and g; returns the chunk's
-    share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
-    GRADIENT_DTYPE: tl.constexpr = p_pairs.dtype.element_ty
+    """Channels o_k [BK] of a chunk: its second span, if it has one, then its first, with operands of DTYPE. Stores the gradients of
+    q, k and g; returns the chunk's share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
     R: tl.constexpr = C if C > 32 else 32
     o_0, b_I1, b_I2 = span_tokens(32), identity_matrix(32), identity_matrix(64)
     b_d_decay = tl.load(p_d_decay + o_k, mask=o_k < KP, other=0.0)[:, None]
@@ -192,18 +197,18 @@ def slice_gradient(
         b_right = load_span(p_k, o_0, s_kt, o_k, length, b_I1, K, KP, ALIGN) * to_end(d[1], d[2])
         b_dkd = load_d_columns(p_d_tiles, p_scales, 0, o_k, b_I1, KP, R)
         b_behind = tl.sum(b_right * b_dkd, 1, keep_dims=True)  # what columns of the first span give to every gate of the second
-        b_right = round_to(b_right, GRADIENT_DTYPE)
+        b_right = round_to(b_right, DTYPE)
         b_x = load_gate_input(p_g, p_dt_bias, o_0 + 32, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
         b_e = decay_of(b_x, a, lower_bound, o_0 + 32, length, GATE, EXACT, PTX)
         d = octet_decays(b_e)
         b_after = d[3]
         b_q, b_k = load_both(p_q, p_k, 32, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
-        b_left = round_to(side_by_side(from_start(b_q * d[0], d[2]), from_start(b_k * d[0], d[2])), GRADIENT_DTYPE)
+        b_left = round_to(side_by_side(from_start(b_q * d[0], d[2]), from_start(b_k * d[0], d[2])), DTYPE)
         b_top = load_pairs(p_pairs, 32, 0, R)
-        b_dkd0 = b_after * b_dkd + product(b_left, b_top, PRECISION)
+        b_dkd0 = b_after * b_dkd + with_pairs(b_left, b_top, PRECISION)
         b_dq, b_dk, b_d_g, b_ahead = span_gradient(
-            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_d_tiles, p_scales, b_I2, b_I1, o_k, KP, R, "second", BOUNDED, PTX,
-            PRECISION,
+            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "second",
+            BOUNDED, DTYPE, PTX, PRECISION,
         )  # fmt: skip
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
@@ -218,8 +223,9 @@ def slice_gradient(
     d = octet_decays(b_e)
     b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
     b_dq, b_dk, b_d_g, _rest = span_gradient(
-        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_d_tiles, p_scales, b_I2, b_I1, o_k, KP, R, "first", BOUNDED, PTX, PRECISION
-    )
+        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "first", BOUNDED,
+        DTYPE, PTX, PRECISION,
+    )  # fmt: skip
     if C > 32:
         b_d_g += b_ahead
     b_d_g += d[3] * b_d_decay
@@ -234,13 +240,13 @@ def slice_gradient(
 
 @kernel
 def gradient_kernel(
-    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, p_d_A_log,
-    p_d_dt_bias,
+    p_q, p_k, p_g, p_A_log, p_dt_bias, p_cu_seqlens, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, p_d_decay, p_d_q, p_d_k, p_d_g,
+    p_d_A_log, p_d_dt_bias,
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """From what `products_kernel` wrote through the decayed products, the gates and the activations.
 
@@ -252,7 +258,7 @@ def gradient_kernel(
     EXACT: tl.constexpr = p_q.dtype.element_ty.is_fp32()
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
-    i_b, _n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
+    i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
     if start >= eos:
         o_k = tl.arange(0, KP)
@@ -275,6 +281,8 @@ def gradient_kernel(
     p_d_tiles += i_p * 3 * KP * R
     if p_scales is not None:
         p_scales += i_p * 3 * KP
+    if p_d_q_lost is not None:
+        p_d_q_lost += (i_n * HV + i_h) * KP * R
     a = gate_slope(p_A_log, i_h, EXACT, HAS_A_LOG)
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
@@ -282,9 +290,9 @@ def gradient_kernel(
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_d_bias, b_d_A = slice_gradient(
-            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_decay + i_p * KP, p_d_q, p_d_k, p_d_g,
-            a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
-            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, PRECISION, PTX, HIP,
+            p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP,
+            p_d_q, p_d_k, p_d_g, a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
+            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, GRADIENT_DTYPE, PRECISION, PTX, HIP,
         )  # fmt: skip
         if HAS_DT_BIAS:
             tl.store(p_d_dt_bias + i_p * KP + o_k, b_d_bias, mask=o_k < KP)

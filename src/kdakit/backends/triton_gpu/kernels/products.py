@@ -159,9 +159,10 @@ def add_lost_state(
 
 
 @triton.jit
-def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexpr, BY_TOKEN: tl.constexpr):
+def store_d_tile(p_d_tiles, p_scales, p_lost, first, i: tl.constexpr, i_k, b_x, KP: tl.constexpr, BY_TOKEN: tl.constexpr):
     """Part i: channels from i_k on of b_x [BK, R], tokens in the order of `span_tokens`; BY_TOKEN: to the order of tokens, which only names
-    registers, see `channel_tiles.in_order`. p_scales: for float16, the power of 2 that each channel is divided by to fill its range."""
+    registers, see `channel_tiles.in_order`. p_scales: for float16, the power of 2 that each channel is divided by to fill its range.
+    p_lost: what rounding then takes, if `first`."""
     BK: tl.constexpr = b_x.shape[0]
     R: tl.constexpr = b_x.shape[1]
     p_part = p_d_tiles + i * KP * R
@@ -171,6 +172,10 @@ def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexp
         bits = tl.minimum(tl.maximum(bits, 0x07800000), 0x7F000000) - 0x07000000  # the largest becomes 2^14 to 2^15
         tl.store(p_scales + i * KP + o_s, bits.to(tl.float32, bitcast=True), mask=o_s < KP)
         b_x = b_x * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
+    if p_lost is not None:
+        o_k = i_k + tl.arange(0, BK)
+        p_lost += o_k[:, None] * R + tl.arange(0, R)[None, :]
+        tl.store(p_lost, rounded_off(b_x, p_part.dtype.element_ty), mask=(o_k < KP)[:, None] & first)
     b_x = round_to(b_x, p_part.dtype.element_ty)
     if BY_TOKEN:
         o_k = i_k + channel_rows(BK)
@@ -186,7 +191,7 @@ def store_d_tile(p_d_tiles, p_scales, i: tl.constexpr, i_k, b_x, KP: tl.constexp
 @kernel
 def products_kernel(
     p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_d_states, p_r, p_d_o, p_initial, p_d_final,
-    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_alone, p_y_lost, p_r_lost, p_d_decay,
+    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_d_q_lost, p_alone, p_y_lost, p_r_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -202,7 +207,8 @@ def products_kernel(
     Rows of q are taken times scale / |q|, those of k and columns times 1 / |k|: from here on q and k are as the caller gave them.
     Writes pairs [slot, HV, 2, R, R] (A_qk, A_kk / beta: all of it, what is above the diagonal means nothing) and d_tiles
     [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP]. Unless
-    GRADIENT_DTYPE is float32, d_tiles are float16 and each channel of each is taken times its power of 2 in scales [slot, HV, 3, KP].
+    GRADIENT_DTYPE is float32, d_tiles are float16 and each channel of each is taken times its power of 2 in scales [slot, HV, 3, KP];
+    d_q_lost [N, HV, KP, R], if it is asked for, gets what that takes from q_decayed's in a sequence's first chunk.
     BY_TOKEN, for `gradient_normed`: pairs are 0 where they mean nothing, and d_tiles lie in the order of tokens.
     GRADIENT_DTYPE is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
     """
@@ -225,6 +231,8 @@ def products_kernel(
     p_d_tiles += i_p * 3 * KP * R
     if p_scales is not None:
         p_scales += i_p * 3 * KP
+    if p_d_q_lost is not None:
+        p_d_q_lost += (i_n * HV + i_h) * KP * R
     if BETA == "given":
         p_alone += i_p * C * VP
 
@@ -252,11 +260,11 @@ def products_kernel(
     b_Aq = times_solved(b_Pq, X, GRADIENT_DTYPE, PRECISION) * b_norm_q[:, None]
     if BY_TOKEN:
         b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)
-    tl.store(p_pair, round_to(b_Aq, GRADIENT_DTYPE))
+    tl.store(p_pair, round_to(b_Aq, p_pairs.dtype.element_ty))
     b_Ak = times_solved(b_Pk, X, GRADIENT_DTYPE, PRECISION, False) * (-b_lacks * b_norm_k)[:, None]
     if BY_TOKEN:
         b_Ak = tl.where(o_i[:, None] > o_i[None, :], b_Ak, 0.0)
-    tl.store(p_pair + R * R, round_to(b_Ak, GRADIENT_DTYPE))
+    tl.store(p_pair + R * R, round_to(b_Ak, p_pairs.dtype.element_ty))
     m_N = (o_i < C)[:, None] & (o_p < C)[None, :]
     p_N = p_lower + i_p * C * C + row_of_token(o_i, HALF, GROUP)[:, None] * C + o_p[None, :]
     b_T = tl.where(o_i[:, None] == o_c[None, :], 1.0, 0.0) - tl.load(p_N, mask=m_N, other=0.0).to(tl.float32) * b_beta_c[None, :]
@@ -280,9 +288,9 @@ def products_kernel(
                     b_dq, b_dk = add_lost_state(
                         b_dq, b_dk, p_initial, p_d_o, p_d_v, i_n * HV + i_h, o_row, m_i, o_k, K, V, BV, V_FIRST, PRECISION
                     )
-        store_d_tile(p_d_tiles, p_scales, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)
-        store_d_tile(p_d_tiles, p_scales, 1, i_k, b_dk * -b_norm_k[None, :], KP, BY_TOKEN)
-        store_d_tile(p_d_tiles, p_scales, 2, i_k, times_solved(b_dkh, X, GRADIENT_DTYPE, PRECISION), KP, BY_TOKEN)
+        store_d_tile(p_d_tiles, p_scales, p_d_q_lost, i_c == 0, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)
+        store_d_tile(p_d_tiles, p_scales, None, False, 1, i_k, b_dk * -b_norm_k[None, :], KP, BY_TOKEN)
+        store_d_tile(p_d_tiles, p_scales, None, False, 2, i_k, times_solved(b_dkh, X, GRADIENT_DTYPE, PRECISION), KP, BY_TOKEN)
         tl.store(p_d_decay + i_p * KP + o_k, b_d_decay, mask=o_k < KP)
 
 

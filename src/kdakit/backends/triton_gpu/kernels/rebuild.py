@@ -69,17 +69,20 @@ def store_span(p_tile, o_r, m_r, o_k, b_x, KP: tl.constexpr):
 
 @triton.jit
 def rebuild_span(
-    p_q, p_k, p_tile, p_norms, p_first, b_I, b_from, b_to, scale, o_t, o_r, m_r, o_k, s_qt, s_kt, eos, first,
+    p_q, p_k, p_tile, p_norms, p_first, p_q_lost, b_I, b_from, b_to, scale, o_t, o_r, m_r, o_k, s_qt, s_kt, eos, first,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, ALIGN: tl.constexpr, L2NORM: tl.constexpr, HAS_FIRST: tl.constexpr,
     SOLVE_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Stores k_in and q_decayed of 32 tokens and returns k_decayed as SOLVE_DTYPE, [BK, 32]. Of a first chunk also what rounding took."""
+    """Stores k_in and q_decayed of 32 tokens and returns k_decayed as SOLVE_DTYPE, [BK, 32]. Of a first chunk also what rounding took,
+    and of every chunk what it took from q_decayed, if that is asked for."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     b_k = unit_span(p_k, p_norms + C, o_t, o_r, m_r, s_kt, o_k, eos, b_I, K, KP, ALIGN, L2NORM)
     b_q = unit_span(p_q, p_norms, o_t, o_r, m_r, s_qt, o_k, eos, b_I, K, KP, ALIGN, L2NORM) * (b_from * scale)
     b_in = b_k * b_from
     store_span(p_tile, o_r, m_r, o_k, b_in, KP)
     store_span(p_tile + C * KP, o_r, m_r, o_k, b_q, KP)
+    if p_q_lost is not None:
+        store_span(p_q_lost, o_r, m_r, o_k, b_q - round_to(b_q, DTYPE).to(tl.float32), KP)
     if HAS_FIRST:  # noqa: SIM102 - the compiler decides the one, the device the other
         if first:
             store_span(p_first, o_r, m_r, o_k, b_in - round_to(b_in, DTYPE).to(tl.float32), KP)
@@ -89,7 +92,7 @@ def rebuild_span(
 
 @triton.jit
 def rebuild_chunk(
-    p_q, p_k, p_g, p_beta, p_dt_bias, p_lower, p_tile, p_k_solved, p_decay, p_factors, p_first, a, scale, lower_bound,
+    p_q, p_k, p_g, p_beta, p_dt_bias, p_lower, p_tile, p_k_solved, p_decay, p_factors, p_first, p_q_lost, a, scale, lower_bound,
     start, eos, first, s_qt, s_kt, s_gt, s_bt,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr,
@@ -134,13 +137,13 @@ def rebuild_chunk(
             b_prefix, b_suffix, c, b_decay1 = octet_decays(b_e)
             b_to0 = b_to0 * b_decay1
         b_k_decayed = rebuild_span(
-            p_q, p_k, p_tile, p_norms, p_first, b_I, b_from0, b_to0, scale, o_t0, o_r0, m_r0, o_k, s_qt, s_kt, eos, first,
+            p_q, p_k, p_tile, p_norms, p_first, p_q_lost, b_I, b_from0, b_to0, scale, o_t0, o_r0, m_r0, o_k, s_qt, s_kt, eos, first,
             K, KP, C, ALIGN, L2NORM, HAS_FIRST, SOLVE_DTYPE,
         )  # fmt: skip
         if C > 32:
             b_k_decayed1 = rebuild_span(
-                p_q, p_k, p_tile, p_norms, p_first, b_I, from_start(b_prefix, c) * b_decay0, to_end(b_suffix, c), scale, o_t1, o_r1, m_r1,
-                o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, L2NORM, HAS_FIRST, SOLVE_DTYPE,
+                p_q, p_k, p_tile, p_norms, p_first, p_q_lost, b_I, from_start(b_prefix, c) * b_decay0, to_end(b_suffix, c), scale, o_t1,
+                o_r1, m_r1, o_k, s_qt, s_kt, eos, first, K, KP, C, ALIGN, L2NORM, HAS_FIRST, SOLVE_DTYPE,
             )  # fmt: skip
             b_k_decayed = side_by_side(b_k_decayed, b_k_decayed1)
             b_decay0 = b_decay0 * b_decay1
@@ -152,7 +155,7 @@ def rebuild_chunk(
 @kernel
 def rebuild_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_k_solved, p_decay, p_factors, p_first,
-    T, N, NT, H, HV, scale, lower_bound,
+    p_q_lost, T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     VARLEN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
@@ -170,11 +173,13 @@ def rebuild_kernel(
         p_dt_bias += i_h * K
     if HAS_FIRST:
         p_first += (i_n * HV + i_h) * 2 * C * KP
+    if p_q_lost is not None:
+        p_q_lost += i_p * C * KP
     rebuild_chunk(
         p_q + (i_b * s_qb + i_hk * s_qh) * ALIGN, p_k + (i_b * s_kb + i_hk * s_kh) * ALIGN, p_g + (i_b * s_gb + i_h * s_gh) * ALIGN,
         p_beta + i_b * s_bb + i_h * s_bh, p_dt_bias, p_lower + i_p * C * C, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
-        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_first, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG), scale,
-        lower_bound, start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_first, p_q_lost, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG),
+        scale, lower_bound, start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
         K, KP, BK, C, HALF, GROUP, ALIGN, GATE, BETA, L2NORM, HAS_DT_BIAS, HAS_FIRST, PRECISION, SOLVE_DTYPE, PTX,
     )  # fmt: skip
 

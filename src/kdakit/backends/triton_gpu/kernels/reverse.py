@@ -29,8 +29,8 @@ def scaled_product(a, b, PRECISION: tl.constexpr):
 
 @kernel
 def reverse_kernel(
-    p_d_o, p_tiles, p_k_solved, p_solved, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_y_lost, p_alone, p_d_initial,
-    T, NT, HV,
+    p_d_o, p_tiles, p_k_solved, p_solved, p_q_lost, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_y_lost, p_alone,
+    p_d_initial, T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_LOST: tl.constexpr, BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -41,7 +41,7 @@ def reverse_kernel(
 
     y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
     state. Where beta is the caller's own it may be 0, and its gradient needs y: alone [slot, HV, C, VP] gets that of such tokens.
-    HAS_LOST: y_lost [N, HV, C, VP] gets what rounding takes from either in a sequence's last chunk.
+    HAS_LOST: y_lost [N, HV, C, VP] gets what rounding takes from either in a sequence's last chunk. q_lost: what it took from q_decayed.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -88,6 +88,8 @@ def reverse_kernel(
         tl.store(p_d_states + (i_at * VP + o_v[:, None]) * KP + o_k[None, :], b_dSn, mask=m_v[:, None])
         # The next state begins before this one is used up: in any other order the compiler runs out of registers.
         b_next = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
+        if p_q_lost is not None:
+            b_next = product_add(tl.trans(b_d_o), tl.load(p_q_lost + i_at * C * KP + o_c[:, None] * KP + o_k[None, :]), b_next, PRECISION)
         b_y = product(tl.trans(b_d_o), b_A_solved, PRECISION)  # [BV, C]
         if b_k_solved.dtype == DTYPE:
             b_y = product_add(b_dSn, tl.trans(b_k_solved), b_y, PRECISION)
@@ -112,10 +114,11 @@ def reverse_kernel(
 def restore_kernel(
     p_d_o, p_d_v, p_first, p_cu_seqlens, p_d_initial, T, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
-    VARLEN: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_Q_LOST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_initial += q_lost^T d_o - k_lost^T d_v  over the first chunk: what rounding took from q_decayed and k_in there, which nothing
-    averages out of this one gradient - in float16 it can be all there is. Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
+    averages out of this one gradient - in float16 it can be all there is. HAS_Q_LOST: `reverse_kernel` had that of q.
+    Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0).to(tl.int64)
@@ -139,10 +142,11 @@ def restore_kernel(
     p_lost = p_first + i_nh * 2 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_state = p_d_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST)
     m_state = (o_v < V)[:, None] & (o_k < K)[None, :]
-    b_d_o = stored_operand(tl.load(p_d_o + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
     b_d_v = stored_operand(tl.load(p_d_v + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
-    b_dS = product(tl.trans(b_d_o), tl.load(p_lost + C * KP), PRECISION)  # [BV, KP]
-    b_dS -= product(tl.trans(b_d_v), tl.load(p_lost), PRECISION)
+    b_dS = -product(tl.trans(b_d_v), tl.load(p_lost), PRECISION)  # [BV, KP]
+    if not HAS_Q_LOST:
+        b_d_o = stored_operand(tl.load(p_d_o + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
+        b_dS += product(tl.trans(b_d_o), tl.load(p_lost + C * KP), PRECISION)
     b_dS += tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
     tl.store(p_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
 
