@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Config, chunk_slots
+from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.host import backward as backwards
 from kdakit.backends.triton_gpu.host import forward as forwards
 from kdakit.backends.triton_gpu.host.forward import step
@@ -25,9 +24,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
     x = views(arrays)
     with on_device(arrays.q):
         if arrays.q.is_cuda:
-            key, lent = kind(problem, config, arrays.q.get_device()), ()
-            if problem.needs_grad:
-                lent = borrowed.replaced(problem, config, chunk_slots(problem, config.chunk), arrays.q.device)
+            key, lent = kind(problem, config, arrays.q.get_device()), backwards.replaced(problem, config, arrays.q.device)
             precompile.compile_once((key, lent), lambda: [x for x in launches(problem, arrays, config) if x[0].__name__ not in lent])
         made = forwards.borrowed_forward(problem, arrays, config)
         if made is not None:

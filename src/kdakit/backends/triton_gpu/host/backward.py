@@ -74,6 +74,11 @@ def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace | Kept, c
     return [space.lower, space.solved, space.checkpoints]
 
 
+def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[str, ...]:
+    """Names of the kernels in whose place a call that will be differentiated, and its backward, have another backend's."""
+    return borrowed.replaced(problem, config, chunk_slots(problem, config.chunk), device) if problem.needs_grad else ()
+
+
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
     """First launch: the tiles of every chunk again."""
     out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=arrays.q.device) for s, d in replayed_specs(problem, config)))
