@@ -57,7 +57,8 @@ def enough(problem: Problem, config: Config, chunks: int) -> bool:
 
 
 def found(variable: str, asked: str, kernel: Callable[..., Any] | None, reason: str | None) -> Callable[..., Any] | None:
-    if reason is not None and asked == "1" and lender is not None and lender.library.missing():
+    """The kernel; an error where it was asked for and nothing but the library is missing."""
+    if asked == "1" and reason is not None and lender is not None and reason == lender.library.missing():
         raise FileNotFoundError(f"{variable}=1: {reason}")
     return kernel
 
