@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import importlib
 import pkgutil
 import sys
@@ -23,7 +25,7 @@ from kdakit.backends.triton_gpu.runtime import launch, precompile  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import layout as layouts  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import repeat as repeats  # noqa: E402
 from kdakit.backends.triton_gpu.runtime.kernel import parameters  # noqa: E402
-from kdakit.cases import CASES, Case  # noqa: E402
+from kdakit.cases import CASES, FUSED, Case  # noqa: E402
 from kdakit.measure import checking  # noqa: E402
 
 CASE = CASES["lower_bound"]
@@ -273,6 +275,32 @@ def test_a_plan_repeats_what_is_borrowed(watched, lent, monkeypatch):
 
     moved_q = x._replace(q=moved(x.q, 1))
     assert call.planned(problem, moved_q, config)[1] is None, "copied first"
+
+
+def test_a_plan_widens_parameters_for_who_lends(watched, lent, monkeypatch):
+    """A layer in bfloat16 has its gate's parameters so; the library takes float32."""
+    case = dataclasses.replace(GIVEN, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED)
+
+    def new():
+        x = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")
+        return x._replace(A_log=x.A_log.bfloat16(), dt_bias=x.dt_bias.bfloat16())
+
+    problem, x, y = case.problem("bfloat16", needs_grad=True), new(), new()
+    config = triton_gpu.default_config(problem, "cpu")
+    saved = call.planned(problem, x, config)[0][1]
+    assert not lent, "the forward is Triton's"
+    for _ in range(2):  # compiled by the first, found by the second
+        grads, repeat = call.planned_backward(problem, x, saved, x.v.clone(), None, config)
+    lent.clear()
+    monkeypatch.setattr(library, "gradient", lambda args: lent.append([widened(args.forward.contents, n) for n in ("A_log", "dt_bias")]))
+    repeat((*y, *saved, x.v.clone(), None))
+    assert lent == [[y.A_log[0].item(), y.dt_bias[0].item()]]
+    assert [grads.A_log.dtype, grads.dt_bias.dtype] == [torch.bfloat16] * 2
+
+
+def widened(args, name):
+    """The float32 number that a field points to."""
+    return ctypes.cast(getattr(args, name), ctypes.POINTER(ctypes.c_float))[0]
 
 
 def test_no_plan_where_something_is_copied_or_unclear(watched):

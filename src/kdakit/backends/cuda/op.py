@@ -90,7 +90,8 @@ def _arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) 
 TENSORS = "q", "k", "v", "g", "beta", "o"
 FORWARD = "initial_state", "final_state", "cu_seqlens", "A_log", "dt_bias", "lower", "solved", "checkpoints", "workspace"
 GIVEN = "initial_state", "cu_seqlens", "A_log", "dt_bias"
-Repeat = tuple[Callable[[Sequence[int | None]], None], tuple]  # a function of addresses that makes a call again, and the call's tensors
+# A function of addresses that makes a call again; the call's tensors; which of them go to it as float32 copies.
+Repeat = tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]]
 
 
 def forward_kept(
@@ -111,16 +112,14 @@ def forward_kept(
     tensors += initial, final, cu, A_log, dt_bias, lower, solved, checkpoints, space
     again = partial(_prefill_again, args, config.dtype, v.device.index)
     again([_pointer(x) for x in tensors])
-    copied = not _same((q, k, v, g, cu, initial, A_log, dt_bias), (*given, arrays.cu_seqlens, *_of(arrays)))
-    return Result(o, final), None if copied else (again, tensors)
+    mine = (*given, arrays.beta, o, arrays.initial_state, final, arrays.cu_seqlens, arrays.A_log, arrays.dt_bias, *tensors[-4:])
+    return Result(o, final), _repeat(again, tensors, mine)
 
 
-def _of(arrays: Arrays) -> tuple:
-    return arrays.initial_state, arrays.A_log, arrays.dt_bias
-
-
-def _same(xs: Sequence, ys: Sequence) -> bool:
-    return all(x is y for x, y in zip(xs, ys, strict=True))
+def _repeat(again: Callable[[Sequence[int | None]], None], tensors: tuple, given: tuple) -> Repeat | None:
+    """How to repeat a call on `tensors`, which are `given`, or copies of these: None, unless they are copies in another dtype."""
+    copies = tuple(i for i, (x, y) in enumerate(zip(tensors, given, strict=True)) if x is not y)
+    return None if any(tensors[i].dtype == given[i].dtype for i in copies) else (again, given, copies)
 
 
 def _prefill_again(template: PrefillArgs, dtype: str, index: int | None, addresses: Sequence[int | None]) -> None:
@@ -166,8 +165,8 @@ def chunk_gradient(
     every = (*tensors.values(), *given.values(), *pointers.values())
     again = partial(_gradient_again, forward_args, args, tuple(pointers), d_v.device.index)
     again([_pointer(x) for x in every])
-    copied = not _same((q, k, g, cu, initial, A_log, dt_bias), (arrays.q, arrays.k, arrays.g, arrays.cu_seqlens, *_of(arrays)))
-    return None if copied else (again, every)
+    mine = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
+    return _repeat(again, every, mine)
 
 
 def _gradient_again(

@@ -45,17 +45,19 @@ class Seen(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """A launch of another backend's kernel that ran; again(addresses): once more, on the current stream, with these tensors' addresses."""
+    """A launch of another backend's kernel that ran; again(addresses): once more, on the current stream, with these tensors' addresses, or
+    those of their copies in float32."""
 
     again: Callable[[Sequence[int | None]], None]
     tensors: tuple
+    widened: tuple[int, ...]  # which of the tensors, all of them a call's own, are copied
 
 
 RAN = Seen, Lent
 
 
-def note_lent(repeat: tuple[Callable[[Sequence[int | None]], None], tuple] | None) -> None:
-    """For whoever is `watching`: another backend's launch, by how to repeat it and its tensors. None: it cannot be repeated."""
+def note_lent(repeat: tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]] | None) -> None:
+    """For whoever is `watching`: the fields of another backend's launch. None: it cannot be repeated."""
     if repeat is not None and (seen := seen_here.get()) is not None:
         seen.append(Lent(*repeat))
 

@@ -121,7 +121,8 @@ class Plan:
                     fork.join()
                     fork = None
                 elif isinstance(step, launch.Lent):
-                    step.again([values[i] for i in step.tensors])
+                    wide = {i: given[step.tensors[i] - 1].float().contiguous() for i in step.widened}
+                    step.again([wide[i].data_ptr() if i in wide else values[place] for i, place in enumerate(step.tensors)])
                 else:
                     stream = (second,) if step.aside else ()
                     launch.start(step.compiled, step.grid, [values[i] for i in step.tensors], step.rest, *stream)
