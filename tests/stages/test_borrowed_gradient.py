@@ -4,6 +4,7 @@ interpreter, the kernel thread by thread. What lies between them in memory is wh
 The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
+import torch
+
 from kdakit import dispatch
 from kdakit.backends import cuda, triton_gpu
 from kdakit.backends.cuda import library, op
@@ -22,6 +25,7 @@ from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import CHIPS, choose
 from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
+from kdakit.problem import Arrays
 
 pytestmark = emulated.needs_compiler
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -111,3 +115,21 @@ def test_who_lends(monkeypatch):
     monkeypatch.setattr(library, "missing", lambda: None)
     assert borrowed.gradient(problem, config, 4096, "cuda") is op.chunk_gradient
     assert borrowed.gradient(problem.replace(V=64), config, 4096, "cuda") is None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_what_a_caller_hands_over_may_begin_anywhere(monkeypatch):
+    """d_o, d_final_state, the initial state and the gate's parameters, two or four bytes off: the library is given what begins at 16."""
+    given = []
+    monkeypatch.setattr(library, "gradient", given.append)
+    off = lambda *shape, dtype=torch.bfloat16: torch.ones(math.prod(shape) + 1, dtype=dtype)[1:].view(shape)
+    head, state, like = (1, 64, 1, 128), (1, 1, 128, 128), dict(dtype=torch.float32)
+    arrays = Arrays(*(off(*head) for _ in range(4)), off(1, 64, 1), off(1, **like), off(128, **like), off(*state, **like))
+    own = torch.empty(1, 1, 64, 128)
+    names = ("lower", "factors", "states", "d_states", "r", "alone", "d_beta", "d_q", "d_k", "d_g", "d_A_log", "d_dt_bias")
+    mine = dict.fromkeys(names, own) | dict(d_v=own.view(head))
+    op.chunk_gradient(problem_of(T=64), arrays, **mine, d_o=off(*head), d_final=off(*state, **like), group=1)
+    (args,) = given
+    forward = args.forward.contents
+    theirs = [args.d_o, args.d_final, forward.initial_state, forward.A_log, forward.dt_bias, *(getattr(forward, n).data for n in "qkg")]
+    assert all(theirs) and not any(pointer % 16 for pointer in theirs)

@@ -128,7 +128,7 @@ def caught_call():
 
     module.chunk_kimi_delta_attention = catch
     with torch.no_grad():
-        model(input_ids=torch.randint(3, 4096, (1, 8192), device="cuda"))
+        model(input_ids=torch.randint(3, 4096, (1, 8192), device="cuda"), use_cache=False)  # its cache wants an attention layer
     module.chunk_kimi_delta_attention = theirs
     kdakit.enable("transformers")
     return theirs, module.chunk_kimi_delta_attention, *caught[0]

@@ -59,10 +59,9 @@ def _forward(problem: Problem, arrays: Arrays, config) -> Result:
 
 def _parameters(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
     """cu_seqlens, initial_state, A_log and dt_bias as the library takes them: themselves, where they are so already."""
-    cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
-    A_log, dt_bias = (None if x is None else x.float().contiguous() for x in (arrays.A_log, arrays.dt_bias))
-    if dt_bias is not None and dt_bias.data_ptr() % 16:
-        dt_bias = dt_bias.clone()
+    cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
+    initial = None if arrays.initial_state is None else _at_16_bytes(arrays.initial_state)
+    A_log, dt_bias = (None if x is None else _at_16_bytes(x.float()) for x in (arrays.A_log, arrays.dt_bias))
     return cu, initial, A_log, dt_bias
 
 
@@ -140,6 +139,8 @@ def chunk_gradient(
     d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them. Returns how to
     repeat it; None: something had to be copied."""
     q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
+    mine = d_o, d_final
+    d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)  # the caller's, which may begin anywhere
     cu, initial, A_log, dt_bias = _parameters(arrays)
     o, wide = problem.options, cu is not None and cu.dtype == torch.int64
     dtypes = dict(q=problem.dtype, k=problem.dtype, v=problem.dtype, g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
@@ -165,8 +166,9 @@ def chunk_gradient(
     every = (*tensors.values(), *given.values(), *pointers.values())
     again = partial(_gradient_again, forward_args, args, tuple(pointers), d_v.device.index)
     again([_pointer(x) for x in every])
-    mine = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
-    return _repeat(again, every, mine)
+    pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
+    own = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
+    return _repeat(again, every, own)
 
 
 def _gradient_again(
@@ -215,6 +217,11 @@ def _widened(problem: Problem, arrays: Arrays, D: int) -> Arrays:
 
 def _adjacent(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _at_16_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from a multiple of 16 bytes on."""
+    return x if x.is_contiguous() and not x.data_ptr() % 16 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
