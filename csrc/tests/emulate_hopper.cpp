@@ -27,12 +27,17 @@ extern "C" size_t kda_emulate_record_bytes_bf16() { return kRecordBytes; }
 extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order) {
   const HopperForward p = forward_of(*args);
   const Kept kept = kept_of(*args);
+  if (kept.lower) {
+    with_form<Gate::log_decay, false>(p, [&](auto form) {
+      using F = decltype(form);
+      run(p, slots_of(*args), order, [&] { prepare_kept_kernel<F::gate_float32, F::l2norm>(p, kept); });
+      return 0;
+    });
+    return;
+  }
   of_form(p, [&](auto form) {
     using F = decltype(form);
-    run(p, slots_of(*args), order, [&] {
-      if (kept.lower) prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept);
-      else prepare_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p);
-    });
+    run(p, slots_of(*args), order, [&] { prepare_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p); });
     return 0;
   });
 }

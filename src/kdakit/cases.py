@@ -37,6 +37,7 @@ class Case:
     initial_state: bool = True
     A_log: bool = False
     dt_bias: bool = False
+    wide_beta: bool = False  # float32 beta beside half precision
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def arrays(self, dtype: str = "float32", seed: int = 0) -> Arrays:
@@ -64,7 +65,8 @@ class Case:
         """The dtype each array is passed in: log-decays and parameters stay float32 beside half precision, as models keep them."""
         wide = "float64" if dtype == "float64" else "float32"
         raw = self.options.get("use_gate_in_kernel", False)
-        return Arrays(dtype, dtype, dtype, dtype if raw else wide, dtype, wide, wide, wide, "int64", "int64", "int32")
+        beta = wide if self.wide_beta else dtype
+        return Arrays(dtype, dtype, dtype, dtype if raw else wide, beta, wide, wide, wide, "int64", "int64", "int32")
 
     @property
     def problem_sizes(self):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import emulated
 import hopper_records
@@ -21,7 +22,7 @@ from kdakit.backends import cuda, triton_gpu
 from kdakit.backends.cuda import library, op
 from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import CHIPS, choose
-from kdakit.cases import FUSED, Case
+from kdakit.cases import Case
 from kdakit.measure import checking
 
 pytestmark = emulated.needs_compiler
@@ -30,8 +31,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRAINED = [
     Case("plain", "any gate, betas of 0", T=70, lengths=(66, 4), H=1, HV=1, K=128, V=128, gate="huge", beta="some_zero",
          options={"chunk_size": 64}),
-    Case("normed", "everything in the kernel", T=66, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True,
-         options=FUSED | {"safe_gate": True, "lower_bound": -5.0}),
+    Case("normed", "normalised in the kernel", T=66, H=1, HV=1, K=128, V=128, gate="bounded", beta="logits",
+         options={"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "safe_gate": True, "lower_bound": -5.0}),
 ]  # fmt: skip
 
 
@@ -47,12 +48,12 @@ def calls(monkeypatch):
     """Calls of the library, which runs wherever it can."""
     kernels, calls = emulated.load("hopper"), []
 
-    def enqueue(args, like, dtype):
+    def prefill(args, dtype):
         calls.append((args.group, args.lower_dtype))
         hopper_records.run_call(kernels, args)
 
     monkeypatch.setenv(borrowed.TRAINING, "1")
-    monkeypatch.setattr(op, "_enqueue", enqueue)
+    monkeypatch.setattr(library, "prefill", prefill)
     monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 0)
     monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
     monkeypatch.setattr(borrowed, "lender", cuda)
@@ -90,20 +91,53 @@ def test_what_is_kept(calls, case, monkeypatch):
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 
+def problem_of(T=262144, **changes):
+    case = Case("drawn", "", T=1, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    return case.problem("bfloat16", needs_grad=True).replace(T=T, **changes)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-def test_only_a_variable_asks_for_it(monkeypatch):
-    """No GPU has shown it: nothing takes it by itself; and where the library is missing, it says so."""
-    problem = TRAINED[0].problem("bfloat16", needs_grad=True)
+def test_taken_where_it_is_faster(monkeypatch):
+    able = SimpleNamespace(kept_forward=lambda problem, device: (print, None), library=SimpleNamespace(missing=lambda: None))
+    monkeypatch.setattr(borrowed, "lender", able)
+    monkeypatch.delenv(borrowed.TRAINING, raising=False)
+
+    def taken(problem):
+        return borrowed.forward(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
+
+    assert taken(problem_of())
+    bounded = dict(safe_gate=True, lower_bound=-5.0)
+    for changes in (
+        dict(T=262144 - 64),
+        dict(deterministic=True),
+        dict(dtype="float16"),
+        dict(l2norm=True),
+        bounded,
+        dict(gate="softplus"),
+    ):
+        assert not taken(problem_of(**changes)), changes
+    monkeypatch.setenv(borrowed.TRAINING, "1")
+    assert taken(problem_of(T=64)) and taken(problem_of(l2norm=True)) and not taken(problem_of(T=0))
+    monkeypatch.setenv(borrowed.TRAINING, "0")
+    assert not taken(problem_of())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_who_lends(monkeypatch):
+    """The CUDA library, of given log-decays; where it is missing, Triton's kernels run, or, where it was asked for, an error does."""
+    problem = problem_of()
     config = choose(problem, CHIPS["sm_90"])
     monkeypatch.setattr(borrowed, "lender", cuda)
     monkeypatch.setattr(cuda, "_old_device", lambda device, hopper: None)
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
     monkeypatch.delenv(borrowed.TRAINING, raising=False)
-    assert borrowed.forward(problem, config, "cuda") is None
+    assert borrowed.forward(problem, config, 4096, "cuda") is None
     monkeypatch.setenv(borrowed.TRAINING, "1")
     with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
-        borrowed.forward(problem, config, "cuda")
+        borrowed.forward(problem, config, 4096, "cuda")
     monkeypatch.setattr(library, "missing", lambda: None)
-    assert borrowed.forward(problem, config, "cuda").func is op.forward_kept
-    assert borrowed.forward(problem, replace(config, chunk=32), "cuda") is None
-    assert borrowed.forward(problem.replace(V=64), config, "cuda") is None
+    assert borrowed.forward(problem, config, 4096, "cuda").func is op.forward_kept
+    assert borrowed.forward(problem, replace(config, chunk=32), 4096, "cuda") is None
+    for changes in (dict(V=64), dict(gate="softplus")):
+        assert borrowed.forward(problem.replace(**changes), config, 4096, "cuda") is None
+    assert borrowed.replaced(problem, config, 4096, "cuda") == borrowed.REPLACED["forward"] + borrowed.REPLACED["gradient"]

@@ -11,7 +11,7 @@ from hopper_records import CHUNK, floats, prepare, row_order
 
 from kdakit import reference
 from kdakit.backends.cuda import library
-from kdakit.cases import CASES, FUSED, Case
+from kdakit.cases import CASES, Case
 from kdakit.chunked import intra
 from kdakit.rounding import round_to
 
@@ -70,10 +70,11 @@ def check(kernels, case, arrays=None, group=1):
     assert not np.triu(lower[used]).any() and not np.triu(solved[used], 1).any()
 
 
+NORMED = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 GROUPS = {"gate_huge": 4, "beta_zero": 8}  # as the plain Triton kernels order rows
 
 
-HARD = ["gate_huge", "beta_zero", "identical_two", "softplus", "lower_bound", "grouped", "varlen"]
+HARD = ["gate_huge", "beta_zero", "identical_two", "gate_bounded", "grouped", "varlen"]
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -81,6 +82,10 @@ def test_against_float64(kernels, name):
     case = CASES[name]
     T = case.T if case.lengths else min(case.T, 72)
     check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=128, V=128), group=GROUPS.get(name, 1))
+
+
+def test_normalised_keys(kernels):
+    check(kernels, Case("normed", "float16 `lower`", T=72, H=1, HV=1, K=128, V=128, gate="spikes", beta="logits", options=NORMED))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 300.0])
@@ -94,7 +99,7 @@ def test_keys_of_any_size(kernels, scale):
 
 
 def test_order_of_threads_does_not_matter(kernels):
-    case = Case("order", "races", T=64, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, options=FUSED)
+    case = Case("order", "races", T=64, H=1, HV=1, K=128, V=128, beta="logits", options=NORMED)
     problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
     for x, y in zip(kept(kernels, problem, arrays), kept(kernels, problem, arrays, order=-1), strict=True):
         assert (x == y).all()

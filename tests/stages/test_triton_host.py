@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import importlib
 import pkgutil
 import sys
@@ -14,15 +16,16 @@ import pytest
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from kdakit.backends import triton_gpu  # noqa: E402
-from kdakit.backends.triton_gpu import call, kernels  # noqa: E402
+from kdakit.backends import cuda, triton_gpu  # noqa: E402
+from kdakit.backends.cuda import library  # noqa: E402
+from kdakit.backends.triton_gpu import borrowed, call, kernels  # noqa: E402
 from kdakit.backends.triton_gpu.arguments import arguments  # noqa: E402
 from kdakit.backends.triton_gpu.kernels.step import step_kernel  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, precompile  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import layout as layouts  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import repeat as repeats  # noqa: E402
 from kdakit.backends.triton_gpu.runtime.kernel import parameters  # noqa: E402
-from kdakit.cases import CASES  # noqa: E402
+from kdakit.cases import CASES, FUSED, Case  # noqa: E402
 from kdakit.measure import checking  # noqa: E402
 
 CASE = CASES["lower_bound"]
@@ -205,6 +208,99 @@ def test_a_plan_repeats_a_forward_and_its_backward(large, watched, monkeypatch):
     assert roles(watched, given(again, *others), grads._asdict()) == want
     assert [g.shape for g in grads[:8]] == [a.shape for a in again[:8]]
     assert (sum(map(len, repeat.begins.values())) > 3) == (large == 4096)
+
+
+GIVEN = Case("given", "log-decays", T=70, H=1, HV=1, K=128, V=128)
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """Structs that the CUDA library got, which lends its kernels and runs none of them."""
+    got = []
+    monkeypatch.setattr(borrowed, "lender", cuda)
+    monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
+    for variable in (borrowed.TRAINING, borrowed.VARIABLE):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 512)
+    monkeypatch.setattr(library, "prefill", lambda args, dtype: got.append(args))
+    monkeypatch.setattr(library, "gradient", got.append)
+    return got
+
+
+def addresses(args, named):
+    """{field: whose address it has} of a struct of the library."""
+    names = {x.data_ptr(): name for name, x in named.items() if x is not None}
+    fields = [(name, getattr(args, name)) for name, *_ in args._fields_ if name != "forward"]
+    fields += (
+        [(f"forward {n}", getattr(args.forward.contents, n)) for n, *_ in library.PrefillArgs._fields_] if hasattr(args, "d_q") else []
+    )
+    values = [(name, x.data if isinstance(x, library.Tensor) else x) for name, x in fields]
+    return {name: names[x] for name, x in values if x in names}
+
+
+def test_a_plan_repeats_what_is_borrowed(watched, lent, monkeypatch):
+    """Another backend's launch gets the addresses of the tensors of a later call, and of nothing that is there no more."""
+    kept, empty = [], torch.empty  # as above
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: kept.append(empty(*shape, **how)) or kept[-1])
+    new = lambda: checking.to_torch(GIVEN.arrays("bfloat16"), GIVEN.dtypes("bfloat16"), "cpu")
+    problem, x, y = GIVEN.problem("bfloat16", needs_grad=True).replace(output_final_state=True), new(), new()
+    config = triton_gpu.default_config(problem, "cpu")
+
+    def made_by(named, run):
+        lent.clear()
+        made = run()
+        assert len(lent) == 1
+        return made, addresses(lent[0], named | {f"made {i}": m for i, m in enumerate([*made[0][:2], *made[1]])})
+
+    made, repeat = call.planned(problem, x, config)
+    assert not watched.compiled, "one launch, not Triton's"
+    first = made_by(x._asdict(), lambda: call.planned(problem, x, config)[0])[1]
+    (_, saved), second = made_by(y._asdict(), lambda: repeat(y))
+    assert first == second and {"q", "k", "v", "g", "beta"} < {*first} and first["lower"] == "made 2" and first["checkpoints"] == "made 4"
+    assert lent[0].group == 4 and lent[0].checkpoint == config.checkpoint and lent[0].workspace not in (None, 0)
+
+    d_o, d_final = y.v.clone(), torch.zeros(problem.state_shape)
+
+    def grads_by(z, saved, run):
+        lent.clear()
+        grads = run()
+        named = z._asdict() | {f"saved {i}": s for i, s in enumerate(saved)} | {f"d_{n}": g for n, g in grads._asdict().items()}
+        return addresses(lent[0], named | {"d_o": d_o, "d_final": d_final})
+
+    _, repeat = call.planned_backward(problem, x, made[1], d_o, d_final, config)
+    first = grads_by(x, made[1], lambda: call.planned_backward(problem, x, made[1], d_o, d_final, config)[0])
+    second = grads_by(y, saved, lambda: repeat((*y, *saved, d_o, d_final)))
+    assert first == second and second["d_q"] == "d_q" and second["forward k"] == "k" and second["forward v"] == second["d_v"] == "d_v"
+    assert second["lower"] == "saved 0" and second["d_final"] == "d_final" and second["forward initial_state"] == "initial_state"
+
+    moved_q = x._replace(q=moved(x.q, 1))
+    assert call.planned(problem, moved_q, config)[1] is None, "copied first"
+
+
+def test_a_plan_widens_parameters_for_who_lends(watched, lent, monkeypatch):
+    """A layer in bfloat16 has its gate's parameters so; the library takes float32."""
+    case = dataclasses.replace(GIVEN, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED)
+
+    def new():
+        x = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")
+        return x._replace(A_log=x.A_log.bfloat16(), dt_bias=x.dt_bias.bfloat16())
+
+    problem, x, y = case.problem("bfloat16", needs_grad=True), new(), new()
+    config = triton_gpu.default_config(problem, "cpu")
+    saved = call.planned(problem, x, config)[0][1]
+    assert not lent, "the forward is Triton's"
+    for _ in range(2):  # compiled by the first, found by the second
+        grads, repeat = call.planned_backward(problem, x, saved, x.v.clone(), None, config)
+    lent.clear()
+    monkeypatch.setattr(library, "gradient", lambda args: lent.append([widened(args.forward.contents, n) for n in ("A_log", "dt_bias")]))
+    repeat((*y, *saved, x.v.clone(), None))
+    assert lent == [[y.A_log[0].item(), y.dt_bias[0].item()]]
+    assert [grads.A_log.dtype, grads.dt_bias.dtype] == [torch.bfloat16] * 2
+
+
+def widened(args, name):
+    """The float32 number that a field points to."""
+    return ctypes.cast(getattr(args, name), ctypes.POINTER(ctypes.c_float))[0]
 
 
 def test_no_plan_where_something_is_copied_or_unclear(watched):

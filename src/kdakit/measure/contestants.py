@@ -36,6 +36,7 @@ class Job:
     gate: str = "bounded"
     chunk_size: int = 64
     regime: str = ""  # one of regimes.REGIMES; "": as the case draws its gates
+    wide_beta: bool = False  # float32 beta beside half precision
 
     @property
     def op(self) -> str:
@@ -49,7 +50,7 @@ class Job:
         """`shape` as a case; decode takes one token of each of B sequences."""
         shape = replace(self.shape, T=1, lengths=()) if self.mode == "decode" else self.shape
         case = shape.case(bounded=self.gate == "bounded")
-        case = replace(case, options=case.options | {"chunk_size": self.chunk_size})
+        case = replace(case, wide_beta=self.wide_beta, options=case.options | {"chunk_size": self.chunk_size})
         if self.gate != "log_decay":
             return case
         return replace(case, gate="mild", beta="uniform", A_log=False, dt_bias=False, options={"chunk_size": self.chunk_size})

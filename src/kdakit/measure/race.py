@@ -17,6 +17,8 @@ def run(names, job, repeat: int, seconds: float, tick=lambda name: None, with_er
     about = {"shape": sizes(job.shape), "mode": job.mode, "dtype": job.dtype, "gate": job.gate, "chunk_size": job.chunk_size}
     if job.regime:
         about["regime"] = job.regime
+    if job.wide_beta:
+        about["beta_dtype"] = "float32"
     for name in names:
         try:
             run = contestants.prepare(name, job)

@@ -41,6 +41,10 @@ def _half(shape: Shape, mode: str = "fwd", gate: str = "bounded", regime: str = 
     return Job(shape, mode, "bfloat16", gate, regime=regime)
 
 
+def _given(shape: Shape) -> Job:
+    return Job(shape, "fwdbwd", "bfloat16", "log_decay", wide_beta=True)
+
+
 def _single(K: int, chunk_size: int) -> Job:
     return Job(Shape(1, 4096, 16, K), "fwd", "float32", "log_decay", chunk_size)
 
@@ -65,8 +69,9 @@ SUITES: dict[str, dict[str, Entry]] = {
         "given h32": Entry(_half(SHAPES["h32"], "graph", "log_decay"), ("triton_gpu", "cuda", "cudnn")),
         "fwdbwd h32": Entry(_half(SHAPES["h32"], "fwdbwd"), ("triton_gpu", "fla", "cudnn")),
         "fwdbwd h96": Entry(_half(SHAPES["h96"], "fwdbwd"), ("triton_gpu", "fla", "cudnn")),
-        "fwdbwd h32 given": Entry(_half(SHAPES["h32"], "fwdbwd", "log_decay"), ("triton_gpu", "cudnn")),
-        "fwdbwd h96 given": Entry(_half(SHAPES["h96"], "fwdbwd", "log_decay"), ("triton_gpu", "cudnn")),
+        # beta in float32 as well, which cuDNN's backward asks for
+        "fwdbwd h32 given": Entry(_given(SHAPES["h32"]), ("triton_gpu", "fla", "cudnn")),
+        "fwdbwd h96 given": Entry(_given(SHAPES["h96"]), ("triton_gpu", "fla", "cudnn")),
         "eager h2": Entry(_half(Shape(1, 512, 2), "eager"), ALL),
         "eager h16": Entry(_half(SHAPES["h16"], "eager"), ALL),
         "decode b1": Entry(_half(Shape(1, 1, 32), "decode"), ("triton_gpu", "fla")),

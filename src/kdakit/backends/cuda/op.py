@@ -9,7 +9,9 @@ They exist once this module is imported. The library is opened by the first call
 from __future__ import annotations
 
 import contextlib
-from functools import lru_cache
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -36,33 +38,31 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
     return Result(o[..., : problem.V].contiguous(), final)
 
 
-def forward_kept(problem: Problem, arrays: Arrays, *, config, lower, solved, checkpoints, checkpoint: int, group: int) -> Result:
-    """A whole call in bfloat16 that also writes what a backward in chunks of 64 begins with (kda_prefill_args in kdakit.h): `lower` and
-    `solved` [slots, HV, 64, 64], whose rows and columns `group` orders, and the state before every `checkpoint`-th slot."""
-    return _forward(problem, arrays, config, lower=lower, solved=solved, checkpoints=checkpoints, checkpoint=checkpoint, group=group)
-
-
-def _forward(problem: Problem, arrays: Arrays, config, *, lower=None, solved=None, checkpoints=None, checkpoint=0, group=0) -> Result:
-    """`forward` of tensors with the kernel's head size, and what it keeps for a backward."""
+def _forward(problem: Problem, arrays: Arrays, config) -> Result:
+    """`forward` of tensors with the kernel's head size."""
     D = config.head_dim
     q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
     v, beta = _aligned(arrays.v), arrays.beta
     new = v.new_zeros if problem.varlen else v.new_empty  # tokens past the last sequence stay zero
     o = new(problem.B, problem.T, problem.HV, D)
     final = v.new_empty((problem.N, problem.HV, D, D), dtype=torch.float32) if problem.options.output_final_state else None
-    cu, initial = (None if x is None else x.contiguous() for x in (arrays.cu_seqlens, arrays.initial_state))
-    A_log, dt_bias = (None if x is None else _at_16_bytes(x.float()) for x in (arrays.A_log, arrays.dt_bias))
+    cu, initial, A_log, dt_bias = _parameters(arrays)
     wide = cu is not None and cu.dtype == torch.int64
     args = PrefillArgs.from_buffer_copy(_arguments(problem, config, wide, *[x.stride() for x in (q, k, v, g, beta, o)]))
     args.q.data, args.k.data, args.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
     args.g.data, args.beta.data, args.o.data = g.data_ptr(), beta.data_ptr(), o.data_ptr()
     args.initial_state, args.final_state, args.cu_seqlens = _pointer(initial), _pointer(final), _pointer(cu)
     args.A_log, args.dt_bias = _pointer(A_log), _pointer(dt_bias)
-    if lower is not None:
-        args.lower, args.solved, args.checkpoints = _pointer(lower), _pointer(solved), _pointer(checkpoints)
-        args.lower_dtype, args.group, args.checkpoint = LOWER_DTYPES[lower.dtype], group, checkpoint
     _enqueue(args, v, config.dtype)
     return Result(o, final)
+
+
+def _parameters(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
+    """cu_seqlens, initial_state, A_log and dt_bias as the library takes them: themselves, where they are so already."""
+    cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
+    initial = None if arrays.initial_state is None else _at_16_bytes(arrays.initial_state)
+    A_log, dt_bias = (None if x is None else _at_16_bytes(x.float()) for x in (arrays.A_log, arrays.dt_bias))
+    return cu, initial, A_log, dt_bias
 
 
 @lru_cache(maxsize=1024)
@@ -85,38 +85,110 @@ def _arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) 
     return args
 
 
+# Fields of PrefillArgs: tensors with strides, and addresses.
+TENSORS = "q", "k", "v", "g", "beta", "o"
+FORWARD = "initial_state", "final_state", "cu_seqlens", "A_log", "dt_bias", "lower", "solved", "checkpoints", "workspace"
+GIVEN = "initial_state", "cu_seqlens", "A_log", "dt_bias"
+# A function of addresses that makes a call again; the call's tensors; which of them go to it as float32 copies.
+Repeat = tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]]
+
+
+def forward_kept(
+    problem: Problem, arrays: Arrays, *, config, lower, solved, checkpoints, checkpoint: int, group: int
+) -> tuple[Result, Repeat | None]:
+    """A whole call in bfloat16 that also writes what a backward in chunks of 64 begins with (kda_prefill_args in kdakit.h): `lower` and
+    `solved` [slots, HV, 64, 64], whose rows and columns `group` orders, and the state before every `checkpoint`-th slot. Rows of o past the
+    last packed sequence are left as they are. Also how to repeat it; None: something had to be copied."""
+    given = arrays.q, arrays.k, arrays.v, arrays.g
+    q, k, v, g = (_aligned(x) for x in given)
+    o = v.new_empty(problem.B, problem.T, problem.HV, config.head_dim)
+    final = v.new_empty(problem.state_shape, dtype=torch.float32) if problem.options.output_final_state else None
+    cu, initial, A_log, dt_bias = _parameters(arrays)
+    wide, tensors = cu is not None and cu.dtype == torch.int64, (q, k, v, g, arrays.beta, o)
+    args = PrefillArgs.from_buffer_copy(_arguments(problem, config, wide, *[x.stride() for x in tensors]))
+    args.lower_dtype, args.group, args.checkpoint = LOWER_DTYPES[lower.dtype], group, checkpoint
+    space = v.new_empty(args.workspace_size, dtype=torch.uint8)
+    tensors += initial, final, cu, A_log, dt_bias, lower, solved, checkpoints, space
+    again = partial(_prefill_again, args, config.dtype, v.device.index)
+    again([_pointer(x) for x in tensors])
+    mine = (*given, arrays.beta, o, arrays.initial_state, final, arrays.cu_seqlens, arrays.A_log, arrays.dt_bias, *tensors[-4:])
+    return Result(o, final), _repeat(again, tensors, mine)
+
+
+def _repeat(again: Callable[[Sequence[int | None]], None], tensors: tuple, given: tuple) -> Repeat | None:
+    """How to repeat a call on `tensors`, which are `given`, or copies of these: None, unless they are copies in another dtype."""
+    copies = tuple(i for i, (x, y) in enumerate(zip(tensors, given, strict=True)) if x is not y)
+    return None if any(tensors[i].dtype == given[i].dtype for i in copies) else (again, given, copies)
+
+
+def _prefill_again(template: PrefillArgs, dtype: str, index: int | None, addresses: Sequence[int | None]) -> None:
+    args = PrefillArgs.from_buffer_copy(template)
+    for name, address in zip(TENSORS, addresses, strict=False):
+        getattr(args, name).data = address
+    for name, address in zip(FORWARD, addresses[len(TENSORS) :], strict=True):
+        setattr(args, name, address)
+    args.stream = _stream(index)
+    library.prefill(args, dtype)
+
+
 def chunk_gradient(
     problem: Problem, arrays: Arrays, *, lower, factors, states, d_states, r, d_o, d_v, alone, d_final, d_beta, group: int,
     d_q, d_k, d_g, d_A_log, d_dt_bias,
-) -> None:  # fmt: skip
+) -> Repeat | None:  # fmt: skip
     """The backward over chunks of 64 tokens, bfloat16, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta,
-    d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them."""
-    q, k, g, d_o = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g, d_o))  # d_o is the caller's, and may begin anywhere
-    cu, initial, d_final = (None if x is None else _at_16_bytes(x) for x in (arrays.cu_seqlens, arrays.initial_state, d_final))
-    A_log, dt_bias = (None if x is None else _at_16_bytes(x.float()) for x in (arrays.A_log, arrays.dt_bias))
+    d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them. Returns how to
+    repeat it; None: something had to be copied."""
+    q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
+    mine = d_o, d_final
+    d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)  # the caller's, which may begin anywhere
+    cu, initial, A_log, dt_bias = _parameters(arrays)
     o, wide = problem.options, cu is not None and cu.dtype == torch.int64
     dtypes = dict(q=problem.dtype, k=problem.dtype, v=problem.dtype, g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
     tensors = dict(q=q, k=k, v=d_v, g=g, beta=arrays.beta, o=d_v)
+    given = dict(zip(GIVEN, (initial, cu, A_log, dt_bias), strict=True))
     forward_args = PrefillArgs(
         batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V, chunk_size=64,
-        **{name: library.Tensor(x.data_ptr(), DTYPES[dtypes[name]], 0, *(x.stride(i) for i in (0, 2, 1))) for name, x in tensors.items()},
+        **{name: library.Tensor(None, DTYPES[dtypes[name]], 0, *(x.stride(i) for i in (0, 2, 1))) for name, x in tensors.items()},
         scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
-        safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first,
-        A_log=_pointer(A_log), dt_bias=_pointer(dt_bias), initial_state=_pointer(initial), cu_seqlens=_pointer(cu), sequences=problem.N,
-        cu_seqlens_64=wide, stream=torch._C._cuda_getCurrentRawStream(d_v.device.index) if d_v.is_cuda else None,
+        safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first, sequences=problem.N,
+        cu_seqlens_64=wide,
     )  # fmt: skip
-    library.gradient(
-        library.GradientArgs(
-            forward_args,
-            **{name: _pointer(x) for name, x in dict(
-                lower=lower, factors=factors, states=states, d_states=d_states, r=r, d_o=d_o, d_v=d_v, alone=alone, d_final=d_final,
-                d_q=d_q, d_k=d_k, d_g=d_g, d_beta=d_beta, A_shares=d_A_log, bias_shares=d_dt_bias,
-            ).items()},
-            lower_dtype=library.FLOAT32 if lower.dtype == torch.float32 else library.FLOAT16,
-            d_q_dtype=library.FLOAT32 if d_q.dtype == torch.float32 else library.BFLOAT16,
-            group=group,
-        )
+    pointers = dict(
+        lower=lower, factors=factors, states=states, d_states=d_states, r=r, d_o=d_o, d_v=d_v, alone=alone, d_final=d_final,
+        d_q=d_q, d_k=d_k, d_g=d_g, d_beta=d_beta, A_shares=d_A_log, bias_shares=d_dt_bias,
     )  # fmt: skip
+    args = library.GradientArgs(
+        forward_args,
+        lower_dtype=LOWER_DTYPES[lower.dtype],
+        d_q_dtype=library.FLOAT32 if d_q.dtype == torch.float32 else library.BFLOAT16,
+        group=group,
+    )
+    every = (*tensors.values(), *given.values(), *pointers.values())
+    again = partial(_gradient_again, forward_args, args, tuple(pointers), d_v.device.index)
+    again([_pointer(x) for x in every])
+    pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
+    own = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
+    return _repeat(again, every, own)
+
+
+def _gradient_again(
+    forward_template: PrefillArgs, template: library.GradientArgs, names: tuple[str, ...], index: int | None,
+    addresses: Sequence[int | None],
+) -> None:  # fmt: skip
+    forward_args, args = PrefillArgs.from_buffer_copy(forward_template), library.GradientArgs.from_buffer_copy(template)
+    for name, address in zip(TENSORS, addresses, strict=False):
+        getattr(forward_args, name).data = address
+    for name, address in zip(GIVEN, addresses[len(TENSORS) :], strict=False):
+        setattr(forward_args, name, address)
+    for name, address in zip(names, addresses[len(TENSORS) + len(GIVEN) :], strict=True):
+        setattr(args, name, address)
+    forward_args.stream, args.forward = _stream(index), ctypes.pointer(forward_args)
+    library.gradient(args)
+
+
+def _stream(index: int | None) -> int | None:
+    """The current stream of a device; a Stream object takes 4 us. None: of a CPU."""
+    return None if index is None else torch._C._cuda_getCurrentRawStream(index)
 
 
 def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:

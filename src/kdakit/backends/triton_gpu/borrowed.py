@@ -5,9 +5,8 @@ enough to keep a chip busy. With a bounded gate Triton's two take less time.
 
 KDAKIT_CUDA_GRADIENT=0: never; 1: wherever it can run, to measure it.
 
-And a whole forward, `prepare` and `scan`, which leaves what the backward here begins with (csrc/prefill, `Kept`). It is faster for given
-log-decays of keys that are not normalised here. Random problems have not tried it on a GPU: only KDAKIT_CUDA_TRAINING=1 takes it, wherever
-it can run.
+And a whole forward, `prepare` and `scan`, which leaves what the backward here begins with (csrc/prefill, `Kept`): for given log-decays
+without a bound, of keys that are not normalised here. KDAKIT_CUDA_TRAINING=0: never; 1: for all given log-decays.
 """
 
 from __future__ import annotations
@@ -22,29 +21,49 @@ from kdakit.problem import Problem
 
 VARIABLE = "KDAKIT_CUDA_GRADIENT"
 TRAINING = "KDAKIT_CUDA_TRAINING"
-ENOUGH = 4096  # chunks times value heads, from which on it saves more than the host takes: such a call has no plan to repeat
+ENOUGH = 4096  # chunks times value heads, from which on a GPU has shown it to be faster
+# By what is lent, the kernels that it is in place of.
+REPLACED = {
+    "forward": ("prepare_kernel", "prepare_normed_kernel", "scan_kernel", "staged_scan_kernel", "parts_kernel", "combine_kernel"),
+    "gradient": ("products_kernel", "gradient_kernel", "gradient_normed_kernel"),
+}
 
 lender: ModuleType | None = None
 
 
-def gradient(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., None] | None:
+def gradient(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
     """The lender's kernel for the gradients of so many chunks; None: Triton's."""
     asked = os.environ.get(VARIABLE, "")
     if lender is None or asked == "0" or config.chunk != 64:
         return None
-    if asked != "1" and (config.bounded or problem.options.deterministic or chunks * problem.HV < ENOUGH):
+    if asked != "1" and not enough(problem, config, chunks):
         return None
-    kernel, reason = lender.chunk_gradient(problem, device)
-    if reason is not None and asked == "1" and lender.library.missing():
-        raise FileNotFoundError(f"{VARIABLE}=1: {reason}")
-    return kernel
+    return found(VARIABLE, asked, *lender.chunk_gradient(problem, device))
 
 
-def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
+def forward(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
     """The lender's forward of a call that will be differentiated; None: Triton's."""
-    if lender is None or os.environ.get(TRAINING, "") != "1" or config.chunk != 64 or config.half != 32:
+    asked = os.environ.get(TRAINING, "")
+    if lender is None or asked == "0" or config.chunk != 64 or config.half != 32 or not chunks:
         return None
-    kernel, reason = lender.kept_forward(problem, device)
-    if reason is not None and lender.library.missing():
-        raise FileNotFoundError(f"{TRAINING}=1: {reason}")
+    if asked != "1" and (problem.options.gate != "log_decay" or problem.options.l2norm or not enough(problem, config, chunks)):
+        return None
+    return found(TRAINING, asked, *lender.kept_forward(problem, device))
+
+
+def enough(problem: Problem, config: Config, chunks: int) -> bool:
+    """Gates without a bound, in so many chunks that a GPU is faster. Not where results may not depend on the number of chunks."""
+    return not config.bounded and not problem.options.deterministic and chunks * problem.HV >= ENOUGH
+
+
+def found(variable: str, asked: str, kernel: Callable[..., Any] | None, reason: str | None) -> Callable[..., Any] | None:
+    """The kernel; an error where it was asked for and nothing but the library is missing."""
+    if asked == "1" and reason is not None and lender is not None and reason == lender.library.missing():
+        raise FileNotFoundError(f"{variable}=1: {reason}")
     return kernel
+
+
+def replaced(problem: Problem, config: Config, chunks: int, device: Any) -> tuple[str, ...]:
+    """Names of the kernels that a call that will be differentiated, and its backward, do not launch."""
+    lent = {"forward": forward(problem, config, chunks, device), "gradient": gradient(problem, config, chunks, device)}
+    return tuple(name for what, kernel in lent.items() if kernel is not None for name in REPLACED[what])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from kdakit.backends.triton_gpu.kernels import products as products_kernel
 from kdakit.backends.triton_gpu.kernels import rebuild as rebuild_plain
 from kdakit.backends.triton_gpu.kernels import replay as replay_kernel
 from kdakit.backends.triton_gpu.kernels import reverse as reverse_kernel
+from kdakit.backends.triton_gpu.runtime.launch import note_lent
 from kdakit.backends.triton_gpu.runtime.layout import Views, views
 from kdakit.backends.triton_gpu.runtime.streams import beside
 from kdakit.problem import Arrays, Problem
@@ -73,6 +74,11 @@ def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace | Kept, c
         replay(problem, arrays, x, y, space.checkpoints, config)
         return [space.lower, space.solved, *(x for x in y if x is not None)]
     return [space.lower, space.solved, space.checkpoints]
+
+
+def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[str, ...]:
+    """Names of the kernels in whose place a call that will be differentiated, and its backward, have another backend's."""
+    return borrowed.replaced(problem, config, chunk_slots(problem, config.chunk), device) if problem.needs_grad else ()
 
 
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
@@ -238,26 +244,31 @@ def gradient_of_chunks(problem: Problem, arrays: Arrays, x: Views, y: Replayed, 
 
 
 def borrowed_of_chunks(
-    kernel: Callable[..., None], problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed,
+    kernel: Callable[..., Any], problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed,
     lower, d_o, d_final, d_beta, c: Config,
 ) -> Callable[..., None]:  # fmt: skip
     """Both launches in one, of `borrowed.gradient`: a function of what the fifth writes."""
-    return partial(
-        kernel,
-        problem,
-        arrays._replace(q=x.q, k=x.k, g=x.g),
-        lower=lower,
-        factors=y.factors,
-        states=y.states,
-        d_states=back.d_states,
-        r=y.r,
-        d_o=d_o,
-        d_v=back.d_v,
-        alone=back.alone,
-        d_final=d_final,
-        d_beta=d_beta,
-        group=1 if c.normed else c.group,
-    )
+
+    def run(**written: Any) -> None:
+        repeat = kernel(
+            problem,
+            arrays._replace(q=x.q, k=x.k, g=x.g),
+            lower=lower,
+            factors=y.factors,
+            states=y.states,
+            d_states=back.d_states,
+            r=y.r,
+            d_o=d_o,
+            d_v=back.d_v,
+            alone=back.alone,
+            d_final=d_final,
+            d_beta=d_beta,
+            group=1 if c.normed else c.group,
+            **written,
+        )
+        note_lent(repeat)
+
+    return run
 
 
 def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Callable[..., None], d_v, d_beta, config: Config):

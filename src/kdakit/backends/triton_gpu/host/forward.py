@@ -13,7 +13,7 @@ from kdakit.backends.triton_gpu.kernels import prepare as prepare_plain
 from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, tail
 from kdakit.backends.triton_gpu.kernels import scan as scan_plain
 from kdakit.backends.triton_gpu.kernels import step as step_kernel
-from kdakit.backends.triton_gpu.runtime.launch import is_recording, on_device
+from kdakit.backends.triton_gpu.runtime.launch import is_recording, note_lent, on_device
 from kdakit.backends.triton_gpu.runtime.layout import Layout, Views, contiguous_parameters, views
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -62,12 +62,16 @@ def kept(problem: Problem, config: Config, device) -> Kept:
 
 def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept] | None:
     """Both launches of a call that will be differentiated by `borrowed.forward`, and what they keep; None: there is no such forward."""
-    kernel = borrowed.forward(problem, config, arrays.q.device) if problem.needs_grad else None
+    slots = chunk_slots(problem, config.chunk)
+    kernel = borrowed.forward(problem, config, slots, arrays.q.device) if problem.needs_grad and not arrays.q.is_meta else None
     if kernel is None:
         return None
     space = kept(problem, config, arrays.q.device)
     group = 1 if config.normed else config.group
-    return kernel(problem, arrays, **space._asdict(), checkpoint=config.checkpoint, group=group), space
+    result, repeat = kernel(problem, arrays, **space._asdict(), checkpoint=config.checkpoint, group=group)
+    note_lent(repeat)
+    clear_output(problem, arrays, result.o)
+    return result, space
 
 
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:

@@ -189,8 +189,12 @@ def load_half(
         b_qk = tl.reshape(tl.permute(tl.join(b_q, b_k), (2, 0, 1)), [2 * HALF, KP])
     else:
         b_qk = tl.load(tl.where(m_q, p_q + o_row * s_qt * ALIGN, p_k + o_row * s_kt * ALIGN) + o_k[None, :], mask=m_qk, other=0.0)
-    b_beta = write_strength(tl.load(p_beta + o_token * s_bt, mask=m_t, other=0.0).to(tl.float32), BETA)
-    return b_g, b_qk, tl.where(m_t, b_beta, 0.0)
+    b_beta = tl.where(m_t, write_strength(tl.load(p_beta + o_token * s_bt, mask=m_t, other=0.0).to(tl.float32), BETA), 0.0)
+    if p_beta.dtype.element_ty.primitive_bitwidth < 32:
+        # A sum of one number, behind which the compiler does not see that it came in 16 bits: it would lay out the float32 factors of the
+        # inverse for such, and read them word by word.
+        b_beta = tl.sum(b_beta[:, None], 1)
+    return b_g, b_qk, b_beta
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -42,6 +42,24 @@ class Seen(NamedTuple):
     tensors: tuple
     rest: tuple
     aside: bool
+
+
+class Lent(NamedTuple):
+    """A launch of another backend's kernel that ran; again(addresses): once more, on the current stream, with these tensors' addresses, or
+    those of their copies in float32."""
+
+    again: Callable[[Sequence[int | None]], None]
+    tensors: tuple
+    widened: tuple[int, ...]  # which of the tensors, all of them a call's own, are copied
+
+
+RAN = Seen, Lent
+
+
+def note_lent(repeat: tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]] | None) -> None:
+    """For whoever is `watching`: the fields of another backend's launch. None: it cannot be repeated."""
+    if repeat is not None and (seen := seen_here.get()) is not None:
+        seen.append(Lent(*repeat))
 
 
 def launch(kernel, grid: Grid, args: tuple, constants: dict[str, Any], **options: int) -> Any:
@@ -170,7 +188,8 @@ def is_recording() -> bool:
 
 @contextlib.contextmanager
 def watching() -> Iterator[list]:
-    """Within, every `Launch` that runs is added to the list as `Seen`; FORK and JOIN are where `beside` begins and ends."""
+    """Within, every `Launch` that runs is added to the list as `Seen`, and others' as `Lent`; FORK and JOIN are where `beside` begins and
+    ends."""
     token = seen_here.set(seen := [])
     try:
         yield seen

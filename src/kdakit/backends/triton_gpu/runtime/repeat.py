@@ -27,7 +27,7 @@ def plan_of(given: Tensors, made: Tensors, seen: list, shaped: Callable[[list], 
     """How to repeat the launches that were seen; None where it cannot be: a tensor that no launch got was copied first, or made of
     something else; of one that was given twice nobody knows which of the two a launch got."""
     addresses = [x.data_ptr() for x in given if x is not None]
-    used = {x.data_ptr() for step in seen if isinstance(step, launch.Seen) for x in step.tensors if x is not None}
+    used = {x.data_ptr() for step in seen if isinstance(step, launch.RAN) for x in step.tensors if x is not None}
     everything = {*addresses, *(x.data_ptr() for x in made if x is not None)}
     return Plan(given, made, seen, shaped) if len(set(addresses)) == len(addresses) and used.issuperset(everything) else None
 
@@ -44,14 +44,14 @@ class Plan:
         # Of one that is in and out, where it is in.
         places = {x.data_ptr(): i for i, x in reversed(list(enumerate(known))) if x is not None}
         sizes: dict[int, int] = {}  # at an address there may be several views of one tensor
-        for x in (x for step in seen if isinstance(step, launch.Seen) for x in step.tensors if x is not None):
+        for x in (x for step in seen if isinstance(step, launch.RAN) for x in step.tensors if x is not None):
             sizes[x.data_ptr()] = max(x.nbytes, sizes.get(x.data_ptr(), 0))
         self.steps: list[Any] = []
         self.offsets: list[int | None] = []  # of scratch, in bytes from the beginning of what is shared; None: has its own
         self.shared = 0  # bytes
         large: dict[int, int] = {}  # place: bytes
         for step in seen:
-            if not isinstance(step, launch.Seen):
+            if not isinstance(step, launch.RAN):
                 self.steps.append(step)
                 continue
             for x in step.tensors:
@@ -67,7 +67,7 @@ class Plan:
         inside = {id(x): i for i, x in enumerate(given)}
         self.made = [None if x is None else inside.get(id(x), (x.shape, x.dtype)) for x in made]
         own = {self.first_made + i: 0 for i, x in enumerate(made) if x is not None and x.nbytes >= LARGE}
-        launched = {place for step in self.steps if isinstance(step, launch.Seen) for place in step.tensors}
+        launched = {place for step in self.steps if isinstance(step, launch.RAN) for place in step.tensors}
         own = {place: size for place, size in own.items() if places[known[place].data_ptr()] == place and place in launched}
         self.late = {place - self.first_made for place in own}  # of those made
         self.begins, self.ends = self._spans(large, own)
@@ -83,7 +83,7 @@ class Plan:
         begins: dict[int, list[tuple[int, int]]] = {}
         ends: dict[int, list[int]] = {}
         for place, size in (large | own).items():
-            uses = [i for i, step in enumerate(self.steps) if isinstance(step, launch.Seen) and place in step.tensors]
+            uses = [i for i, step in enumerate(self.steps) if isinstance(step, launch.RAN) and place in step.tensors]
             begins.setdefault(starts[uses[0]], []).append((place, size))
             if place in large:
                 ends.setdefault(stops[uses[-1]], []).append(place)
@@ -120,6 +120,9 @@ class Plan:
                 elif step is streams.JOIN:
                     fork.join()
                     fork = None
+                elif isinstance(step, launch.Lent):
+                    wide = {i: given[step.tensors[i] - 1].float().contiguous() for i in step.widened}
+                    step.again([wide[i].data_ptr() if i in wide else values[place] for i, place in enumerate(step.tensors)])
                 else:
                     stream = (second,) if step.aside else ()
                     launch.start(step.compiled, step.grid, [values[i] for i in step.tensors], step.rest, *stream)
