@@ -87,6 +87,21 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     assert any("y0" in line for line in fused_problems.wrong(problem))
 
 
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_few_tokens_and_many_meet_the_matrices_alike(tokens):
+    """The gradients of a product with four matrices, however it is taken apart."""
+    from kdakit.layers.torch.fused.projection import project
+
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((tokens, 5), (4, 5), (4, 5), (8, 5), (3, 5))]
+    row, low = project(*given)
+    want = torch.cat([given[0] @ w.t() for w in given[1:]], -1)
+    d = torch.randn(want.shape, dtype=torch.float64)
+    found = torch.autograd.grad(torch.cat([row, low], -1), given, d)
+    for a, b in zip(found, torch.autograd.grad(want, given, d), strict=True):
+        assert torch.allclose(a, b, 1e-12, 1e-12)
+
+
 @interpreter
 def test_compilers_and_checkpoints_see_operators():
     """The same gradients, bit for bit, when the calls are traced into one graph, and when they are made again for the backward."""
