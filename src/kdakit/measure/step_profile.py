@@ -59,7 +59,7 @@ def marked(learner: Any, marks: Marks) -> Any:
         block.attn.mix = _first_marked(block.attn.mix, marks, part)
         block.mlp.forward = _marked(block.mlp.forward, marks, "MLP")
     model.model.embeddings.forward = _after(model.model.embeddings.forward, marks, BETWEEN, "embedding, backward")
-    model.model.norm.forward = _before(model.model.norm.forward, marks, "head and loss", _back(BETWEEN))
+    model.model.norm.carried = _before(model.model.norm.carried, marks, "head and loss", _back(BETWEEN))
     for name, part in OPTIMIZER.items():
         setattr(learner, name, _begun(getattr(learner, name), marks, part))
     learner._loss = _ended(learner._loss, marks, "head and loss, backward")

@@ -37,16 +37,13 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(hidden_size, width, bias=False)
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """residual: is added."""
-        if (found := feed_forward(self, x, residual)) is not None:
-            return found
-        y = self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return y if residual is None else residual + y
+    def forward(self, x: Tensor) -> Tensor:
+        found = feed_forward(self, x)
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x))) if found is None else found
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))"""
+    """x + mixer(norm(x)), then x + mlp(norm(x)); the last sum is left to the norm that follows, which takes both."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: str):
         super().__init__()
@@ -59,11 +56,12 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.mlp_size)
 
-    def forward(self, x: Tensor, rows: Rows, cache):
-        normed, x = self.attn_norm.carried(x)
+    def forward(self, x: Tensor, made: Tensor | None, rows: Rows, cache):
+        """made: what the block before adds to x. Returns x, what this one adds to it, and the cache."""
+        normed, x = self.attn_norm.carried(x, made)
         mixed, cache = self.attn.mix(normed, rows, cache)
         normed, x = self.mlp_norm.carried(x, mixed)
-        return self.mlp(normed, x), cache
+        return x, self.mlp(normed), cache
 
 
 class Decoder(nn.Module):
@@ -115,16 +113,16 @@ class KimiLinear(nn.Module):
         check_tokens(tokens.shape, None if attention_mask is None else attention_mask.shape, cu_seqlens is not None)
         rows = Rows(cu_seqlens=cu_seqlens, context=context) if attention_mask is None else Rows.from_mask(attention_mask)
         rows = rows._replace(in_place=in_place)
-        x = self.model.embeddings(rows.arrange(tokens))
+        x, made = self.model.embeddings(rows.arrange(tokens)), None
         following = []
         for i, block in enumerate(self.blocks()):
             state = None if cache is None else cache[i]
             if self.checkpoint_activations and torch.is_grad_enabled():
-                x, state = checkpoint(block, x, rows, state, use_reentrant=False)
+                x, made, state = checkpoint(block, x, made, rows, state, use_reentrant=False)
             else:
-                x, state = block(x, rows, state)
+                x, made, state = block(x, made, rows, state)
             following.append(state)
-        x = self.model.norm(x)
+        x, _ = self.model.norm.carried(x, made)
         head = self.model.embeddings.weight if self.config.tie_embeddings else self.lm_head.weight
         return rows.restore(F.linear(x, head)), None if cache is None else following
 

@@ -228,13 +228,16 @@ class ServedModel:
     ) -> Tensor:  # fmt: skip
         """call: the operator over a pool. whole: a layer in one, where it can, see `in_one`. wanted: the tokens whose logits are asked for,
         None: all."""
-        x, given = self.model.model.embeddings(tokens), self.pools[0].device_slots(slots)
+        x, made, given = self.model.model.embeddings(tokens), None, self.pools[0].device_slots(slots)
         for block, pool in zip(self.model.blocks(), self.pools, strict=True):
-            normed = block.attn_norm(x)
+            normed, x = block.attn_norm.carried(x, made)
             o = None if whole is None or self.backend not in ("auto", "triton_gpu") else whole(block.attn, pool, given, normed)
-            x = x + (self._mix(block.attn, pool, normed, slots, packing, call) if o is None else o)
-            x = x + block.mlp(block.mlp_norm(x))
-        x = self.model.model.norm(x if wanted is None else x[:, wanted])
+            o = self._mix(block.attn, pool, normed, slots, packing, call) if o is None else o
+            normed, x = block.mlp_norm.carried(x, o)
+            made = block.mlp(normed)
+        if wanted is not None:
+            x, made = x[:, wanted], None if made is None else made[:, wanted]
+        x, _ = self.model.model.norm.carried(x, made)
         head = self.model.model.embeddings.weight if self.model.config.tie_embeddings else self.model.lm_head.weight
         return F.linear(x, head)
 

@@ -1,7 +1,7 @@
 """What lies between the mixers of a model, as functions with their derivatives: norms that take the residual stream along, and the SwiGLU.
 
-    carried      s = x + mixed, or x        y = rmsnorm(s)        both handed on: ds + drmsnorm(dy) goes back to x and mixed
-    feed_forward out = residual + W_d (silu(W_g x) (W_u x))
+    carried        s = x + mixed, or x        y = rmsnorm(s)        both handed on: ds + drmsnorm(dy) goes back to x and mixed
+    feed_forward   out = W_d (silu(W_g x) (W_u x))
 
 Sums that stand alone read and write the stream once more each, four times a block. Calls that are watched, and modules that are not as they
 were built, take plain operations.
@@ -50,8 +50,8 @@ class Carried(torch.autograd.Function):
         return d_x, d_x if ctx.has_mixed else None, d_weight, None
 
 
-def feed_forward(mlp: Any, x: Tensor, residual: Tensor | None) -> Tensor | None:
-    """residual + mlp(x) of a SwiGLU; None: not for this function."""
+def feed_forward(mlp: Any, x: Tensor) -> Tensor | None:
+    """A SwiGLU of x; None: not for this function."""
     if not x.is_cuda or x.dtype not in DTYPES or not x.numel():
         return None
     m = mlp._modules
@@ -59,30 +59,26 @@ def feed_forward(mlp: Any, x: Tensor, residual: Tensor | None) -> Tensor | None:
     if not all(map(is_plain, matrices)) or torch.is_autocast_enabled("cuda"):
         return None
     w = [matrix._parameters.get("weight") for matrix in matrices]
-    if any(p is None or p.dtype != x.dtype for p in w):
-        return None
-    given = (x, *w) if residual is None else (x, residual, *w)
-    if not unwatched(given) or not fits(*given) or (residual is not None and residual.dtype != x.dtype):
+    given = (x, *w)
+    if any(p is None or p.dtype != x.dtype for p in w) or not unwatched(given) or not fits(*given):
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return FeedForward.apply(x, residual, *w) if all(p.requires_grad for p in w) else None
-    return _feed(x, residual, *w)[0]
+        return FeedForward.apply(x, *w) if all(p.requires_grad for p in w) else None
+    return _feed(x, *w)[0]
 
 
-def _feed(x: Tensor, residual: Tensor | None, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+def _feed(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
     flat = x.reshape(-1, x.shape[-1])
     a, b = torch.mm(flat, gate.t()), torch.mm(flat, up.t())
     (s,) = swiglu.forward(a, b)
-    wide = torch.mm(s, down.t()) if residual is None else torch.addmm(residual.reshape(flat.shape[0], -1), s, down.t())
-    return wide.view(*x.shape[:-1], -1), flat, a, b, s
+    return torch.mm(s, down.t()).view(*x.shape[:-1], -1), flat, a, b, s
 
 
 class FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, gate, up, down):
-        out, flat, a, b, s = _feed(x, residual, gate, up, down)
+    def forward(ctx, x, gate, up, down):
+        out, flat, a, b, s = _feed(x, gate, up, down)
         ctx.save_for_backward(flat, a, b, s, gate, up, down)
-        ctx.has_residual = residual is not None
         return out
 
     @staticmethod
@@ -92,10 +88,8 @@ class FeedForward(torch.autograd.Function):
         flat = d_out.reshape(len(x), -1)
         d_down = torch.mm(flat.t(), s)
         d_a, d_b = swiglu.backward([torch.mm(flat, down)], (True, True), a, b)
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = torch.mm(d_a, gate).addmm_(d_b, up).view(*d_out.shape[:-1], -1)
-        return d_x, d_out if ctx.has_residual else None, torch.mm(d_a.t(), x), torch.mm(d_b.t(), x), d_down
+        d_x = torch.mm(d_a, gate).addmm_(d_b, up).view(*d_out.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return d_x, torch.mm(d_a.t(), x), torch.mm(d_b.t(), x), d_down
 
 
 def refuse_a_graph() -> None:
