@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from kdakit.backends.torch_native.intra import Intra, intra_backward
+from kdakit.backends.torch_native.levels import paired
 from kdakit.backends.torch_native.state import state_backward
 
 
@@ -27,9 +28,9 @@ def chunk_backward(plan, first, dS, rows, beta, x: Intra, exact, states, errors,
     d_after = d_states[1:].flatten(0, 1)
 
     flat = d_reads.flatten(1, 2)
-    d_A = _minus(flat, v_new.mT).unflatten(1, (2, -1))
-    d_rows = _minus(flat, states.mT).unflatten(1, (2, -1))
-    d_k_decayed = torch.bmm(v_new, d_after.mT)
+    d_A = paired(flat, v_new).neg_().unflatten(1, (2, -1))
+    d_rows = paired(flat, states).neg_().unflatten(1, (2, -1))
+    d_k_decayed = paired(v_new, d_after)
     d_decay = d_after.mul_(states).sum(-1)  # uses up the buffer
     d_rows, d_g = intra_backward(rows, x, exact, d_A, d_rows, d_k_decayed, d_decay)
     errors = torch.baddbmm(errors, x.A[:, 1], v_new, alpha=-1)

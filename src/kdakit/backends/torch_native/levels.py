@@ -79,8 +79,8 @@ def decays(g, flush: bool):
 
 
 def paired(left, right):
-    """left right^T, [.., m, K] and [.., n, K]: the pairs' products, on a CPU summed in float64. Identical keys have the same products with
-    the same error, and where nothing is forgotten a sequence multiplies it by its length."""
+    """left right^T, [M, m, K] and [M, n, K], on a CPU summed in float64. Identical keys have the same products with the same error, which
+    a sequence multiplies by its length where nothing is forgotten; gradients of pairs, rows and columns cancel in those of gates."""
     if left.dtype != torch.float32 or left.device.type != "cpu":
         return torch.bmm(left, right.mT)
     return torch.bmm(left.double(), right.mT.double()).float()
