@@ -113,7 +113,7 @@ def test_what_is_kept_is_checked(native):
         (dict(lower_dtype=1), "lower_dtype must be 2 or 0, got 1"),
         (dict(group=3), "group must be 0, 1, 2, 4 or 8, got 3"),
         (dict(checkpoint=0), "checkpoint must be at least 1, got 0"),
-        (dict(gate=1), "unsupported: lower, solved and checkpoints are kept for gate 0 alone, got 1"),
+        (dict(gate=1, A_log=4096), "unsupported: lower, solved and checkpoints are kept for gate 0 alone, got 1"),
     ):
         with pytest.raises(library.NativeError, match=message):
             native.prefill(arguments(**right | changes), "bf16")
