@@ -39,7 +39,7 @@ class Learner:
             narrow = [n for n, p in self.computing.items() if p.dtype != torch.float32]
             self.packed = pack([self.named[n] for n in narrow]), pack([self.computing[n] for n in narrow])
             rest = [n for n in self.named if n not in narrow]
-            self.unpacked = [self.computing[n] for n in rest], [self.named[n] for n in rest]
+            self.unpacked: tuple[list[Tensor], list[Tensor]] = [self.computing[n] for n in rest], [self.named[n] for n in rest]
         groups = [
             {"params": [p for n, p in self.named.items() if decays(n, p.ndim) == which], "weight_decay": optimizer.decay if which else 0.0}
             for which in (True, False)
@@ -95,7 +95,8 @@ class Learner:
     def _refresh(self) -> None:
         if self.copies:
             self.packed[1].copy_(self.packed[0])
-            torch._foreach_copy_(*self.unpacked)
+            own, master = self.unpacked
+            torch._foreach_copy_(own, master)
 
     @property
     def copies(self) -> bool:
@@ -171,7 +172,7 @@ ALIGNED = 64  # numbers: where a parameter may begin in memory that it shares wi
 
 
 def pack(parameters: list[nn.Parameter]) -> Tensor:
-    """Moves the parameters into one piece of memory, which is returned: what happens to all of them takes one launch instead of hundreds."""
+    """Moves the parameters into one piece of memory, which is returned: what happens to all of them takes one launch, not hundreds."""
     starts = [0]
     for p in parameters:
         starts.append(starts[-1] + -(-p.numel() // ALIGNED) * ALIGNED)
