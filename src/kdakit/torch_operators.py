@@ -23,6 +23,7 @@ from kdakit.problem import (
     check_cu_seqlens,
     check_devices,
     checks_enabled,
+    make_options,
     make_problem,
 )
 from kdakit.values import check_same_cu_seqlens, check_values
@@ -45,6 +46,16 @@ _LIBRARY.define(
     f"step_({_SCHEMA_ARRAYS.replace('Tensor? initial_state', 'Tensor(a!) initial_state')}, str options, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+
+
+@lru_cache(maxsize=256)
+def all_in_kernel(allow_neg_eigval: bool, safe_gate: bool, lower_bound: float | None) -> Options:
+    """Of a call whose norms, gate with A_log and dt_bias, and sigmoid of beta are the kernels' work, as in a layer."""
+    given: Any = True  # only whether they are there counts
+    return make_options(
+        Arrays(None, None, None, None, None, given, given), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=allow_neg_eigval, safe_gate=safe_gate, lower_bound=lower_bound,
+    )  # fmt: skip
 
 
 def _describe(arrays: Arrays, op: str, options: str, needs_grad: bool) -> Problem:

@@ -35,6 +35,11 @@ class Learner:
         self.settings, self.count = optimizer, 0
         self.computing = dict(self.model.named_parameters())
         self.named = masters(self.model, getattr(torch, self.place.dtype))
+        if self.copies:
+            narrow = [n for n, p in self.computing.items() if p.dtype != torch.float32]
+            self.packed = pack([self.named[n] for n in narrow]), pack([self.computing[n] for n in narrow])
+            rest = [n for n in self.named if n not in narrow]
+            self.unpacked: tuple[list[Tensor], list[Tensor]] = [self.computing[n] for n in rest], [self.named[n] for n in rest]
         groups = [
             {"params": [p for n, p in self.named.items() if decays(n, p.ndim) == which], "weight_decay": optimizer.decay if which else 0.0}
             for which in (True, False)
@@ -73,10 +78,9 @@ class Learner:
     def _collect(self) -> None:
         """Adds the gradients of the computing copy to those of the master weights."""
         if self.copies:
-            made = [self.computing[n].grad for n in self.named]
-            kept = [p for p, g in zip(self.named.values(), made, strict=True) if g is not None]
-            wide = [g.float() for g in made if g is not None]
-            for master, gradient in zip(kept, wide, strict=True):
+            made = {n: p.grad for n, p in self.computing.items() if p.grad is not None}
+            for name, gradient in widened(made).items():
+                master = self.named[name]
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             for p in self.computing.values():
                 p.grad = None
@@ -90,7 +94,9 @@ class Learner:
     @torch.no_grad()
     def _refresh(self) -> None:
         if self.copies:
-            torch._foreach_copy_([self.computing[n] for n in self.named], list(self.named.values()))
+            self.packed[1].copy_(self.packed[0])
+            own, master = self.unpacked
+            torch._foreach_copy_(own, master)
 
     @property
     def copies(self) -> bool:
@@ -160,3 +166,30 @@ def masters(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
     kept = {n: nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
     cast(model, dtype)
     return kept
+
+
+ALIGNED = 64  # numbers: where a parameter may begin in memory that it shares with others
+
+
+def pack(parameters: list[nn.Parameter]) -> Tensor:
+    """Moves the parameters into one piece of memory, which is returned: what happens to all of them takes one launch, not hundreds."""
+    starts = [0]
+    for p in parameters:
+        starts.append(starts[-1] + -(-p.numel() // ALIGNED) * ALIGNED)
+    whole = parameters[0].new_zeros(starts[-1], requires_grad=False)
+    for p, start in zip(parameters, starts, strict=False):
+        place = whole[start : start + p.numel()].view(p.shape)
+        place.copy_(p.data)
+        p.data = place
+    return whole
+
+
+def widened(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same in float32, those of each dtype from one piece of memory."""
+    found = {n: g for n, g in gradients.items() if g.dtype == torch.float32}
+    narrow = {n: g for n, g in gradients.items() if n not in found}
+    if narrow:
+        whole = torch.cat([g.flatten() for g in narrow.values()]).float()
+        pieces = whole.split([g.numel() for g in narrow.values()])
+        found |= {n: piece.view(g.shape) for (n, g), piece in zip(narrow.items(), pieces, strict=True)}
+    return found

@@ -10,7 +10,6 @@ watches them one by one. Calls that are watched, and layers that are not as they
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +19,7 @@ from kdakit.layers.sizes import LayerSizes
 from kdakit.layers.torch.fused import DTYPES, gated_norm, projection, short_convolution, shown
 from kdakit.layers.torch.fused.layer import hooked
 from kdakit.layers.torch.fused.residual import refuse_a_graph
-from kdakit.problem import Arrays, Options, make_options
-from kdakit.torch_operators import run, run_backward, unwatched
+from kdakit.torch_operators import Arrays, Options, all_in_kernel, run, run_backward, unwatched
 
 
 class Weights(NamedTuple):
@@ -59,7 +57,7 @@ class Form(NamedTuple):
 
 def whole_layer(layer: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     """The layer's output [B, T, hidden_size]; None: this is not for these functions."""
-    if not x.is_cuda or not takes(layer, x):
+    if torch.compiler.is_compiling() or not x.is_cuda or not takes(layer, x):
         return None
     w = weights_of(layer)
     if w is None or not _fit(x, w) or not unwatched((x, *w, cu_seqlens)) or torch.is_autocast_enabled("cuda"):
@@ -113,13 +111,8 @@ def _fit(x: Tensor, w: Weights) -> bool:
     )
 
 
-@lru_cache(maxsize=256)
 def _options(s: LayerSizes) -> Options:
-    present: Any = True  # only whether they are there counts
-    return make_options(
-        Arrays(None, None, None, None, None, present, present), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=s.allow_neg_eigval, safe_gate=s.safe_gate, lower_bound=s.lower_bound,
-    )  # fmt: skip
+    return all_in_kernel(s.allow_neg_eigval, s.safe_gate, s.lower_bound)
 
 
 def mixed(form: Form, x: Tensor, w: Any, differentiated: bool) -> tuple[Tensor, Tensor, tuple]:
