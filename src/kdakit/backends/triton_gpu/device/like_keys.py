@@ -49,3 +49,11 @@ def products_near(b_rows, b_cols, b_r, PRECISION: tl.constexpr):
     b_A = product(b_rows, tl.trans(b_cols), PRECISION)
     b_A += (b_row_r[:, None] * b_of_col[None, :] + b_of_row[:, None] * b_col_r[None, :]) + b_both * low
     return b_A + b_both * high
+
+
+@triton.jit
+def pair_products(b_rows, b_cols, b_r, PRECISION: tl.constexpr):
+    """Rows [2 R, KP], q above k, with columns [R, KP] -> [2 R, R]; in float32 by way of b_r [KP]."""
+    if b_rows.dtype.is_fp32():
+        return products_near(b_rows, b_cols, b_r, PRECISION)
+    return product(b_rows, tl.trans(b_cols), PRECISION)

@@ -11,9 +11,9 @@ from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.gate import gate_decay, gate_slope, inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.inverse import DIVISIBLE
-from kdakit.backends.triton_gpu.device.like_keys import first_key, products_near
+from kdakit.backends.triton_gpu.device.like_keys import first_key, pair_products
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
-from kdakit.backends.triton_gpu.device.program import find_sequence, first_slot, row_tokens
+from kdakit.backends.triton_gpu.device.program import find_sequence, first_slot, pairs_by_token, row_tokens, rows_by_token
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -112,29 +112,6 @@ def pick_row(b_x, i: tl.constexpr):
 def flat_rows(b_x, R: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr):
     """[.., KP] -> [R, KP], rounded."""
     return round_to(tl.reshape(b_x, [R, KP]), DTYPE)
-
-
-@triton.jit
-def rows_by_token(b_x, HALF: tl.constexpr, GROUP: tl.constexpr):
-    """[P HALF, X] in the order of `row_tokens` -> in that of tokens."""
-    P: tl.constexpr = b_x.shape[0] // HALF
-    X: tl.constexpr = b_x.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(b_x, [P, GROUP, HALF // GROUP, X]), (0, 2, 1, 3)), [P * HALF, X])
-
-
-@triton.jit
-def pairs_by_token(b_A, GROUP: tl.constexpr):
-    """[2 HALF, HALF], rows and columns."""
-    HALF: tl.constexpr = b_A.shape[1]
-    return tl.trans(rows_by_token(tl.trans(rows_by_token(b_A, HALF, GROUP)), HALF, GROUP))
-
-
-@triton.jit
-def pair_products(b_rows, b_cols, b_r, PRECISION: tl.constexpr):
-    """Rows [2 R, KP], q above k, with columns [R, KP] -> [2 R, R]; in float32 by way of b_r, see `like_keys`."""
-    if b_rows.dtype.is_fp32():
-        return products_near(b_rows, b_cols, b_r, PRECISION)
-    return product(b_rows, tl.trans(b_cols), PRECISION)
 
 
 @triton.jit
