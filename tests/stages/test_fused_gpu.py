@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import fused_problems  # noqa: E402
 
 from kdakit.accuracy import SLACK  # noqa: E402
-from kdakit.layers.torch import KimiDeltaAttention, convolution, delta, fused, norm  # noqa: E402
+from kdakit.layers.torch import KimiDeltaAttention, convolution, delta, norm  # noqa: E402
 from kdakit.models import torch as models  # noqa: E402
 from kdakit.models.config import ModelConfig  # noqa: E402
 from kdakit.models.torch import KimiLinear, cast, loss  # noqa: E402
@@ -36,19 +36,12 @@ def test_random_problems(kind, first):
     assert not found, "\n".join(found)
 
 
-@pytest.fixture(autouse=True)
-def everything(monkeypatch):
-    """Forms that wait for a GPU too."""
-    monkeypatch.setattr(fused, "WAITING", frozenset())
-
-
 @pytest.fixture
 def plain(monkeypatch):
     """A function that turns the kernels off, or on again."""
 
     def use(on: bool):
         monkeypatch.undo()
-        monkeypatch.setattr(fused, "WAITING", frozenset())
         if not on:
             monkeypatch.setattr(delta, "whole_layer", lambda *_: None)
             monkeypatch.setattr(norm, "carried", lambda *_: None)

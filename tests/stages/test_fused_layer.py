@@ -18,30 +18,13 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 import fused_problems  # noqa: E402
 
-from kdakit.layers.torch import fused  # noqa: E402
-from kdakit.layers.torch.fused import step, swiglu, swiglu_kernels  # noqa: E402
+from kdakit.layers.torch.fused import step  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/gpu/trials"
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 SEEDS = {"convolution": 10, "norm": 10, "swiglu": 4, "step": 6}
-
-
-@pytest.fixture(autouse=True)
-def everything(monkeypatch):
-    """Forms that wait for a GPU too."""
-    monkeypatch.setattr(fused, "WAITING", frozenset())
-
-
-def test_forms_that_no_gpu_has_run_wait(monkeypatch):
-    asked = []
-    monkeypatch.setattr(fused, "WAITING", frozenset({"swiglu"}))
-    monkeypatch.setattr(swiglu_kernels, "forward", lambda *form: asked.append(form[1:]) or (lambda **_: None))
-    for unchecked in (False, True):
-        monkeypatch.setattr(fused, "unchecked", lambda unchecked=unchecked: unchecked)
-        swiglu.forward(torch.zeros(16), torch.zeros(16))
-    assert asked == [(False, False), (True, False)] and fused.taken("sums")
 
 
 def test_cuts_are_the_fastest_that_were_timed():

@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
     def carried(self, x: Tensor, mixed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(the norm of s, s), s = x + mixed, or x: where a residual stream meets what was made of it."""
         found = None
-        if not torch.compiler.is_compiling() and x.is_cuda and x.shape[-1] <= WIDEST and not hooked(self):
+        if x.is_cuda and x.shape[-1] <= WIDEST and not hooked(self):
             found = carried(x, mixed, self.weight, self.eps)
         if found is not None:
             return found

@@ -16,11 +16,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# Forms of the kernels that no GPU has run: without KDAKIT_UNCHECKED=1 nobody takes them. tests/stages/test_fused_gpu.py runs them all.
-#   carried   norms that take the residual stream along
-#   swiglu    reads of 16 bytes and single PTX instructions
-#   sums      more programs for the shares of a wide norm's weight
-WAITING = frozenset({"carried", "swiglu", "sums"})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -36,21 +31,11 @@ def shown(device: int) -> bool:
     return _shown(device)
 
 
-def taken(form: str) -> bool:
-    """Whether a form of a kernel is used on GPUs that have shown the others."""
-    return form not in WAITING or unchecked()
-
-
-@lru_cache
-def unchecked() -> bool:
-    return os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-
-
 @lru_cache
 def _shown(device: int) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
-    if unchecked():
+    if os.environ.get("KDAKIT_UNCHECKED", "0") == "1":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdakit.layers.torch.fused import fast, taken
+from kdakit.layers.torch.fused import fast
 from kdakit.layers.torch.fused.operator import Operator
 
 PROGRAMS = 2048  # about so many of the backward, over heads and strips of tokens; each has a share of the weights' gradients
@@ -53,7 +53,7 @@ def backward(grads, needed, x, weight, gate, bias, eps, d_sum=None):
             run = kernels.norm_backward(V, tokens, heads, eps, gate is not None, bias is not None, d_sum is not None, strip, fast(x))
             given = dict(x=x, gate=None if gate is None else gate.contiguous(), weight=weight.contiguous(), bias=bias)
             run(**given, dy=d_y, dsum=None if d_sum is None else d_sum.to(x.dtype).contiguous(), dx=d_x, dgate=d_gate, shares=shares)
-            kernels.sums(strips, heads, V, bias is not None, taken("sums"))(shares=shares, d_weight=d_weight, d_bias=d_bias)
+            kernels.sums(strips, heads, V, bias is not None)(shares=shares, d_weight=d_weight, d_bias=d_bias)
     return [d_x, d_weight, d_gate, None if bias is None or d_bias is None else d_bias.to(bias.dtype)]
 
 

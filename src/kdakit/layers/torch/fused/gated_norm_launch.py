@@ -32,9 +32,8 @@ def norm_backward(
 
 
 @lru_cache(maxsize=1024)
-def sums(strips: int, heads: int, V: int, has_bias: bool, spread: bool) -> Launch:
-    """spread: many shares may go to more programs."""
-    columns, rows, warps = (8, 256, 8) if spread and strips * heads >= MANY and not has_bias else (16, 128, 4)
+def sums(strips: int, heads: int, V: int, has_bias: bool) -> Launch:
+    columns, rows, warps = (8, 256, 8) if strips * heads >= MANY and not has_bias else (16, 128, 4)
     values = dict(S=strips, HV=heads, V=V, COLUMNS=columns, ROWS=rows, HAS_BIAS=has_bias)
     grid = -(-V // columns) + (-(-heads * V // columns) if has_bias else 0)
     return Launch(norm_sums_kernel, grid, values, num_warps=warps)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdakit.layers.torch.fused import DTYPES, fits, gated_norm, swiglu, taken
+from kdakit.layers.torch.fused import DTYPES, fits, gated_norm, swiglu
 from kdakit.layers.torch.fused.layer import is_plain
 from kdakit.torch_operators import unwatched
 
@@ -22,9 +22,7 @@ from kdakit.torch_operators import unwatched
 def carried(x: Tensor, mixed: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
     """(the norm of x + mixed, x + mixed); None: not for this function."""
     given = (x, weight) if mixed is None else (x, mixed, weight)
-    if torch.compiler.is_compiling() or not x.is_cuda or not x.numel() or (mixed is not None and mixed.dtype != x.dtype):
-        return None
-    if not unwatched(given) or not taken("carried") or not fits(*given):
+    if not x.is_cuda or (mixed is not None and mixed.dtype != x.dtype) or not x.numel() or not unwatched(given) or not fits(*given):
         return None
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return Carried.apply(x, mixed, weight, eps)
@@ -54,7 +52,7 @@ class Carried(torch.autograd.Function):
 
 def feed_forward(mlp: Any, x: Tensor) -> Tensor | None:
     """A SwiGLU of x; None: not for this function."""
-    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in DTYPES or not x.numel():
+    if not x.is_cuda or x.dtype not in DTYPES or not x.numel():
         return None
     m = mlp._modules
     matrices = m["gate_proj"], m["up_proj"], m["down_proj"]

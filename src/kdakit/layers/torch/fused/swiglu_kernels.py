@@ -42,15 +42,15 @@ def swiglu_backward_kernel(p_a, p_b, p_dy, p_da, p_db, N, UNIT: tl.constexpr, BL
 
 
 @lru_cache(maxsize=1024)
-def forward(count: int, wide: bool, ptx: bool) -> Launch:
-    return Launch(swiglu_kernel, -(-count // BLOCK), _values(count, wide, ptx), num_warps=WARPS)
+def forward(count: int, ptx: bool) -> Launch:
+    return Launch(swiglu_kernel, -(-count // BLOCK), _values(count, ptx), num_warps=WARPS)
 
 
 @lru_cache(maxsize=1024)
-def backward(count: int, wide: bool, ptx: bool) -> Launch:
-    return Launch(swiglu_backward_kernel, -(-count // BLOCK), _values(count, wide, ptx), num_warps=WARPS)
+def backward(count: int, ptx: bool) -> Launch:
+    return Launch(swiglu_backward_kernel, -(-count // BLOCK), _values(count, ptx), num_warps=WARPS)
 
 
-def _values(count: int, wide: bool, ptx: bool) -> dict[str, int | bool]:
-    unit = math.gcd(16, count) if wide else 1
+def _values(count: int, ptx: bool) -> dict[str, int | bool]:
+    unit = math.gcd(16, count)
     return dict(N=count // unit, UNIT=unit, BLOCK=BLOCK, PTX=ptx)

@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 def whole_layer(layer: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     """The layer's output [B, T, hidden_size]; None: this is not for these functions."""
-    if torch.compiler.is_compiling() or not x.is_cuda or not takes(layer, x):
+    if not x.is_cuda or not takes(layer, x):
         return None
     w = weights_of(layer)
     if w is None or not _fit(x, w) or not unwatched((x, *w, cu_seqlens)) or torch.is_autocast_enabled("cuda"):
