@@ -126,7 +126,9 @@ def test_triton_rooms_are_listed_from_the_ground_up():
     assert all(order.index(below) < order.index(room) for room, others in TRITON_ROOMS.items() for below in others - {"contract"})
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if "cli" not in p.parts and p.stem != "__main__"], ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if "cli" not in p.parts and p.stem != "__main__"], ids=lambda p: str(p.relative_to(SOURCE))
+)
 def test_nobody_imports_the_command_line(path):
     assert not [name for name in imports_of(path) if name.startswith("kdakit.cli")]
 

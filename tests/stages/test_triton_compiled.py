@@ -217,10 +217,12 @@ def compile_all(target: str, every: bool = False) -> None:
     def launched_by(what, problem, arrays, chips):
         return [c for c in chips if what in [w for w, _ in launches(problem, arrays, configs.CHIPS[c])]]
 
-    def compile_launches(problem, arrays, longer):
+    def compile_launches(problem, arrays, longer, only=None):
         first = [t for (t, dtype), chips in STANDS_FOR.items() if target in chips and dtype == problem.dtype and not every]
         others = STANDS_FOR.get((target, problem.dtype), ())
         for what, (kernel, args, constants, options) in launches(problem, arrays, chip):
+            if only not in (None, kernel.__name__):
+                continue
             elsewhere = bool(launched_by(what, problem, arrays, first))
             facts = dict(kernel=kernel.__name__, problem=str(problem), new=not longer, elsewhere=elsewhere)
             if not elsewhere:
@@ -246,6 +248,8 @@ def compile_all(target: str, every: bool = False) -> None:
                 compile_launches(problem.replace(needs_grad=True), arrays, longer)
     if target == "sm_90" and not every:
         compile_launches(*problem_of(*ODD, T=128), False)
+        problem, arrays = problem_of("bfloat16", 128, 128, True, 96, T=128)  # keys as they are, scale a power of 2: see config.exact_q
+        compile_launches(problem.replace(needs_grad=True, l2norm=False, scale=0.125), arrays, False, "reverse_kernel")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
-from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.config import Config, exact_q, padded
 from kdakit.backends.triton_gpu.device.gate import tiny_strength
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off, stored_operand
 from kdakit.backends.triton_gpu.device.program import first_slot, row_tokens, state_offsets
@@ -155,7 +155,8 @@ def restore_kernel(
 def launch_reverse(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
     """has_final: the final state has a gradient."""
     grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
-    values = dict(BV=config.reverse_block_v, STAGES=config.reverse_stages, HAS_FINAL=has_final)
+    wide = exact_q(problem) and padded(problem.K) == 128  # a tile more a stage, for which there is no shared memory
+    values = dict(BV=config.reverse_block_v, STAGES=max(1, config.reverse_stages - wide), HAS_FINAL=has_final)
     options = dict(num_warps=config.reverse_warps, registers=config.registers)
     return Launch(reverse_kernel, grid, arguments(problem, config, layout) | values, **options)
 
