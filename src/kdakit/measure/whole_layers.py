@@ -167,7 +167,9 @@ def tables(record: dict[str, Any]):
     made = []
     for r in (r for r in rows if r["entry"].startswith("train")):
         made.append([r["entry"][6:], r["contestant"], f"{r['forward_ms']:.3f}", f"{r['fwdbwd_ms']:.2f}", f"{r['extra_mib']:,.0f}"])
-    yield f"the layer, hidden size {s['hidden']}, heads of {s['head_dim']}, softplus gate, {s['dtype']}, one sequence", header, made
+    if made:
+        yield f"the layer, hidden size {s['hidden']}, heads of {s['head_dim']}, softplus gate, {s['dtype']}, one sequence", header, made
     header = ["", "layer, us", "its projections, us", "between them, us"]
     made = [[r["entry"][7:], *(f"{r[f'{n}_us']:.1f}" for n in ("layer", "projections", "between"))] for r in rows if "layer_us" in r]
-    yield "decoding with the layer of 32 heads, in a CUDA graph", header, made
+    if made:
+        yield "decoding with the layer of 32 heads, in a CUDA graph", header, made
