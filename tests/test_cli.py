@@ -88,11 +88,11 @@ def broken(monkeypatch):
 
 def test_help_is_fast_and_imports_no_framework():
     loaded = "[m for m in ('torch', 'jax', 'numpy') if m in sys.modules]"
-    code = f"import sys; from kdakit.cli.main import build_parser; build_parser(); print({loaded})"
-    start = time.perf_counter()
+    code = f"import sys, time; from kdakit.cli.main import build_parser; build_parser(); print({loaded}, time.process_time())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-    assert time.perf_counter() - start < 5
+    frameworks, seconds = done.stdout.rsplit(maxsplit=1)
+    assert frameworks == "[]"
+    assert float(seconds) < 5  # of its own: others may hold the machine
 
 
 @pytest.mark.parametrize("command", ["doctor", "verify", "bench", "demo", "train", "generate"])

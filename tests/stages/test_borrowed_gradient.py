@@ -23,6 +23,7 @@ from kdakit.backends import cuda, triton_gpu
 from kdakit.backends.cuda import library, op
 from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import CHIPS, choose
+from kdakit.backends.triton_gpu.runtime import launch, repeat
 from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
 from kdakit.problem import Arrays
@@ -133,3 +134,15 @@ def test_what_a_caller_hands_over_may_begin_anywhere(monkeypatch):
     forward = args.forward.contents
     theirs = [args.d_o, args.d_final, forward.initial_state, forward.A_log, forward.dt_bias, *(getattr(forward, n).data for n in "qkg")]
     assert all(theirs) and not any(pointer % 16 for pointer in theirs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_a_call_with_a_launch_that_cannot_be_repeated_has_no_plan():
+    """All its tensors may have been seen in other launches: of packed sequences, the tail's kernel gets every gradient."""
+    given, made = [torch.ones(4)], [torch.ones(4)]
+    again = (lambda addresses: None, (given[0], made[0]), ())
+    for lent, has in [(again, True), (None, False)]:
+        with launch.watching() as seen:
+            launch.note_lent(again)
+            launch.note_lent(lent)
+        assert (repeat.plan_of(given, made, seen, tuple) is not None) == has

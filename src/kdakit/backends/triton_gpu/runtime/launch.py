@@ -57,9 +57,9 @@ RAN = Seen, Lent
 
 
 def note_lent(repeat: tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]] | None) -> None:
-    """For whoever is `watching`: the fields of another backend's launch. None: it cannot be repeated."""
-    if repeat is not None and (seen := seen_here.get()) is not None:
-        seen.append(Lent(*repeat))
+    """For whoever is `watching`: the fields of another backend's launch. None: it cannot be repeated, and nor can the call."""
+    if (seen := seen_here.get()) is not None:
+        seen.append(None if repeat is None else Lent(*repeat))
 
 
 def launch(kernel, grid: Grid, args: tuple, constants: dict[str, Any], **options: int) -> Any:
