@@ -37,6 +37,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
 }
 
 #define KDA_TOUCH(x) asm volatile("" : "+f"(x))  // the compiler forgets how it came by a float
+#define KDA_TOUCH_WORD(x) asm volatile("" : "+r"(x))  // likewise of a word
 #define KDA_HIDE(x) asm volatile("" : "+l"(x))   // likewise of a 64-bit integer
 
 __device__ __forceinline__ int thread_index() {  // threadIdx.x, read where it is asked for

@@ -6,6 +6,7 @@
 #include "emulate.h"
 
 #define KDA_TOUCH(x)
+#define KDA_TOUCH_WORD(x)
 #define KDA_HIDE(x)
 using cudaStream_t = void *;
 using cudaError_t = int;

@@ -1,0 +1,138 @@
+// The gradient kernel with four channels a lane: what hopper_gradient.cu computes, with less work per token and lane. q, k and g of a
+// lane's tokens are read once and stay in registers; one warp finds the next chunk for all; warps are dealt to schedulers so that all have
+// the same number of blocks and pairs. KDAKIT_CUDA_QUADS=1 launches it in place of the other.
+//
+//   fetched: S, dS', d_o, d_v, r, lower      -> hopper_quads_products.cuh: v_new, d_beta, pairs, gradients of q_decayed, k_in, k_decayed
+//   q, k, g                                  -> hopper_quads_pairs.cuh: decayed tiles; all pairs, from the farthest to a warp's own
+//   d_q, d_k, d_g, shares of d_A_log ..      <- hopper_quads_finish.cuh: norms, sums over later tokens, gates
+#include "hopper_quads_finish.cuh"
+
+namespace kda::hopper::quads {
+namespace {
+
+// Warps that make no pairs do the chunk's small things.
+constexpr int kScout = 4, kStrengths = 9, kDecays = 12;  // finds the next chunk; two: d_beta; four: d_decay
+
+// The power of two above or at the largest of the warps' pairs, not so small that what the state gives would overflow when divided by it.
+__device__ __forceinline__ float power_of_largest(const Seat& at) {
+  float largest = 0x1p-60f;
+#pragma unroll
+  for (int i = 0; i < kWarps; i += 4) {
+    const float4 x = load_four(at.floats(kAtLargest) + i);
+    largest = fmaxf(fmaxf(largest, fmaxf(x.x, x.y)), fmaxf(x.z, x.w));
+  }
+  return __uint_as_float(__float_as_uint(fminf(largest, 0x1p120f)) & 0x7f800000u);
+}
+
+__device__ __forceinline__ float largest_of_warp(float x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+}  // namespace
+
+template <Gate GATE, bool BOUNDED, bool G32>
+__global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_constant__ HopperGradient p, int64_t items) {
+#ifdef KDA_EMULATE
+  uint8_t* bytes = memory;
+#else
+  extern __shared__ __align__(1024) uint8_t bytes[];
+#endif
+  Seat at = seat_of(bytes);
+  if (at.warp == kScout) find_chunk(p, blockIdx.x, items, gridDim.x, 0, at);
+  __syncthreads();
+  if (chunk_at(0, at).item < items) fetch_states(p, 0, at), fetch_lower(p, 0, at);
+  for (int turn = 0; chunk_at(turn, at).item < items; turn ^= 1) {
+    copy_async_wait();
+    __syncthreads();
+    at = seat_of(bytes);
+    const float* factors = at.floats(kAtFactors + turn * 768);
+    Raw<uint2> q, k;
+    RawGates<G32> g;
+    const Chunk& c = chunk_at(turn, at);
+    g.load_from(p, c, at);
+    q.load(p.in.q, c.q, p.in.q_strides.token, c.length, at), k.load(p.in.k, c.k, p.in.k_strides.token, c.length, at);
+    make_v_new(p, chunk_at(turn, at), factors, at);
+    decay_products(p, chunk_at(turn, at), at);
+    __syncthreads();
+    at = seat_of(bytes);
+    if (at.warp == kScout) find_chunk(p, chunk_at(turn, at).item + gridDim.x, items, gridDim.x, turn ^ 1, at);
+    float pairs_q[2][4] = {}, pairs_k[2][4] = {};
+    const float largest = largest_of_warp(make_pairs(p, pairs_q, pairs_k, at));
+    if (at.lane == 0) at.floats(kAtLargest)[at.warp] = largest;
+    if (at.warp == kStrengths || at.warp == kStrengths + 1)
+      write_d_beta(p, chunk_at(turn, at), factors, at.thread - kStrengths * 32, at);
+    if (at.warp >= kDecays) add_decay_products(at.thread - kDecays * 32, at);
+    Tokens x;
+    make_gates<GATE, BOUNDED, G32>(p, turn, g, x, at);
+    __syncthreads();
+    at = seat_of(bytes);
+    const float back = power_of_largest(at), unit = __frcp_rn(back);
+    store_pairs(pairs_q, pairs_k, unit, at);
+    refer<BOUNDED>(x, at);
+    make_tiles(p, x, q, k, factors, at);
+    at = seat_of(bytes);
+    q.forget(), k.forget();
+    if (!G32) g.forget();
+    Results d_q = {}, d_k = {}, d_c = {};
+    state_products(p, d_q, d_k, d_c, unit, at);
+    __syncthreads();
+    at = seat_of(bytes);
+    if (chunk_at(turn ^ 1, at).item < items) fetch_states(p, turn ^ 1, at);
+    at = seat_of(bytes);
+    keep_state_part(d_c, at);
+    row_pairs<BOUNDED>(d_q, d_k, at);
+    column_pairs<BOUNDED>(d_c, at);
+    __syncthreads();
+    at = seat_of(bytes);
+    ByToken by_q, by_k, by_c;
+    by_token(by_q, d_q, at), by_token(by_k, d_k, at), by_token(by_c, d_c, at);
+    q.forget(), k.forget();
+    undo_decays(p, x, q, k, factors, unit, by_q, by_k, by_c, at);
+    __syncthreads();
+    at = seat_of(bytes);
+    q.forget(), k.forget();
+    if (chunk_at(turn ^ 1, at).item < items) fetch_lower(p, turn ^ 1, at);
+    write_gradients<GATE, BOUNDED, G32>(p, turn, q, k, g, x.raised, factors, back, by_q, by_k, by_c, at);
+    if (GATE != Gate::log_decay && (p.A_shares || p.bias_shares)) {
+      __syncthreads();
+      write_shares(p, chunk_at(turn, at), at);
+    }
+  }
+}
+
+#ifndef KDA_EMULATE
+namespace {
+
+template <Gate GATE, bool BOUNDED, bool G32>
+cudaError_t launch(const HopperGradient& p, int64_t items, cudaStream_t stream) {
+  const auto kernel = gradient_kernel<GATE, BOUNDED, G32>;
+  int device = 0, processors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<static_cast<unsigned>(items < processors ? items : processors), kThreads, kBytes, stream>>>(p, items);
+  return cudaGetLastError();
+}
+template <Gate GATE, bool BOUNDED>
+cudaError_t with_dtype(const HopperGradient& p, int64_t items, cudaStream_t stream) {
+  return p.in.gate_float32 ? launch<GATE, BOUNDED, true>(p, items, stream) : launch<GATE, BOUNDED, false>(p, items, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream) {
+  const int64_t items = slots * p.in.HV;
+  switch (p.in.gate) {
+    case Gate::bounded: return with_dtype<Gate::bounded, true>(p, items, stream);
+    case Gate::softplus: return with_dtype<Gate::softplus, false>(p, items, stream);
+    case Gate::log_decay:
+      return p.in.safe ? with_dtype<Gate::log_decay, true>(p, items, stream) : with_dtype<Gate::log_decay, false>(p, items, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+#endif
+
+}  // namespace kda::hopper::quads

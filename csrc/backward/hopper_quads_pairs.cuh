@@ -1,0 +1,317 @@
+// Through the decayed products of a chunk. With s the log2-decay from the chunk's start to a token and m a whole number, for each channel
+// and group of eight tokens, in the middle of what s goes through there, every pair is
+//
+//   A[i,j] = (x_i 2^(s_i - m_i)) 2^(m_i - m_j) (k_j 2^(m_j - s_j))        x = q or k
+//
+// Log2-decays are raised to -29, so that factors stay within 2^117 for any gate, and pairs are divided by the power of two at the largest.
+// A warp goes through the groups from the farthest to its own and moves its sums from reference to reference by powers of two, which rounds
+// nothing: a step is 2^(m_i - m_(i-1)), at most 1. Where that would underflow in some channel it is two, to the whole number x_i nearest to
+// s at the boundary between the groups and on from there. So rows and columns take the same rounded factors, and what must cancel does.
+#pragma once
+#include <type_traits>
+
+#include "hopper_quads_products.cuh"
+
+namespace kda::hopper::quads {
+
+// Gates of four channels: log2-decays, and their gradients. hopper_gate.cuh has the formulas.
+template <Gate GATE>
+struct Gates {
+  float a, bound, shift[4];  // shift: the bias, in the units of x
+
+  __device__ __forceinline__ Gates(const HopperForward& p, int turn, const Seat& at)
+      : a(chunk_at(turn, at).a), bound(p.lower_bound * kLog2e), shift{} {
+    if (GATE == Gate::log_decay) return;
+    if (p.dt_bias) unpack(shift, load_four(at.floats(kAtBias + turn * 512) + at.channel()));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) shift[c] *= kLog2e;
+  }
+
+  __device__ __forceinline__ float x(float g, int c) const { return fmaf(g, kLog2e, shift[c]); }
+  __device__ __forceinline__ float log2_decay(float g, int c) const {
+    if (GATE == Gate::log_decay) return g * kLog2e;
+    if (GATE == Gate::bounded) return bound * reciprocal_fast(1.0f + exp2_fast(-a * x(g, c)));
+    const float y = x(g, c);
+    return -a * (fmaxf(y, 0.0f) + log2_fast(1.0f + exp2_fast(-fabsf(y))));
+  }
+};
+
+__device__ __forceinline__ void touch(uint2& x) {
+  KDA_TOUCH_WORD(x.x);
+  KDA_TOUCH_WORD(x.y);
+}
+__device__ __forceinline__ void touch(float4& x) {
+  KDA_TOUCH(x.x);
+  KDA_TOUCH(x.y);
+  KDA_TOUCH(x.z);
+  KDA_TOUCH(x.w);
+}
+
+// A lane's tokens of a tensor as they lie in memory; zeros past the end.
+template <typename Four>  // uint2: bfloat16, float4: float32
+struct Raw {
+  Four of[4];
+
+  __device__ __forceinline__ void load(const void* tensor, int64_t first, int64_t step, int length, const Seat& at) {
+    const int left = length - at.token();
+    const auto* from = static_cast<const uint8_t*>(tensor) + first * (sizeof(Four) / 4);
+    const auto row = static_cast<uint32_t>(step);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      of[t] = Four{};
+      if (t < left)
+        of[t] = __ldg(reinterpret_cast<const Four*>(from + ((at.token() + t) * row + at.channel()) * static_cast<uint32_t>(sizeof(Four) / 4)));
+    }
+  }
+  // Keeps the compiler from carrying what it computed from these over this point: there is more of it than registers.
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) touch(of[t]);
+  }
+};
+template <bool G32>
+struct RawGates : Raw<std::conditional_t<G32, float4, uint2>> {
+  __device__ __forceinline__ void load_from(const HopperGradient& p, const Chunk& c, const Seat& at) {
+    this->load(p.in.g, c.g, p.in.g_strides.token, c.length, at);
+  }
+};
+
+// Of a lane's four tokens and channels.
+struct Tokens {
+  float g[4][4];           // log2-decay, not below kGateFloor; 0 past the end
+  float sum[4], start[4];  // of the group, and of those tokens of it that come before the lane's
+  float base[4], rest[4];  // log2-decay from m to the lane's first token, and on to the chunk's end
+  bool raised;             // some log2-decay to the floor
+};
+
+// Log2-decays, and their sums for all.
+template <Gate GATE, bool BOUNDED, bool G32>
+__device__ __forceinline__ void make_gates(const HopperGradient& p, int turn, const RawGates<G32>& raw, Tokens& x, const Seat& at) {
+  const Gates<GATE> gates(p.in, turn, at);
+  const int left = chunk_at(turn, at).length - at.token();
+  float least = 0.0f;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    unpack(x.g[t], raw.of[t]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      x.g[t][c] = gates.log2_decay(x.g[t][c], c);
+      if (!BOUNDED) least = fminf(least, x.g[t][c]), x.g[t][c] = max_or_nan(x.g[t][c], kGateFloor);
+      if (GATE != Gate::log_decay) x.g[t][c] = t < left ? x.g[t][c] : 0.0f;
+    }
+  }
+  x.raised = least < kGateFloor;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float own = (x.g[0][i] + x.g[1][i]) + (x.g[2][i] + x.g[3][i]), other = __shfl_xor_sync(~0u, own, 8);
+    x.sum[i] = own + other, x.start[i] = at.second() ? other : 0.0f;
+  }
+  if (!at.second()) store_four(at.floats(kAtSums) + at.group() * kHead + at.channel(), x.sum);
+}
+
+// To the nearest whole number; |x| < 2^22.
+__device__ __forceinline__ float nearest(float x) {
+  float y = x + 12582912.0f;
+  KDA_TOUCH(y);
+  return y - 12582912.0f;
+}
+
+// References, and steps between them. A step of two powers is a word of two bfloat16 numbers.
+template <bool BOUNDED>
+__device__ __forceinline__ void refer(Tokens& x, const Seat& at) {
+  const float* sums = at.floats(kAtSums) + at.channel();
+  const int group = at.group();
+  float last[4] = {}, before[4] = {}, total[4], step[4], z[4];
+#pragma unroll
+  for (int i = 0; i < kGroups - 2; ++i)
+    if (i + 1 < group) {
+      unpack(z, load_four(sums + i * kHead));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) before[c] += z[c];
+    }
+  if (group > 0) {
+    unpack(z, load_four(sums + (group - 1) * kHead));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) last[c] = nearest(fmaf(0.5f, z[c], before[c])), before[c] += z[c];
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) total[c] = before[c] + x.sum[c];
+#pragma unroll
+  for (int i = 1; i < kGroups; ++i)
+    if (i > group) {
+      unpack(z, load_four(sums + i * kHead));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) total[c] += z[c];
+    }
+  bool under = false;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float m = nearest(fmaf(0.5f, x.sum[c], before[c]));
+    step[c] = m - last[c], under |= step[c] < -126.0f;
+    x.base[c] = (before[c] - m) + x.start[c], x.rest[c] = total[c] - m;
+  }
+  bool deep = false;
+  if (!BOUNDED) {
+    const uint32_t found = __ballot_sync(~0u, under);
+    deep = found >> (at.lane & 16) & 0xffffu;
+  }
+  if (deep) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float boundary = nearest(before[c]), m = nearest(fmaf(0.5f, x.sum[c], before[c]));
+      step[c] = __uint_as_float(pack_bf16(exp2_fast(m - boundary), exp2_fast(boundary - last[c])));
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) step[c] = exp2_fast(step[c]);
+  }
+  if (!at.second()) store_four(at.floats(kAtSteps) + group * kHead + at.channel(), step);
+  if (!BOUNDED && at.lane % 16 == 0) at.ints(kAtDeep)[group * 4 + at.slice] = deep;
+  if (at.block == 0 && at.lane < 8) {  // decay d_decay, for the gates
+    float* d = at.floats(kAtDDecay) + at.channel();
+#pragma unroll
+    for (int c = 0; c < 4; ++c) d[c] *= exp2_fast(total[c]);
+  }
+}
+
+// 1 / |q| and 1 / |k| of the lane's tokens.
+struct Norms {
+  const float* factors;
+  int first, bits;
+  __device__ __forceinline__ Norms(const float* factors, int bits, const Seat& at)
+      : factors(factors), first(row_of(at.token(), bits)), bits(bits) {}
+  __device__ __forceinline__ float q(int t) const { return factors[kChunk + (first | row_of(t, bits))]; }
+  __device__ __forceinline__ float k(int t) const { return factors[2 * kChunk + (first | row_of(t, bits))]; }
+};
+
+// Of a token: normalised q and k, powers of s - m, and the rounded rows and column.
+struct Factors {
+  float q[4], k[4], row[4], column[4];
+  uint2 rows_q, rows_k, columns;
+
+  __device__ __forceinline__ Factors(uint2 raw_q, uint2 raw_k, const float (&s)[4], float norm_q, float norm_k) {
+    unpack(q, raw_q), unpack(k, raw_k);
+    float x[4], y[4], z[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      q[c] *= norm_q, k[c] *= norm_k, row[c] = exp2_fast(s[c]), column[c] = exp2_fast(-s[c]);
+      x[c] = q[c] * row[c], y[c] = k[c] * row[c], z[c] = k[c] * column[c];
+    }
+    rows_q = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])}, rows_k = {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])};
+    columns = {pack_bf16(z[0], z[1]), pack_bf16(z[2], z[3])};
+  }
+};
+
+// Where the exponents of the lane's first token wait until they are needed again.
+__device__ __forceinline__ float* exponents_of(const Seat& at) { return at.floats(kAtExponents) + at.warp * 512 + at.lane * 4; }
+
+// The decayed tiles of the lane's q and k.
+__device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens& x, const Raw<uint2>& q, const Raw<uint2>& k,
+                                           const float* factors, const Seat& at) {
+  const Norms norms(factors, p.group_bits, at);
+  const uint32_t to = at.smem + at.in_tile();
+  float run[4] = {}, s[4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) s[c] = x.base[c] + (run[c] += x.g[t][c]);
+    store_four(exponents_of(at) + t * 128, s);
+    const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
+    const uint32_t tile = to ^ (t * 272);
+    store_shared(tile + kAtRowsQ, y.rows_q), store_shared(tile + kAtRowsK, y.rows_k), store_shared(tile + kAtColumns, y.columns);
+  }
+}
+
+// Results from r = FIRST to LAST (0 and 1 are a lane's first token, 2 and 3 its second) moved from one group's reference to that of the
+// next, or back: both are the same step.
+template <bool DEEP, int FIRST, int LAST>
+__device__ __forceinline__ void step(Results& x, const float2 (&by)[4]) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int r = FIRST; r <= LAST; ++r) {
+      const float f = r % 2 ? by[t].y : by[t].x;
+      x[t][r] = DEEP ? x[t][r] * low(__float_as_uint(f)) * high(__float_as_uint(f)) : x[t][r] * f;
+    }
+}
+struct Steps {
+  float2 by[4];
+  bool deep;
+  __device__ __forceinline__ Steps(bool bounded, int group, const Seat& at) {
+    const float* from = at.floats(kAtSteps) + group * kHead + 32 * at.slice + 2 * (at.lane % 4);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) by[t] = *reinterpret_cast<const float2*>(from + 8 * t);
+    deep = !bounded && at.ints(kAtDeep)[group * 4 + at.slice];
+  }
+};
+// Eight tokens of group 0, the four n-tiles of the warp's channels, as B operands; others are 2048 bytes a group further.
+__device__ __forceinline__ uint32_t group_at(uint32_t tile, const Seat& at) {
+  return at.smem + tile + tile_at(at.lane & 7, 4 * at.slice + (at.lane >> 3));
+}
+
+// The gradient of k_decayed waits in v_new's place, which is used up, in the warp's own part of it, while pairs are added up.
+__device__ __forceinline__ void keep_state_part(Results& d_c, const Seat& at) {
+  const uint32_t to = at.smem + kAtVNew + at.result_in_tile();
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    store_shared(to ^ (t << 4), pack_bf16(d_c[t][0], d_c[t][1]));
+    store_shared((to ^ (t << 4)) + 2048, pack_bf16(d_c[t][2], d_c[t][3]));
+#pragma unroll
+    for (int r = 0; r < 4; ++r) d_c[t][r] = 0.0f;
+  }
+}
+
+// To the gradients of rows, which begin with what the state gives, the columns of one group.
+template <bool BOUNDED, int FIRST>
+__device__ __forceinline__ void rows_with(Results& d_q, Results& d_k, int group, uint32_t pairs, uint32_t columns, const Seat& at) {
+  const Steps steps(BOUNDED, group, at);
+  uint32_t a[4], b[4];
+  load_matrices(a, pairs ^ (group << 4));
+  load_matrices_transposed(b, columns + group * 2048);
+  if (steps.deep)
+    step<true, FIRST, 3>(d_q, steps.by), step<true, FIRST, 3>(d_k, steps.by);
+  else
+    step<false, FIRST, 3>(d_q, steps.by), step<false, FIRST, 3>(d_k, steps.by);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a[0], a[1], b[t]), mma_bf16(d_k[t], a[2], a[3], b[t]);
+}
+// All of them up to their own group.
+template <bool BOUNDED>
+__device__ __forceinline__ void row_pairs(Results& d_q, Results& d_k, const Seat& at) {
+  const uint32_t pairs = at.smem + kAtPairs + pair_at(16 * at.block + (at.lane & 15) + (at.lane >> 4) * kChunk, 0);
+  const uint32_t columns = group_at(kAtColumns, at);
+#pragma unroll 1
+  for (int group = 0; group <= 2 * at.block; ++group) rows_with<BOUNDED, 0>(d_q, d_k, group, pairs, columns, at);
+  rows_with<BOUNDED, 2>(d_q, d_k, 2 * at.block + 1, pairs, columns, at);
+}
+
+// To those of columns the rows of one group; then on to the next reference, up to result LAST.
+template <bool BOUNDED, int LAST>
+__device__ __forceinline__ void columns_with(Results& d_c, int group, uint32_t pairs, uint32_t rows, const Seat& at) {
+  uint32_t a[4], b[4];
+  load_matrices_transposed(a, pairs + group * 1024);
+  load_matrices_transposed(b, rows + group * 2048);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[0], a[1], b[t]);
+  load_matrices_transposed(b, rows + group * 2048 + (kAtRowsK - kAtRowsQ));
+#pragma unroll
+  for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[2], a[3], b[t]);
+  if (LAST == 0) return;
+  const Steps steps(BOUNDED, group, at);
+  if (steps.deep)
+    step<true, 0, LAST>(d_c, steps.by);
+  else
+    step<false, 0, LAST>(d_c, steps.by);
+}
+// All of them down to their own group.
+template <bool BOUNDED>
+__device__ __forceinline__ void column_pairs(Results& d_c, const Seat& at) {
+  const uint32_t pairs = at.smem + kAtPairs + pair_at((at.lane & 7) + (at.lane >> 4) * kChunk, 2 * at.block + ((at.lane >> 3) & 1));
+  const uint32_t rows = group_at(kAtRowsQ, at);
+#pragma unroll 1
+  for (int group = kGroups - 1; group > 2 * at.block + 1; --group) columns_with<BOUNDED, 3>(d_c, group, pairs, rows, at);
+  columns_with<BOUNDED, 1>(d_c, 2 * at.block + 1, pairs, rows, at);
+  columns_with<BOUNDED, 0>(d_c, 2 * at.block, pairs, rows, at);
+}
+
+}  // namespace kda::hopper::quads

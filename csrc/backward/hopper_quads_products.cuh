@@ -1,0 +1,274 @@
+// Products over V. With e = r - lower (beta r), what the state gets wrong about each key, and v_new = beta e:
+//
+//   d_beta_i = (d_v_i / beta_i) . e_i        d_A_qk = scale d_o v_new^T,  j <= i        d_A_kk / beta = -d_v v_new^T,  j < i
+//   d_q_decayed = scale d_o S^T        d_k_in = -d_v S^T        d_k_decayed = v_new dS'^T        d_decay = sum_v S dS'
+#pragma once
+#include "../prefill/hopper_gate.cuh"
+#include "hopper_quads_block.cuh"
+
+namespace kda::hopper::quads {
+
+using Results = float[4][4];  // 16 tokens, 32 channels: four C tiles side by side
+
+// Block (block, j) of lower Diag(beta) as an A operand: two bfloat16 numbers whose sum it is. `rows`: where lower's rows of the lane's two
+// tokens lie, with the lane's first column; row_of moves bits, so columns differ by bits too.
+struct Lower {
+  uint32_t rows[2];
+  int first;  // row_of the lane's first column
+
+  __device__ __forceinline__ Lower(bool wide, int bits, const Seat& at) : first(row_of(2 * (at.lane % 4), bits)) {
+    if (wide) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int from = row_of(at.result_row() + 8 * half, bits);
+        rows[half] = at.smem + kAtLower + ((from * 256 + ((from & 7) << 4)) ^ (first << 2));
+      }
+    } else {
+      rows[0] = at.smem + kAtLower + pair_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+    }
+  }
+
+  template <bool WIDE>
+  __device__ __forceinline__ void load(uint32_t (&big)[4], uint32_t (&small)[4], const float* beta, int bits, int j, const Seat& at) const {
+    float x[4][2], b[2][2];  // [operand][column]; [columns 0 and 1 | 8 and 9]
+    const int to_j = row_of(16 * j, bits);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) b[i][c] = beta[first | to_j | row_of(8 * i + c, bits)];
+    if (WIDE) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          x[i][c] = __uint_as_float(load_shared_word(rows[i % 2] ^ ((to_j | row_of(8 * (i / 2) + c, bits)) << 2)));
+    } else {
+      uint32_t halves[4];
+      load_matrices(halves, rows[0] ^ (j << 5));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 y = unpack_half(halves[i]);
+        x[i][0] = y.x, x[i][1] = y.y;
+      }
+    }
+    if (j == at.block)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) x[i][c] = 2 * (at.lane % 4) + 8 * (i / 2) + c < at.lane / 4 + 8 * (i % 2) ? x[i][c] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float y0 = x[i][0] * b[i / 2][0], y1 = x[i][1] * b[i / 2][1];
+      big[i] = pack_bf16(y0, y1);
+      small[i] = pack_bf16(y0 - low(big[i]), y1 - high(big[i]));
+    }
+  }
+};
+
+template <bool WIDE>
+__device__ __forceinline__ void lower_times_r(Results& acc, int bits, const float* beta, const Seat& at) {
+  const Lower lower(WIDE, bits, at);
+  uint32_t depth = at.smem + kAtR + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4));
+#pragma unroll 1
+  for (int j = 0; j <= at.block; ++j, depth += 16 * 256) {
+    uint32_t big[4], small[4], b[2][4];
+    load_matrices_transposed(b[0], depth), load_matrices_transposed(b[1], depth ^ (2 << 4));
+    lower.load<WIDE>(big, small, beta, bits, j, at);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) mma_bf16(acc[t], big, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) mma_bf16(acc[t], small, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+  }
+}
+
+// Too small a given beta to divide by what was multiplied by it and rounded.
+__device__ __forceinline__ bool too_small(float beta) { return fabsf(beta) < 5.421010862427522e-20f; }
+
+// v_new of the warp's tokens, value channels of its slice, into shared memory, and its share of d_v . e.
+__device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk& c, const float* beta, const Seat& at) {
+  Results acc = {};
+  p.lower_float32 ? lower_times_r<true>(acc, p.group_bits, beta, at) : lower_times_r<false>(acc, 0, beta, at);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = at.result_row() + 8 * half;
+    const uint32_t tile = at.smem + at.result_in_tile() + half * 2048;
+    const float strength = beta[row_of(row, p.group_bits)];
+    uint32_t d[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) d[t] = load_shared_word((tile ^ (t << 4)) + kAtDV);
+    if (p.alone && too_small(strength) && row < c.length) {
+      const auto* alone = static_cast<const uint32_t*>(p.alone) + (c.item * kChunk + row) * (kHead / 2) + 16 * at.slice + at.lane % 4;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) d[t] = alone[4 * t];
+    }
+    float dot = 0.0f;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t r = load_shared_word((tile ^ (t << 4)) + kAtR);
+      const float e0 = low(r) - acc[t][2 * half], e1 = high(r) - acc[t][2 * half + 1];
+      dot = fmaf(low(d[t]), e0, fmaf(high(d[t]), e1, dot));
+      store_shared((tile ^ (t << 4)) + kAtVNew, pack_bf16(strength * e0, strength * e1));
+    }
+    dot += __shfl_xor_sync(~0u, dot, 1);
+    dot += __shfl_xor_sync(~0u, dot, 2);
+    if (at.lane % 4 == 0) at.floats(kAtDots)[row * 4 + at.slice] = dot;
+  }
+}
+
+// d_beta of one token per thread, from the slices' shares of d_v . e.
+__device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chunk& c, const float* factors, int row, const Seat& at) {
+  if (row >= c.length) return;
+  const float4 x = load_four(at.floats(kAtDots) + row * 4);
+  float d = (x.x + x.y) + (x.z + x.w);
+  if (p.in.beta_kind == Beta::given) {
+    const float beta = factors[row_of(row, p.group_bits)];
+    d = d / (too_small(beta) ? 1.0f : beta);
+  } else {  // of s = 1 / (1 + e^-x), or 2 s: (1 - s) d, where d has the strength in it
+    const int64_t from = c.beta + row * p.in.beta_strides.token;
+    const float y = p.in.beta_float32 ? static_cast<const float*>(p.in.beta)[from]
+                                      : __bfloat162float(static_cast<const __nv_bfloat16*>(p.in.beta)[from]);
+    const float e = exp2_fast(-fabsf(y) * kLog2e);
+    d = (y >= 0.0f ? e : 1.0f) * d * reciprocal_fast(1.0f + e);
+  }
+  const int64_t to = c.token + row * p.in.HV;
+  if (p.in.beta_float32)
+    static_cast<float*>(p.d_beta)[to] = d;
+  else
+    static_cast<uint16_t*>(p.d_beta)[to] = static_cast<uint16_t>(pack_bf16(d, 0.0f));
+}
+
+// The pairs of the warp's tokens as rows with those of block `slice` as columns, if that is not later; the diagonal of A_qk goes to shared
+// memory. Returns the largest.
+__device__ __forceinline__ float make_pairs(const HopperGradient& p, float (&of_q)[2][4], float (&of_k)[2][4], const Seat& at) {
+  if (at.slice > at.block) return 0.0f;
+  const uint32_t columns = at.smem + tile_at(16 * at.slice + (at.lane & 7) + ((at.lane >> 4) << 3), (at.lane >> 3) & 1);
+  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+#pragma unroll
+  for (int s = 0; s < kHead / 16; ++s) {
+    uint32_t a[4], b[4];
+    load_matrices(b, (columns ^ (s << 5)) + kAtVNew);
+    load_matrices(a, (rows ^ (s << 5)) + kAtDO);
+    mma_bf16(of_q[0], a, b[0], b[1]), mma_bf16(of_q[1], a, b[2], b[3]);
+    load_matrices(a, (rows ^ (s << 5)) + kAtDV);
+    mma_bf16(of_k[0], a, b[0], b[1]), mma_bf16(of_k[1], a, b[2], b[3]);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) of_q[n][r] *= p.in.scale;
+  if (at.slice == at.block) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int i = at.lane / 4 + 8 * (r / 2), j = 8 * n + 2 * (at.lane % 4) + r % 2;
+        if (i == j) at.floats(kAtDiagonal)[16 * at.block + i] = of_q[n][r];
+        of_q[n][r] = j < i ? of_q[n][r] : 0.0f, of_k[n][r] = j < i ? of_k[n][r] : 0.0f;
+      }
+  }
+  float largest = 0.0f;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) largest = fmaxf(largest, fmaxf(fabsf(of_q[n][r]), fabsf(of_k[n][r])));
+  return largest;
+}
+
+__device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const float (&of_k)[2][4], float unit, const Seat& at) {
+  if (at.slice > at.block) return;
+  const uint32_t to = at.smem + kAtPairs + pair_at(at.result_row(), 2 * at.slice) + at.lane % 4 * 4;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = 2 * half;
+      store_shared((to ^ (n << 4)) + half * 1024, pack_bf16(of_q[n][r] * unit, of_q[n][r + 1] * unit));
+      store_shared((to ^ (n << 4)) + half * 1024 + kChunk * 128, pack_bf16(of_k[n][r] * -unit, of_k[n][r + 1] * -unit));
+    }
+}
+
+// Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two.
+__device__ __forceinline__ void state_products(const HopperGradient& p, Results& d_q, Results& d_k, Results& d_c, float unit,
+                                               const Seat& at) {
+  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+  const uint32_t depth = at.smem + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
+#pragma unroll 2  // more would want more registers
+  for (int s = 0; s < kHead / 16; ++s) {
+    uint32_t a[4], b[2][4];
+    const uint32_t from = rows ^ (s << 5);
+    load_matrices_transposed(b[0], depth + kAtS + s * 4096), load_matrices_transposed(b[1], beside + kAtS + s * 4096);
+    load_matrices(a, from + kAtDO);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+    load_matrices(a, from + kAtDV);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+    load_matrices_transposed(b[0], depth + kAtDS + s * 4096), load_matrices_transposed(b[1], beside + kAtDS + s * 4096);
+    load_matrices(a, from + kAtVNew);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+  }
+  const float unit_q = p.in.scale * unit;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
+}
+
+__device__ __forceinline__ int64_t sequence_of(const HopperForward& p, const Chunk& c) {
+  if (!p.cu_seqlens) return c.batch;
+  int64_t low = 0, high = p.N;  // boundary(low) <= first < boundary(high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (boundary(p, middle) <= c.first ? low : high) = middle;
+  }
+  return low;
+}
+
+// The warp's eight value channels of sum_v S dS', four key channels per lane, to `parts` [16][128] in the pairs' place. At the ends of a
+// sequence S and dS' are as the caller gave them: short sequences have no rounding that this could hide behind.
+__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
+  float sum[4] = {};
+  const float *initial = nullptr, *final = nullptr;  // of this sequence and head, at its first or last chunk
+  if (p.in.initial_state || p.d_final) {
+    const int64_t n = sequence_of(p.in, c), state = (n * p.in.HV + c.head) * kHead * kHead;
+    const Span span = sequence_span(p.in, n);
+    if (p.in.initial_state && c.first == span.first) initial = p.in.initial_state + state;
+    if (p.d_final && c.first + c.length == span.first + span.length) final = p.d_final + state;
+  }
+  const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
+  if (initial || final) {
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      const int v = 8 * at.warp + i, by_k = p.in.state_v_first ? 1 : kHead, by_v = p.in.state_v_first ? kHead : 1;
+      float S[4], dS[4];
+      const uint32_t offset = (from ^ (i << 4)) + i * 256;
+      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int index = v * by_v + (4 * at.lane + j) * by_k;
+        if (initial) S[j] = initial[index];
+        if (final) dS[j] = final[index];
+        sum[j] = fmaf(S[j], dS[j], sum[j]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float S[4], dS[4];
+      const uint32_t offset = (from ^ (i << 4)) + i * 256;
+      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[j], dS[j], sum[j]);
+    }
+  }
+  store_four(at.floats(kAtPairs) + at.warp * kHead + 4 * at.lane, sum);
+}
+__device__ __forceinline__ void add_decay_products(int channel, const Seat& at) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += at.floats(kAtPairs)[i * kHead + channel];
+  at.floats(kAtDDecay)[channel] = sum;
+}
+
+}  // namespace kda::hopper::quads
