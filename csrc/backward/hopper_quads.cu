@@ -50,9 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     const float* factors = at.floats(kAtFactors + turn * 768);
     Raw<uint2> q, k;
     RawGates<G32> g;
-    const Chunk& c = chunk_at(turn, at);
-    g.load_from(p, c, at);
-    q.load(p.in.q, c.q, p.in.q_strides.token, c.length, at), k.load(p.in.k, c.k, p.in.k_strides.token, c.length, at);
+    load_tokens(q, k, g, p, chunk_at(turn, at), at);
     make_v_new(p, chunk_at(turn, at), factors, at);
     decay_products(p, chunk_at(turn, at), at);
     __syncthreads();

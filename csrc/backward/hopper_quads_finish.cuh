@@ -129,29 +129,41 @@ __device__ __forceinline__ void share_of_raised(float (&d)[4], const float (&y)[
   for (int c = 0; c < 4; ++c) d[c] *= exp2_fast(fminf(y[c] - kGateFloor, 0.0f));
 }
 
-// From d, the gradients of the log-decays of a token: those of g, and the terms of d_A_log. Given log-decays need no more than d.
+// From d, the gradients of a token's log-decays in units of `back`: those of g; terms of d_A_log are added to A, in units of `A_unit`.
 template <Gate GATE, bool BOUNDED>
-__device__ __forceinline__ void through_gate(float (&d)[4], float (&A)[4], const Gates<GATE>& gates, const float (&g)[4], bool raised) {
-  float y[4], slope[4];  // log2-decays; of log-decays
+struct ThroughGate {
+  const Gates<GATE>& gates;
+  float unit, A_unit;
+
+  __device__ __forceinline__ ThroughGate(const Gates<GATE>& gates, float back)
+      : gates(gates),
+        unit(GATE == Gate::bounded ? gates.a * gates.bound * kLn2 * back : -gates.a * back),
+        A_unit(GATE == Gate::bounded ? kLn2 : unit * kLn2) {}
+
+  __device__ __forceinline__ void operator()(float (&d)[4], float (&A)[4], const float (&g)[4], bool raised) const {
+    float y[4], slope[4];  // softplus in base 2; its slope
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    const float x = GATE == Gate::bounded ? gates.a * gates.x(g[c], c) : gates.x(g[c], c);
-    const float e = exp2_fast(-fabsf(x)), r = reciprocal_fast(1.0f + e);
-    if (GATE == Gate::bounded) {  // by its root on either side of d: alone it may be too small for a float
-      y[c] = gates.x(g[c], c) * kLn2;
-      d[c] = (e * r) * (r * (d[c] * (gates.a * gates.bound * kLn2)));
-    } else {
-      y[c] = -gates.a * (fmaxf(x, 0.0f) + log2_fast(1.0f + e));
-      slope[c] = -gates.a * (x >= 0.0f ? r : e * r);
+    for (int c = 0; c < 4; ++c) {
+      const float z = gates.x(g[c], c), x = GATE == Gate::bounded ? gates.a * z : z;
+      const float e = exp2_fast(-fabsf(x)), r = reciprocal_fast(1.0f + e);
+      if (GATE == Gate::bounded) {  // by its root on either side of d: alone it may be too small for a float
+        d[c] = (e * r) * (r * (d[c] * unit));
+        A[c] = fmaf(z, d[c], A[c]);
+      } else {
+        y[c] = fmaxf(x, 0.0f) + log2_fast(1.0f + e), slope[c] = x >= 0.0f ? r : e * r;
+      }
     }
-  }
-  if (!BOUNDED && raised) share_of_raised(d, y);
+    if (GATE == Gate::bounded) return;
+    if (raised) {
+      float log2_decay[4];
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    A[c] = GATE == Gate::bounded ? y[c] * d[c] : y[c] * kLn2 * d[c];
-    if (GATE == Gate::softplus) d[c] *= slope[c];
+      for (int c = 0; c < 4; ++c) log2_decay[c] = -gates.a * y[c];
+      share_of_raised(d, log2_decay);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) A[c] = fmaf(y[c], d[c], A[c]), d[c] *= slope[c] * unit;
   }
-}
+};
 
 __device__ __forceinline__ void write_four(uint8_t* to, bool wide, const float (&x)[4]) {
   if (wide)
@@ -166,10 +178,11 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
                                                 RawGates<G32>& raw, bool raised, const float* factors, float back, const ByToken& d_q,
                                                 const ByToken& d_k, const ByToken& d_c, const Seat& at) {
   const Gates<GATE> gates(p.in, turn, at);
+  const ThroughGate<GATE, BOUNDED> through_gate(gates, back);
   const Norms norms(factors, p.group_bits, at);
   const Chunk& chunk = chunk_at(turn, at);
   float all[4], bias[4] = {}, A[4] = {};
-  if (GATE != Gate::log_decay && G32) raw.load_from(p, chunk, at);  // read once more: they take more registers than there are
+  if (GATE != Gate::log_decay && G32) load_gates(raw, p, chunk, at);  // read once more: they take more registers than there are
   shares_of_all(all, __frcp_rn(back), at);
   const int left = chunk.length - at.token(), bytes = p.wide ? 4 : 2;
   const auto step = static_cast<uint32_t>(p.in.HV) * kHead;
@@ -194,16 +207,20 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
       for (int c = 0; c < 4; ++c) x[c] = d_q[t][c] * by_q, y[c] = d_k[t][c] * by_k;
     }
     write_four(to_q + t * step * bytes, p.wide, x), write_four(to_k + t * step * bytes, p.wide, y);
-    float d[4], of_A[4], g[4];
+    float d[4], g[4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) d[c] = (d_c[t][c] + all[c]) * back;
+    for (int c = 0; c < 4; ++c) d[c] = d_c[t][c] + all[c];
     if constexpr (GATE != Gate::log_decay) {
       unpack(g, raw.of[t]);
-      through_gate<GATE, BOUNDED>(d, of_A, gates, g, raised);
+      through_gate(d, A, g, raised);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) bias[c] += d[c], A[c] += of_A[c];
-    } else if (!BOUNDED && raised) {  // seldom
-      raw.load_from(p, chunk, at);
+      for (int c = 0; c < 4; ++c) bias[c] += d[c];
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) d[c] *= back;
+    }
+    if (GATE == Gate::log_decay && !BOUNDED && raised) {  // seldom
+      load_gates(raw, p, chunk, at);
       unpack(g, raw.of[t]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) g[c] *= kLog2e;
@@ -211,9 +228,12 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
     }
     write_four(to_g + t * step * (G32 ? 4 : 2), G32, d);
   }
-  if (GATE == Gate::log_decay) return;
-  const int to = at.token() / 4 * kHead + at.channel();
-  store_four(at.floats(kAtBiasShares) + to, bias), store_four(at.floats(kAtAShares) + to, A);
+  if constexpr (GATE != Gate::log_decay) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) A[c] *= through_gate.A_unit;
+    const int to = at.token() / 4 * kHead + at.channel();
+    store_four(at.floats(kAtBiasShares) + to, bias), store_four(at.floats(kAtAShares) + to, A);
+  }
 }
 
 // The chunk's shares of d_A_log and d_dt_bias, one channel of one of them per thread.

@@ -51,17 +51,16 @@ __device__ __forceinline__ void touch(float4& x) {
 template <typename Four>  // uint2: bfloat16, float4: float32
 struct Raw {
   Four of[4];
+  const Four* from;  // the next token's
 
-  __device__ __forceinline__ void load(const void* tensor, int64_t first, int64_t step, int length, const Seat& at) {
-    const int left = length - at.token();
-    const auto* from = static_cast<const uint8_t*>(tensor) + first * (sizeof(Four) / 4);
-    const auto row = static_cast<uint32_t>(step);
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      of[t] = Four{};
-      if (t < left)
-        of[t] = __ldg(reinterpret_cast<const Four*>(from + ((at.token() + t) * row + at.channel()) * static_cast<uint32_t>(sizeof(Four) / 4)));
-    }
+  __device__ __forceinline__ void begin(const void* tensor, int64_t first, int64_t step, const Seat& at) {
+    const uint32_t own = at.token() * static_cast<uint32_t>(step) + at.channel();
+    from = reinterpret_cast<const Four*>(static_cast<const uint8_t*>(tensor) + first * (sizeof(Four) / 4)) + own / 4;
+  }
+  __device__ __forceinline__ void load(int t, bool inside, int64_t step) {
+    of[t] = Four{};
+    if (inside) of[t] = __ldg(from);
+    from += static_cast<uint32_t>(step) / 4;
   }
   // Keeps the compiler from carrying what it computed from these over this point: there is more of it than registers.
   __device__ __forceinline__ void forget() {
@@ -70,11 +69,26 @@ struct Raw {
   }
 };
 template <bool G32>
-struct RawGates : Raw<std::conditional_t<G32, float4, uint2>> {
-  __device__ __forceinline__ void load_from(const HopperGradient& p, const Chunk& c, const Seat& at) {
-    this->load(p.in.g, c.g, p.in.g_strides.token, c.length, at);
+using RawGates = Raw<std::conditional_t<G32, float4, uint2>>;
+
+template <typename Four>
+__device__ __forceinline__ void load_gates(Raw<Four>& g, const HopperGradient& p, const Chunk& c, const Seat& at) {
+  const int left = c.length - at.token();
+  g.begin(p.in.g, c.g, p.in.g_strides.token, at);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) g.load(t, t < left, p.in.g_strides.token);
+}
+template <typename Four>
+__device__ __forceinline__ void load_tokens(Raw<uint2>& q, Raw<uint2>& k, Raw<Four>& g, const HopperGradient& p, const Chunk& c,
+                                            const Seat& at) {
+  const int left = c.length - at.token();
+  q.begin(p.in.q, c.q, p.in.q_strides.token, at), k.begin(p.in.k, c.k, p.in.k_strides.token, at);
+  g.begin(p.in.g, c.g, p.in.g_strides.token, at);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    g.load(t, t < left, p.in.g_strides.token), q.load(t, t < left, p.in.q_strides.token), k.load(t, t < left, p.in.k_strides.token);
   }
-};
+}
 
 // Of a lane's four tokens and channels.
 struct Tokens {
@@ -116,61 +130,58 @@ __device__ __forceinline__ float nearest(float x) {
   return y - 12582912.0f;
 }
 
-// References, and steps between them. A step of two powers is a word of two bfloat16 numbers.
+// References, and steps between them; of each group's two lanes with the same channels either takes two of them. A step of two powers is a
+// word of two bfloat16 numbers.
 template <bool BOUNDED>
 __device__ __forceinline__ void refer(Tokens& x, const Seat& at) {
-  const float* sums = at.floats(kAtSums) + at.channel();
-  const int group = at.group();
-  float last[4] = {}, before[4] = {}, total[4], step[4], z[4];
+  const int group = at.group(), channel = at.channel() + (at.second() ? 2 : 0);
+  const float* sums = at.floats(kAtSums) + channel;
+  const float own[2] = {at.second() ? x.sum[2] : x.sum[0], at.second() ? x.sum[3] : x.sum[1]};
+  float last[2] = {}, before[2] = {}, total[2], m[2], step[2], base[2], rest[2];
+  const auto add = [&](float (&y)[2], int i) {
+    const float2 z = *reinterpret_cast<const float2*>(sums + i * kHead);
+    y[0] += z.x, y[1] += z.y;
+  };
 #pragma unroll
   for (int i = 0; i < kGroups - 2; ++i)
-    if (i + 1 < group) {
-      unpack(z, load_four(sums + i * kHead));
-#pragma unroll
-      for (int c = 0; c < 4; ++c) before[c] += z[c];
-    }
+    if (i + 1 < group) add(before, i);
   if (group > 0) {
-    unpack(z, load_four(sums + (group - 1) * kHead));
+    float z[2] = {};
+    add(z, group - 1);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) last[c] = nearest(fmaf(0.5f, z[c], before[c])), before[c] += z[c];
+    for (int c = 0; c < 2; ++c) last[c] = nearest(fmaf(0.5f, z[c], before[c])), before[c] += z[c];
   }
 #pragma unroll
-  for (int c = 0; c < 4; ++c) total[c] = before[c] + x.sum[c];
+  for (int c = 0; c < 2; ++c) total[c] = before[c] + own[c];
 #pragma unroll
   for (int i = 1; i < kGroups; ++i)
-    if (i > group) {
-      unpack(z, load_four(sums + i * kHead));
+    if (i > group) add(total, i);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) total[c] += z[c];
-    }
-  bool under = false;
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    const float m = nearest(fmaf(0.5f, x.sum[c], before[c]));
-    step[c] = m - last[c], under |= step[c] < -126.0f;
-    x.base[c] = (before[c] - m) + x.start[c], x.rest[c] = total[c] - m;
+  for (int c = 0; c < 2; ++c) {
+    m[c] = nearest(fmaf(0.5f, own[c], before[c]));
+    step[c] = m[c] - last[c], base[c] = before[c] - m[c], rest[c] = total[c] - m[c];
   }
   bool deep = false;
   if (!BOUNDED) {
-    const uint32_t found = __ballot_sync(~0u, under);
+    const uint32_t found = __ballot_sync(~0u, fminf(step[0], step[1]) < -126.0f);
     deep = found >> (at.lane & 16) & 0xffffu;
   }
-  if (deep) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float boundary = nearest(before[c]), m = nearest(fmaf(0.5f, x.sum[c], before[c]));
-      step[c] = __uint_as_float(pack_bf16(exp2_fast(m - boundary), exp2_fast(boundary - last[c])));
-    }
-  } else {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) step[c] = exp2_fast(step[c]);
+  for (int c = 0; c < 2; ++c) {
+    const float boundary = nearest(before[c]);
+    step[c] = deep ? __uint_as_float(pack_bf16(exp2_fast(m[c] - boundary), exp2_fast(boundary - last[c]))) : exp2_fast(step[c]);
   }
-  if (!at.second()) store_four(at.floats(kAtSteps) + group * kHead + at.channel(), step);
+  *reinterpret_cast<float2*>(at.floats(kAtSteps) + group * kHead + channel) = make_float2(step[0], step[1]);
   if (!BOUNDED && at.lane % 16 == 0) at.ints(kAtDeep)[group * 4 + at.slice] = deep;
-  if (at.block == 0 && at.lane < 8) {  // decay d_decay, for the gates
-    float* d = at.floats(kAtDDecay) + at.channel();
+  if (at.block == 0 && at.lane < 16) {  // decay d_decay, for the gates
+    auto* d = reinterpret_cast<float2*>(at.floats(kAtDDecay) + channel);
+    *d = make_float2(d->x * exp2_fast(total[0]), d->y * exp2_fast(total[1]));
+  }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) d[c] *= exp2_fast(total[c]);
+  for (int c = 0; c < 2; ++c) {
+    const float of_base = __shfl_xor_sync(~0u, base[c], 8), of_rest = __shfl_xor_sync(~0u, rest[c], 8);
+    x.base[c] = (at.second() ? of_base : base[c]) + x.start[c], x.base[2 + c] = (at.second() ? base[c] : of_base) + x.start[2 + c];
+    x.rest[c] = at.second() ? of_rest : rest[c], x.rest[2 + c] = at.second() ? rest[c] : of_rest;
   }
 }
 
