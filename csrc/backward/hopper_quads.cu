@@ -10,7 +10,7 @@
 namespace kda::hopper::quads {
 namespace {
 
-// Warps that make no pairs do the chunk's small things.
+// Warps that make no pairs do the chunk's small things; one of those with the fewest columns of lower finds the next chunk.
 constexpr int kScout = 4, kStrengths = 9, kDecays = 12;  // finds the next chunk; two: d_beta; four: d_decay
 
 // The power of two above or at the largest of the warps' pairs, not so small that what the state gives would overflow when divided by it.
@@ -51,11 +51,10 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     Raw<uint2> q, k;
     RawGates<G32> g;
     load_tokens(q, k, g, p, chunk_at(turn, at), at);
+    if (at.warp == kScout) find_chunk(p, chunk_at(turn, at).item + gridDim.x, items, gridDim.x, turn ^ 1, at);
     make_v_new(p, chunk_at(turn, at), factors, at);
     decay_products(p, chunk_at(turn, at), at);
     __syncthreads();
-    at = seat_of(bytes);
-    if (at.warp == kScout) find_chunk(p, chunk_at(turn, at).item + gridDim.x, items, gridDim.x, turn ^ 1, at);
     float pairs_q[2][4] = {}, pairs_k[2][4] = {};
     const float largest = largest_of_warp(make_pairs(p, pairs_q, pairs_k, at));
     if (at.lane == 0) at.floats(kAtLargest)[at.warp] = largest;
@@ -65,8 +64,8 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     Tokens x;
     make_gates<GATE, BOUNDED, G32>(p, turn, g, x, at);
     __syncthreads();
-    at = seat_of(bytes);
-    const float back = power_of_largest(at), unit = __frcp_rn(back);
+    const float power = power_of_largest(at), unit = over_power(power);
+    if (at.thread == 0) *at.floats(kAtPower) = power;
     store_pairs(pairs_q, pairs_k, unit, at);
     refer<BOUNDED>(x, at);
     make_tiles(p, x, q, k, factors, at);
@@ -78,7 +77,6 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     __syncthreads();
     at = seat_of(bytes);
     if (chunk_at(turn ^ 1, at).item < items) fetch_states(p, turn ^ 1, at);
-    at = seat_of(bytes);
     keep_state_part(d_c, at);
     row_pairs<BOUNDED>(d_q, d_k, at);
     column_pairs<BOUNDED>(d_c, at);
@@ -87,12 +85,12 @@ __global__ void __launch_bounds__(kThreads, 1) gradient_kernel(const __grid_cons
     ByToken by_q, by_k, by_c;
     by_token(by_q, d_q, at), by_token(by_k, d_k, at), by_token(by_c, d_c, at);
     q.forget(), k.forget();
-    undo_decays(p, x, q, k, factors, unit, by_q, by_k, by_c, at);
+    undo_decays(p, x, q, k, factors, over_power(*at.floats(kAtPower)), by_q, by_k, by_c, at);
     __syncthreads();
     at = seat_of(bytes);
     q.forget(), k.forget();
     if (chunk_at(turn ^ 1, at).item < items) fetch_lower(p, turn ^ 1, at);
-    write_gradients<GATE, BOUNDED, G32>(p, turn, q, k, g, x.raised, factors, back, by_q, by_k, by_c, at);
+    write_gradients<GATE, BOUNDED, G32>(p, turn, q, k, g, x.raised, factors, *at.floats(kAtPower), by_q, by_k, by_c, at);
     if (GATE != Gate::log_decay && (p.A_shares || p.bias_shares)) {
       __syncthreads();
       write_shares(p, chunk_at(turn, at), at);

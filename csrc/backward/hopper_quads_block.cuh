@@ -24,7 +24,8 @@ constexpr int kAtSums = kAtPairs + 16384, kAtSteps = kAtSums + 4096, kAtAhead = 
 constexpr int kAtFactors = kAtAhead + 4096;   // twice: the next chunk's come while this one's are in use
 constexpr int kAtDots = kAtFactors + 2 * 768;  // [2][64][4 slices] float32
 constexpr int kAtDDecay = kAtDots + 2048, kAtDiagonal = kAtDDecay + 512, kAtLargest = kAtDiagonal + 256;
-constexpr int kAtDeep = kAtLargest + 64;  // [groups][4 slices] int: steps of two powers
+constexpr int kAtPower = kAtLargest + 64;  // the power of two that pairs are divided by
+constexpr int kAtDeep = kAtPower + 16;     // [groups][4 slices] int: steps of two powers
 constexpr int kAtBias = kAtDeep + 128;    // twice: dt_bias of the head
 constexpr int kAtChunk = kAtBias + 2 * 512;  // twice
 constexpr int kChunkBytes = 80;
@@ -65,10 +66,11 @@ struct Seat {
   }
 };
 
-// Asked for anew in every phase, so that no address is kept in a register from one to the next.
+// Asked for anew where registers are scarce, so that no address is kept in one from phase to phase. Bits that cannot be set are cleared:
+// the compiler then knows that nothing is negative.
 __device__ __forceinline__ Seat seat_of(uint8_t* bytes) {
-  const int thread = thread_index(), warp = __shfl_sync(~0u, thread / 32, 0);
-  return {shared_address(bytes), bytes, thread, thread % 32, warp, static_cast<int>(kBlocks >> 2 * warp & 3), warp / 4};
+  const int thread = thread_index() & (kThreads - 1), warp = __shfl_sync(~0u, thread >> 5, 0) & (kWarps - 1);
+  return {shared_address(bytes), bytes, thread, thread & 31, warp, static_cast<int>(kBlocks >> 2 * warp & 3), warp >> 2};
 }
 
 __device__ __forceinline__ float4 load_four(const float* at) { return *reinterpret_cast<const float4*>(at); }
@@ -80,13 +82,17 @@ __device__ __forceinline__ void unpack(float (&y)[4], float4 x) { y[0] = x.x, y[
 __device__ __forceinline__ uint32_t tile_at(int row, int unit) { return row * 256 + ((unit ^ (row & 7)) << 4); }
 __device__ __forceinline__ uint32_t pair_at(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }  // [128 rows][64]
 
+// 1 / x of a power of two, between 2^-126 and 2^126.
+__device__ __forceinline__ float over_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
+
 // In shared memory. One warp finds it; offsets are in elements, of the chunk's first token.
 struct Chunk {
   int64_t item, token;  // slot * HV + head; the first token's row of a [B, T, HV, ..] tensor
-  int length, head, batch, first;
-  int64_t q, k, g, beta;
+  int64_t offsets[4];    // of q, k, g, beta
+  const float *initial, *final;  // the sequence's initial_state, at its first chunk, and d_final, at its last; or null
+  int length, head;
   float a;  // e^A_log
-  int unused[3];
+  int unused;
 };
 static_assert(sizeof(Chunk) == kChunkBytes, "");
 
@@ -94,27 +100,48 @@ __device__ __forceinline__ Chunk& chunk_at(int turn, const Seat& at) {
   return *reinterpret_cast<Chunk*>(at.bytes + kAtChunk + turn * kChunkBytes);
 }
 
+__device__ __forceinline__ int64_t sequence_of(const HopperForward& p, int64_t batch, int64_t first) {
+  if (!p.cu_seqlens) return batch;
+  int64_t low = 0, high = p.N;  // boundary(low) <= first < boundary(high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (boundary(p, middle) <= first ? low : high) = middle;
+  }
+  return low;
+}
+
 // One warp: the next chunk from `item` on that holds tokens; item >= items: there is none. Of those that hold none, shares are zero.
 __device__ __forceinline__ void find_chunk(const HopperGradient& p, int64_t item, int64_t items, int64_t step, int turn, const Seat& at) {
   Chunk c{};
   c.item = item;
+  int64_t batch = 0, first = 0;
   for (; c.item < items; c.item += step) {
     const auto slot = static_cast<uint32_t>(c.item / p.in.HV);
     c.head = static_cast<int>(c.item - slot * p.in.HV);
     const Span span = chunk_span(p.in, slot, at.lane);
-    c.batch = static_cast<int>(span.batch), c.first = static_cast<int>(span.first), c.length = static_cast<int>(span.length);
+    batch = span.batch, first = span.first, c.length = static_cast<int>(span.length);
     if (c.length > 0) break;
     const float zeros[4] = {};
     if (p.A_shares) store_four(p.A_shares + c.item * kHead + 4 * at.lane, zeros);
     if (p.bias_shares) store_four(p.bias_shares + c.item * kHead + 4 * at.lane, zeros);
   }
-  const auto offset = [&](const TokenStrides& s, int head) { return c.batch * s.batch + c.first * s.token + head * s.head; };
-  const int key_head = p.in.H == p.in.HV ? c.head : c.head / static_cast<int>(p.in.HV / p.in.H);
-  c.token = (c.batch * p.in.T + c.first) * p.in.HV + c.head;
-  c.q = offset(p.in.q_strides, key_head), c.k = offset(p.in.k_strides, key_head);
-  c.g = offset(p.in.g_strides, c.head), c.beta = offset(p.in.beta_strides, c.head);
+  if (c.item < items && (p.in.initial_state || p.d_final)) {
+    const int64_t n = sequence_of(p.in, batch, first), state = (n * p.in.HV + c.head) * kHead * kHead;
+    const Span span = sequence_span(p.in, n);
+    if (p.in.initial_state && first == span.first) c.initial = p.in.initial_state + state;
+    if (p.d_final && first + c.length == span.first + span.length) c.final = p.d_final + state;
+  }
+  c.token = (batch * p.in.T + first) * p.in.HV + c.head;
   c.a = p.in.A_log && c.item < items ? __expf(p.in.A_log[c.head]) : 1.0f;
+  const TokenStrides strides = at.lane == 0   ? p.in.q_strides
+                               : at.lane == 1 ? p.in.k_strides
+                               : at.lane == 2 ? p.in.g_strides
+                                              : p.in.beta_strides;
+  const int head = p.in.H == p.in.HV || at.lane >= 2 ? c.head : c.head / static_cast<int>(p.in.HV / p.in.H);
+  const int64_t offset = batch * strides.batch + first * strides.token + head * strides.head;
   if (at.lane == 0) chunk_at(turn, at) = c;
+  __syncwarp();
+  if (at.lane < 4) chunk_at(turn, at).offsets[at.lane] = offset;
 }
 
 // Rows of 256 bytes, one a token, to a tile.

@@ -74,7 +74,7 @@ using RawGates = Raw<std::conditional_t<G32, float4, uint2>>;
 template <typename Four>
 __device__ __forceinline__ void load_gates(Raw<Four>& g, const HopperGradient& p, const Chunk& c, const Seat& at) {
   const int left = c.length - at.token();
-  g.begin(p.in.g, c.g, p.in.g_strides.token, at);
+  g.begin(p.in.g, c.offsets[2], p.in.g_strides.token, at);
 #pragma unroll
   for (int t = 0; t < 4; ++t) g.load(t, t < left, p.in.g_strides.token);
 }
@@ -82,8 +82,8 @@ template <typename Four>
 __device__ __forceinline__ void load_tokens(Raw<uint2>& q, Raw<uint2>& k, Raw<Four>& g, const HopperGradient& p, const Chunk& c,
                                             const Seat& at) {
   const int left = c.length - at.token();
-  q.begin(p.in.q, c.q, p.in.q_strides.token, at), k.begin(p.in.k, c.k, p.in.k_strides.token, at);
-  g.begin(p.in.g, c.g, p.in.g_strides.token, at);
+  q.begin(p.in.q, c.offsets[0], p.in.q_strides.token, at), k.begin(p.in.k, c.offsets[1], p.in.k_strides.token, at);
+  g.begin(p.in.g, c.offsets[2], p.in.g_strides.token, at);
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     g.load(t, t < left, p.in.g_strides.token), q.load(t, t < left, p.in.q_strides.token), k.load(t, t < left, p.in.k_strides.token);
@@ -111,9 +111,13 @@ __device__ __forceinline__ void make_gates(const HopperGradient& p, int turn, co
     for (int c = 0; c < 4; ++c) {
       x.g[t][c] = gates.log2_decay(x.g[t][c], c);
       if (!BOUNDED) least = fminf(least, x.g[t][c]), x.g[t][c] = max_or_nan(x.g[t][c], kGateFloor);
-      if (GATE != Gate::log_decay) x.g[t][c] = t < left ? x.g[t][c] : 0.0f;
     }
   }
+  if (GATE != Gate::log_decay && left < 4)
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x.g[t][c] = t < left ? x.g[t][c] : 0.0f;
   x.raised = least < kGateFloor;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

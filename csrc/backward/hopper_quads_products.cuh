@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chun
     const float beta = factors[row_of(row, p.group_bits)];
     d = d / (too_small(beta) ? 1.0f : beta);
   } else {  // of s = 1 / (1 + e^-x), or 2 s: (1 - s) d, where d has the strength in it
-    const int64_t from = c.beta + row * p.in.beta_strides.token;
+    const int64_t from = c.offsets[3] + row * p.in.beta_strides.token;
     const float y = p.in.beta_float32 ? static_cast<const float*>(p.in.beta)[from]
                                       : __bfloat162float(static_cast<const __nv_bfloat16*>(p.in.beta)[from]);
     const float e = exp2_fast(-fabsf(y) * kLog2e);
@@ -215,27 +215,11 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, Results&
     for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
 }
 
-__device__ __forceinline__ int64_t sequence_of(const HopperForward& p, const Chunk& c) {
-  if (!p.cu_seqlens) return c.batch;
-  int64_t low = 0, high = p.N;  // boundary(low) <= first < boundary(high)
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (boundary(p, middle) <= c.first ? low : high) = middle;
-  }
-  return low;
-}
-
 // The warp's eight value channels of sum_v S dS', four key channels per lane, to `parts` [16][128] in the pairs' place. At the ends of a
 // sequence S and dS' are as the caller gave them: short sequences have no rounding that this could hide behind.
 __device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
   float sum[4] = {};
-  const float *initial = nullptr, *final = nullptr;  // of this sequence and head, at its first or last chunk
-  if (p.in.initial_state || p.d_final) {
-    const int64_t n = sequence_of(p.in, c), state = (n * p.in.HV + c.head) * kHead * kHead;
-    const Span span = sequence_span(p.in, n);
-    if (p.in.initial_state && c.first == span.first) initial = p.in.initial_state + state;
-    if (p.d_final && c.first + c.length == span.first + span.length) final = p.d_final + state;
-  }
+  const float *initial = c.initial, *final = c.final;
   const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
   if (initial || final) {
 #pragma unroll 1
