@@ -58,8 +58,7 @@ kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &
   if (reinterpret_cast<uintptr_t>(forward.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
   KDA_TRY(check_pointers(args, forward));
   KDA_TRY(check_hopper());
-  const auto launch = hopper::take_quads() ? hopper::quads::launch_gradient : hopper::launch_gradient;
-  KDA_CUDA(launch(hopper::gradient_of(args, forward), slots, static_cast<cudaStream_t>(forward.stream)));
+  KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), slots, static_cast<cudaStream_t>(forward.stream)));
   return KDA_OK;
 }
 

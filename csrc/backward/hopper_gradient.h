@@ -1,7 +1,5 @@
 // bfloat16 KDA backward for sm_90a, K = V = 128: what its kernel over chunks is given.
 #pragma once
-#include <cstdlib>
-
 #include "../prefill/hopper.h"
 
 namespace kda::hopper {
@@ -24,14 +22,5 @@ struct HopperGradient {
 };
 
 cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream);
-
-// The same with four channels a lane (hopper_quads.cu), where KDAKIT_CUDA_QUADS is 1.
-namespace quads {
-cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream);
-}
-inline bool take_quads() {
-  const char* asked = std::getenv("KDAKIT_CUDA_QUADS");
-  return asked != nullptr && asked[0] == '1';
-}
 
 }  // namespace kda::hopper

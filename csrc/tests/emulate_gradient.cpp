@@ -5,7 +5,6 @@
 
 #include "../backward/hopper_gradient_arguments.h"
 #include "../backward/hopper_gradient.cu"
-#include "../backward/hopper_quads.cu"
 
 using namespace kda;
 using namespace kda::hopper;
@@ -15,10 +14,7 @@ static void run(const HopperGradient &p, int64_t items, unsigned blocks, int ord
   gridDim = {blocks, 1, 1};
   for (unsigned block = 0; block < blocks; ++block)
     emulate::run_block(block, kGradientThreads, order, [&] {
-      if (take_quads())
-        p.in.gate_float32 ? quads::gradient_kernel<GATE, BOUNDED, true>(p, items) : quads::gradient_kernel<GATE, BOUNDED, false>(p, items);
-      else
-        p.in.gate_float32 ? gradient_kernel<GATE, BOUNDED, true>(p, items) : gradient_kernel<GATE, BOUNDED, false>(p, items);
+      p.in.gate_float32 ? gradient_kernel<GATE, BOUNDED, true>(p, items) : gradient_kernel<GATE, BOUNDED, false>(p, items);
     });
 }
 

@@ -19,8 +19,8 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 # Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
-SPILLS = {"5quads": 80, "intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 160, "scan_kernel": 0, "parts_kernel": 0,
-          "padding_kernel": 0, "gradient_kernel": 8, "prepare_kept_kernel": 160, "scan_kept_kernel": 0}  # fmt: skip
+SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 160, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
+          "gradient_kernel": 64, "prepare_kept_kernel": 160, "scan_kept_kernel": 0}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 one of 512.
 HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 240, "parts_kernel": 168, "gradient_kernel": 128, "prepare_kept_kernel": 80,
@@ -71,14 +71,14 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 41, (
-        "16 kinds of chunks, in training four; two widths of the scan, each also in training; one of parts; eight gradients, twice"
+    assert len(found) == 33, (
+        "16 kinds of chunks, in training four; two widths of the scan, each also in training; one of parts, eight gradients"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
-        if "GateE2" in usage.kernel and "5quads" not in usage.kernel:
-            assert usage.spills == 0, usage
+        if re.search(r"GateE2|gradient_kernelI\w*GateE1", usage.kernel) and not re.search(r"gradient_kernelI\w*ELb1EEE", usage.kernel):
+            assert usage.spills == 0, usage  # of gradients, those of gates in bfloat16
 
 
 @needs_nvcc

@@ -22,10 +22,8 @@ CHUNK, D = 64, 128
 TINY = 2.0**-64  # a smaller given beta divides nothing
 
 
-@pytest.fixture(params=["pairs", "quads"])
-def kernels(request, monkeypatch):
-    """With two channels a lane, and with four."""
-    monkeypatch.setenv("KDAKIT_CUDA_QUADS", "1" if request.param == "quads" else "0")
+@pytest.fixture(scope="module")
+def kernels():
     return emulated.load("gradient")
 
 
