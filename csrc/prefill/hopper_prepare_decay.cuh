@@ -15,10 +15,13 @@ namespace kda::hopper {
 
 constexpr float kFloor = -29.0f;  // log2-decays below are raised to it: under float32's resolution, and four of them fit bfloat16
 
+// 1 / x of a power of two, by its exponent alone.
+__device__ __forceinline__ float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
+
 // Inputs that come without norms in the kernel are exact, and scaling them by powers of two keeps them so.
 __device__ __forceinline__ void keep_norms(Inputs& x, const Shared& shared, int warp, int lane) {
   x.inverse_norm = __uint_as_float(__float_as_uint(x.inverse_norm) & 0x7f800000u);
-  if (lane % 2 == 0) shared.norms[lane / 16][warp * kTokens + lane / 2 % kTokens] = 1.0f / x.inverse_norm;
+  if (lane % 2 == 0) shared.norms[lane / 16][warp * kTokens + lane / 2 % kTokens] = inverse_power(x.inverse_norm);
 }
 
 // The diagonal of A_qk in float32: where gates are strong it is most of the output.
@@ -97,14 +100,14 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs& x, 
     scaled(y, x.q[t], inverse_q), multiply(y, e);
     store_shared(own + kRowsQ + offset, packed(y));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before_q[c] : before_q[c] * __frcp_rn(inverse_q);
+    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before_q[c] : before_q[c] * inverse_power(inverse_q);
     *reinterpret_cast<uint2*>(record + (kQDecayed + out)) = packed(y);
     scaled(z, x.k[t], inverse_k);
 #pragma unroll
     for (int c = 0; c < 4; ++c) y[c] = z[c] * e[c];
     store_shared(own + kRowsK + offset, packed(y));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before[c] : before[c] * __frcp_rn(inverse_k);
+    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before[c] : before[c] * inverse_power(inverse_k);
     *reinterpret_cast<uint2*>(record + (kKIn + out)) = packed(y);
 #pragma unroll
     for (int c = 0; c < 4; ++c) z[c] *= exp2_fast(-sum[c]);

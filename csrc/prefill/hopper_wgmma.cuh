@@ -17,6 +17,15 @@ __device__ __forceinline__ uint64_t descriptor_of_squares(uint32_t address) {
          static_cast<uint64_t>(3) << 62;
 }
 
+// Both kinds by one addition: what lies `offset` bytes after a stage's start, whose own part of a descriptor is `base`.
+__device__ __forceinline__ uint32_t descriptor_base(uint32_t address) { return (address & 0x3ffff) >> 4; }
+__device__ __forceinline__ uint64_t descriptor_after(uint32_t base, uint32_t offset, uint32_t half_bytes = 16) {
+  return static_cast<uint64_t>((1024u >> 4) | 1u << 30) << 32 | (base + ((offset >> 4) | (half_bytes >> 4) << 16));
+}
+__device__ __forceinline__ uint64_t descriptor_of_squares_after(uint32_t base, uint32_t offset) {
+  return static_cast<uint64_t>((256u >> 4) | 3u << 30) << 32 | (base + ((offset >> 4) | (512u >> 4) << 16));
+}
+
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
