@@ -29,7 +29,7 @@ __device__ __forceinline__ void near_pairs(const Place& at, uint32_t rows, uint3
   near.x[0][2] = cross[2], near.x[0][3] = cross[3];
 }
 
-// Pairs of row block BLOCK with the blocks before it: rows from the block's start on, tails decayed over the blocks between, both as halves.
+// Pairs of row block BLOCK with those before it: rows from the block's start on, tails decayed over the blocks between, both as halves.
 template <int BLOCK>
 __device__ __forceinline__ void far_pairs(const Place& at, uint32_t rows, uint32_t columns, Square (&far)[3]) {
 #pragma unroll

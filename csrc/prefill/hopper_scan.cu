@@ -100,7 +100,8 @@ cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   switch (const auto walk = static_cast<Walk>(p.walk); walk) {
     case Walk::plain:
-      return wide ? launch<2>(p, false, scan_kernel<2, Walk::plain>, stream, p) : launch<1>(p, false, scan_kernel<1, Walk::plain>, stream, p);
+      return wide ? launch<2>(p, false, scan_kernel<2, Walk::plain>, stream, p)
+                  : launch<1>(p, false, scan_kernel<1, Walk::plain>, stream, p);
     default:
       if (wide) return launch<2>(p, false, scan_kernel<2, Walk::ahead>, stream, p);
       return walk == Walk::ahead ? launch<1>(p, false, scan_kernel<1, Walk::ahead>, stream, p)

@@ -1,7 +1,7 @@
 // The walk of a warp group along a sequence's chunks, with little on the way from one state to the next but what makes it.
 //
-// Tensor cores take products in order. Per chunk: k_in S, q_decayed S, k_solved^T r, A_solved r. The first begins with the half of the state
-// that is rounded; during it the output of the chunk before is rounded, during the second the state decays and that output is stored.
+// Tensor cores take products in order. Per chunk: k_in S, q_decayed S, k_solved^T r, A_solved r. The first begins with half of the state
+// rounded; during it the output of the chunk before is rounded, during the second the state decays and that output is stored.
 #pragma once
 #include "hopper_scan_walk.cuh"
 
@@ -60,8 +60,8 @@ __device__ void scan_ahead(const HopperForward& p, [[maybe_unused]] const Kept& 
     for (int j = 0; j < 16; ++j) pending[j] = pack_bf16(o[2 * j], o[2 * j + 1]);
   };
   OutputRows rows(p, task, task.silent, warp, lane);
-  const uint32_t out = smem + L::out + warp / 4 * 2 * kOutBytes, values = kRecordSpace + ((lane & 7) + ((lane >> 4) << 3)) * L::values_pitch +
-                                                                         value * 2 + ((lane >> 3) & 1) * 16;
+  const uint32_t out = smem + L::out + warp / 4 * 2 * kOutBytes;
+  const uint32_t values = kRecordSpace + ((lane & 7) + ((lane >> 4) << 3)) * L::values_pitch + value * 2 + ((lane >> 3) & 1) * 16;
   constexpr int kAtOnce = GROUPS == 1 ? 4 : 8;
   int stage = task.links % L::stages, before = 0;
   uint32_t phase = task.links / L::stages & 1;

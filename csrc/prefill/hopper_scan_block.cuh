@@ -77,8 +77,8 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) 
 // A record's halves, each fetched by one block of a pair for both.
 constexpr int kFirstHalf = 27 * 1024;
 
-// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end. PAIRED: the two blocks of a head are
-// a cluster, and each asks for half of a record for both.
+// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end. PAIRED: the two blocks of a head
+// are a cluster, and each asks for half of a record for both.
 template <int GROUPS, bool PAIRED>
 __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
   using L = Layout<GROUPS>;
