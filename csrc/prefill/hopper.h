@@ -38,9 +38,6 @@ struct HopperForward {
   int safe;  // the log-decay is known to lie in [-5, 0]
   int state_v_first, gate_float32, beta_float32, cu_int32;
   int parts;  // of each sequence, scanned beside each other: 1, 2 that only part where the first is forgotten, or 3 and more
-  int walk;   // hopper_scan.cu: 0 plain, 1 ahead, 2 paired
-  int lazy;   // where a part is forgotten, the next one's block finds the state itself
-  int early;  // narrow blocks of the scan take their places early
 };
 
 // What a backward begins with. Slots as in hopper_sequences.cuh; rows and columns of a chunk in the order of `row_of`, hopper_kept.cuh.

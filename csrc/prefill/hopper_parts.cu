@@ -1,6 +1,7 @@
 // Stage state, in parts: b and M of every part but the last (hopper_links.cuh), the scan without outputs. M is the state that grows from
 // the identity with values of zero. One block of two warp groups per part and half of [b | M].
-// Where the last chunks of a part forget all that was before them (hopper_forgetting.cuh), b is that of these chunks alone, and M is zero.
+// Where the last chunks of a part forget all that was before them (hopper_forgetting.cuh), M is zero, and b is that of these chunks alone,
+// found only if the next part does not forget it.
 #include "hopper_forgetting.cuh"
 #include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
@@ -75,7 +76,6 @@ __device__ __forceinline__ void matrix_out(const float (&S)[64], uint8_t* to, ui
   }
 }
 
-template <bool AHEAD>
 __device__ void walk(const HopperForward& p, const Task& task, bool from_zero, const uint8_t* shared, uint32_t smem) {
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = warp / 4;
   const int value = warp * 16;
@@ -90,95 +90,50 @@ __device__ void walk(const HopperForward& p, const Task& task, bool from_zero, c
                  ? 0.0f
                  : p.initial_state[task.row * kHead * kHead + (p.state_v_first ? v * kHead + k : k * kHead + v)];
   }
-  if constexpr (AHEAD) {
-    int stage = 0;
-    uint32_t phase = 0;
-    barrier_wait(smem + kBarriers, 0);
-    for (int i = 0; i < task.chunks; ++i) {
-      const uint32_t at = smem + stage * kStage, base = descriptor_base(at), empty = smem + kBarriers + (kStages + stage) * 8;
-      uint32_t left[8][4];
+  int stage = 0;
+  uint32_t phase = 0;
+  barrier_wait(smem + kBarriers, 0);
+  for (int i = 0; i < task.chunks; ++i) {
+    const uint32_t at = smem + stage * kStage, base = descriptor_base(at), empty = smem + kBarriers + (kStages + stage) * 8;
+    uint32_t left[8][4];
 #pragma unroll
-      for (int s = 0; s < 8; ++s)
+    for (int s = 0; s < 8; ++s)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
-      touch(r);
-      wgmma_begin();
+      for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
+    touch(r);
+    wgmma_begin();
 #pragma unroll
-      for (int s = 0; s < 8; ++s) wgmma<0>(r, left[s], descriptor_after(base, s / 4 * 8192 + s % 4 * 32), s > 0);
-      wgmma_commit();
-      const auto* decay = reinterpret_cast<const float*>(shared + stage * kStage + kDecayAt) + 2 * (lane % 4);
+    for (int s = 0; s < 8; ++s) wgmma<0>(r, left[s], descriptor(base, s / 4 * 8192 + s % 4 * 32), s > 0);
+    wgmma_commit();
+    const auto* decay = reinterpret_cast<const float*>(shared + stage * kStage + kDecayAt) + 2 * (lane % 4);
 #pragma unroll
-      for (int n = 0; n < 16; ++n) {
-        const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
-        S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
-      }
-      uint32_t v[4][4] = {};
-      if (!task.matrix)
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          load_matrices_transposed(
-              v[n], at + kValuesAt + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kValuesPitch + value * 2 + ((lane >> 3) & 1) * 16);
-      wgmma_wait<0>();
-      touch(r);
-      uint32_t error[4][4];
+    for (int n = 0; n < 16; ++n) {
+      const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
+      S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
+    }
+    uint32_t v[4][4] = {};
+    if (!task.matrix)
 #pragma unroll
       for (int n = 0; n < 4; ++n)
+        load_matrices_transposed(
+            v[n], at + kValuesAt + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kValuesPitch + value * 2 + ((lane >> 3) & 1) * 16);
+    wgmma_wait<0>();
+    touch(r);
+    uint32_t error[4][4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) error[n][j] = pack_bf16(low(v[n][j]) - r[8 * n + 2 * j], high(v[n][j]) - r[8 * n + 2 * j + 1]);
-      touch(S);
-      wgmma_begin();
+    for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor_after(base, kSolvedAt + s * 2048, 8192), 1);
-      wgmma_commit();
-      if (++stage == kStages) stage = 0, phase ^= 1;
-      if (i + 1 < task.chunks) barrier_wait(smem + kBarriers + stage * 8, phase);
-      wgmma_wait<0>();
-      touch(S);
-      barrier_arrive(empty);
-    }
-  } else {
-    for (int i = 0; i < task.chunks; ++i) {
-      const int stage = i % kStages;
-      const uint32_t at = smem + stage * kStage, full = smem + kBarriers + stage * 8;
-      uint32_t left[8][4];
+      for (int j = 0; j < 4; ++j) error[n][j] = pack_bf16(low(v[n][j]) - r[8 * n + 2 * j], high(v[n][j]) - r[8 * n + 2 * j + 1]);
+    touch(S);
+    wgmma_begin();
 #pragma unroll
-      for (int s = 0; s < 8; ++s)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
-      barrier_wait(full, (i / kStages) & 1);
-      const auto* decay = reinterpret_cast<const float*>(shared + stage * kStage + kDecayAt) + 2 * (lane % 4);
-#pragma unroll
-      for (int n = 0; n < 16; ++n) {
-        const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
-        S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
-      }
-      touch(r), touch(S);
-      wgmma_begin();
-#pragma unroll
-      for (int s = 0; s < 8; ++s) wgmma<0>(r, left[s], descriptor(at + (s / 4) * 8192 + (s % 4) * 32), s > 0);
-      wgmma_commit();
-      uint32_t v[4][4] = {};
-      if (!task.matrix)
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-          load_matrices_transposed(
-              v[n], at + kValuesAt + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kValuesPitch + value * 2 + ((lane >> 3) & 1) * 16);
-      wgmma_wait<0>();
-      touch(r);
-      uint32_t error[4][4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) error[n][j] = pack_bf16(low(v[n][j]) - r[8 * n + 2 * j], high(v[n][j]) - r[8 * n + 2 * j + 1]);
-      touch(S);
-      wgmma_begin();
-#pragma unroll
-      for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(at + kSolvedAt + s * 2048, 8192), 1);
-      wgmma_commit();
-      wgmma_wait<0>();
-      touch(S);
-      barrier_arrive(full + kStages * 8);
-    }
+    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(base, kSolvedAt + s * 2048, 8192), 1);
+    wgmma_commit();
+    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (i + 1 < task.chunks) barrier_wait(smem + kBarriers + stage * 8, phase);
+    wgmma_wait<0>();
+    touch(S);
+    barrier_arrive(empty);
   }
   const Links links = links_of(p);
   if (task.matrix) {
@@ -192,11 +147,9 @@ __device__ void walk(const HopperForward& p, const Task& task, bool from_zero, c
 
 }  // namespace
 
-template <bool AHEAD>
 __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constant__ HopperForward p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t smem = shared_address(shared);
-  let_next_kernel_start();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i)
       barrier_init(smem + kBarriers + i * 8, kFetchers + 1), barrier_init(smem + kBarriers + (kStages + i) * 8, kGroups * 128);
@@ -216,9 +169,9 @@ __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constan
   const int last = own.first + own.count - 1;
   auto* scratch = reinterpret_cast<float*>(shared + kScratch);
   const int few = deciding<kGroups * 128>(records + last * step, step, own.count, scratch);
-  if (!matrix && threadIdx.x == 0) links_of(p).forgets(row, part) = few;
+  if (!matrix && threadIdx.x == 0) links_of(p).deciding(row, part) = few;
   if (matrix && few > 0) return;
-  if (p.lazy && few > 0) {  // the next part's block walks along these chunks itself; do parts after it need the state here?
+  if (few > 0) {  // the next part's block walks along these chunks itself; does one after it need the state here?
     const Part next = part_of(chunks, p.parts, part + 1);
     if (next.last || deciding<kGroups * 128>(records + (next.first + next.count - 1) * step, step, next.count, scratch) > 0) return;
   }
@@ -231,15 +184,14 @@ __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constan
     fetch(p, task, smem, threadIdx.x - kGroups * 128);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    walk<AHEAD>(p, task, few > 0 || part > 0, shared, smem);
+    walk(p, task, few > 0 || part > 0, shared, smem);
   }
 }
 
 cudaError_t launch_parts(const HopperForward& p, cudaStream_t stream) {
-  const auto kernel = p.walk ? parts_kernel<true> : parts_kernel<false>;
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t status = cudaFuncSetAttribute(parts_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(p.N * p.HV * (2 * p.parts - 3)), kThreads, kBytes, stream>>>(p);
+  parts_kernel<<<static_cast<unsigned>(p.N * p.HV * (2 * p.parts - 3)), kThreads, kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 

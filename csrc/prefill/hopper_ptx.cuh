@@ -36,8 +36,8 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
   return y;
 }
 
-#define KDA_TOUCH(x) asm volatile("" : "+f"(x))  // the compiler forgets how it came by a float
-#define KDA_HIDE(x) asm volatile("" : "+l"(x))   // likewise of a 64-bit integer
+#define KDA_TOUCH(x) asm volatile("" : "+f"(x))      // the compiler forgets how it came by a float
+#define KDA_HIDE(x) asm volatile("" : "+l"(x))       // likewise of a 64-bit integer
 #define KDA_HIDE_WORD(x) asm volatile("" : "+r"(x))  // and of one with 32 bits
 
 __device__ __forceinline__ int thread_index() {  // threadIdx.x, read where it is asked for
@@ -169,14 +169,6 @@ __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_
                : "memory");
 }
 
-// The same for both blocks of a cluster of two: to the same place and barrier in each.
-__device__ __forceinline__ void bulk_load_both(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from),
-      "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(3))
-      : "memory");
-}
-
 // 16 bytes to shared memory, zeros beyond the first `bytes`.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -201,17 +193,6 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// The barrier at the same place in a block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int block) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(
-                   barrier),
-               "r"(block)
-               : "memory");
-}
-// All threads of the cluster's blocks meet.
-__device__ __forceinline__ void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

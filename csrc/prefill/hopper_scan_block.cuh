@@ -57,9 +57,10 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) 
     if (silent == 0) own = {0, part == 0 ? chunks : 0, part == 0};
     if (part == 0) silent = 0;
     own.first -= silent, own.count += silent;
-  } else if (part > 0 && own.count > 0) {  // back to the last part that forgets what was before it, or to the first
-    if (p.lazy) silent = links_of(p).forgets(i, part - 1), own.first -= silent, own.count += silent;
-    while (silent == 0 && links < part - 1 && !links_of(p).forgets(i, part - 1 - links)) ++links;
+  } else if (part > 0 && own.count > 0) {
+    silent = links_of(p).deciding(i, part - 1), own.first -= silent, own.count += silent;
+    if (silent == 0)  // back to the last part that forgets what was before it, or to the first
+      while (links < part - 1 && links_of(p).deciding(i, part - 1 - links) == 0) ++links;
   }
   const int64_t skipped = static_cast<int64_t>(own.first) * kChunk;
   return {{span.batch, span.first + skipped, span.length - skipped},
@@ -74,12 +75,8 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) 
           own.last};
 }
 
-// A record's halves, each fetched by one block of a pair for both.
-constexpr int kFirstHalf = 27 * 1024;
-
-// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end. PAIRED: the two blocks of a head
-// are a cluster, and each asks for half of a record for both.
-template <int GROUPS, bool PAIRED>
+// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end.
+template <int GROUPS>
 __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
   using L = Layout<GROUPS>;
   constexpr int kRowUnits = GROUPS * kSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; rows per round
@@ -98,14 +95,8 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     if (thread == 0) {
       barrier_arrive_expect(full, kLinkBytes);
       const uint8_t* matrix = links_of(p).M(task.state, task.part - task.links + i);
-      if constexpr (PAIRED) {
-        const int half = task.channel / kSlice * (kLinkBytes / 2);
 #pragma unroll
-        for (int b = 0; b < kLinkBytes / 2; b += 16384) bulk_load_both(at + half + b, matrix + half + b, 16384, full);
-      } else {
-#pragma unroll
-        for (int b = 0; b < kLinkBytes; b += 16384) bulk_load(at + b, matrix + b, 16384, full);
-      }
+      for (int b = 0; b < kLinkBytes; b += 16384) bulk_load(at + b, matrix + b, 16384, full);
     }
     copy_async_arrive(full);
   }
@@ -116,20 +107,10 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     if (thread == 0) {
       if (i == 0) wait_for_previous_kernel();
       barrier_arrive_expect(full, kRecordBytes);
-      const auto squares = [&](auto load) {
+      bulk_load(at, record, first_square(1), full);
 #pragma unroll
-        for (int b = 1; b < 4; ++b)  // past the zeros of A_solved^T; the decay follows its last block
-          load(at + kASolved + b * 5 * kSquare, record + first_square(b), (4 - b) * kSquare + (b == 3 ? kHead * 4 : 0), full);
-      };
-      if constexpr (!PAIRED) {
-        bulk_load(at, record, first_square(1), full);
-        squares(bulk_load);
-      } else if (task.channel == 0) {
-        bulk_load_both(at, record, kFirstHalf, full);
-      } else {
-        bulk_load_both(at + kFirstHalf, record + kFirstHalf, first_square(1) - kFirstHalf, full);
-        squares(bulk_load_both);
-      }
+      for (int b = 1; b < 4; ++b)  // past the zeros of A_solved^T; the decay follows its last block
+        bulk_load(at + kASolved + b * 5 * kSquare, record + first_square(b), (4 - b) * kSquare + (b == 3 ? kHead * 4 : 0), full);
     }
     const uint32_t to = at + kRecordSpace + row * L::values_pitch + unit * 16;
 #pragma unroll
@@ -151,17 +132,6 @@ __device__ __forceinline__ void clear_squares(uint32_t stage, int thread) {
   for (int i = thread; i < 6 * kUnits; i += THREADS) {
     const int square = i / kUnits, b = square < 1 ? 1 : square < 3 ? 2 : 3, c = square - b * (b - 1) / 2;
     store_shared(stage + kASolved + (4 * b + c) * kSquare + i % kUnits * 16, make_uint4(0, 0, 0, 0));
-  }
-}
-
-// A stage is read: hands it back to the threads that fill it.
-template <bool PAIRED>
-__device__ __forceinline__ void hand_back(uint32_t empty) {
-  if constexpr (PAIRED) {
-    __syncwarp();
-    if (const int lane = threadIdx.x % 32; lane < 2) barrier_arrive_at(empty, lane);
-  } else {
-    barrier_arrive(empty);  // every thread for what it read itself
   }
 }
 
