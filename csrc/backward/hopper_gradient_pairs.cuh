@@ -39,8 +39,8 @@ struct Gates {
 };
 
 __device__ __forceinline__ void touch(uint2& x) {
-  KDA_TOUCH_WORD(x.x);
-  KDA_TOUCH_WORD(x.y);
+  KDA_HIDE_WORD(x.x);
+  KDA_HIDE_WORD(x.y);
 }
 __device__ __forceinline__ void touch(float4& x) {
   KDA_TOUCH(x.x);
