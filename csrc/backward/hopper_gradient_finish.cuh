@@ -11,8 +11,6 @@
 
 namespace kda::hopper {
 
-constexpr float kLn2 = 0.6931471805599453f;
-
 using ByToken = float[4][4];  // [token][channel]
 
 // Where a lane's first token and channels lie in its warp's patch.
@@ -125,48 +123,6 @@ __device__ __forceinline__ void shares_of_all(float (&all)[4], float unit, const
     }
 }
 
-// A log-decay that was raised to the floor has this share of its gradient.
-__device__ __forceinline__ void share_of_raised(float (&d)[4], const float (&y)[4]) {
-#pragma unroll
-  for (int c = 0; c < 4; ++c) d[c] *= exp2_fast(fminf(y[c] - kGateFloor, 0.0f));
-}
-
-// From d, the gradients of a token's log-decays in units of `back`: those of g; terms of d_A_log are added to A, in units of `A_unit`.
-template <Gate GATE, bool BOUNDED>
-struct ThroughGate {
-  const Gates<GATE>& gates;
-  float unit, A_unit;
-
-  __device__ __forceinline__ ThroughGate(const Gates<GATE>& gates, float back)
-      : gates(gates),
-        unit(GATE == Gate::bounded ? gates.a * gates.bound * kLn2 * back : -gates.a * back),
-        A_unit(GATE == Gate::bounded ? kLn2 : unit * kLn2) {}
-
-  __device__ __forceinline__ void operator()(float (&d)[4], float (&A)[4], const float (&g)[4], bool raised) const {
-    float y[4], slope[4];  // softplus in base 2; its slope
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float z = gates.x(g[c], c), x = GATE == Gate::bounded ? gates.a * z : z;
-      const float e = exp2_fast(-fabsf(x)), r = reciprocal_fast(1.0f + e);
-      if (GATE == Gate::bounded) {  // by its root on either side of d: alone it may be too small for a float
-        d[c] = (e * r) * (r * (d[c] * unit));
-        A[c] = fmaf(z, d[c], A[c]);
-      } else {
-        y[c] = fmaxf(x, 0.0f) + log2_fast(1.0f + e), slope[c] = x >= 0.0f ? r : e * r;
-      }
-    }
-    if (GATE == Gate::bounded) return;
-    if (raised) {
-      float log2_decay[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) log2_decay[c] = -gates.a * y[c];
-      share_of_raised(d, log2_decay);
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) A[c] = fmaf(y[c], d[c], A[c]), d[c] *= slope[c] * unit;
-  }
-};
-
 __device__ __forceinline__ void write_four(uint8_t* to, bool wide, const float (&x)[4]) {
   if (wide)
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
@@ -179,8 +135,8 @@ template <Gate GATE, bool BOUNDED, bool G32>
 __device__ __forceinline__ void write_gradients(const HopperGradient& p, int turn, const Raw<uint2>& keys_q, const Raw<uint2>& keys_k,
                                                 RawGates<G32>& raw, bool raised, const float* factors, float back, const ByToken& d_q,
                                                 const ByToken& d_k, const ByToken& d_c, const Seat& at) {
-  const Gates<GATE> gates(p.in, turn, at);
-  const ThroughGate<GATE, BOUNDED> through_gate(gates, back);
+  const GateOf<GATE> gates = gates_of<GATE>(p.in, turn, at);
+  const ThroughGate<GATE> through_gate(gates, back);
   const Norms norms(factors, p.group_bits, at);
   const Chunk& chunk = chunk_at(turn, at);
   float all[4], bias[4] = {}, A[4] = {};

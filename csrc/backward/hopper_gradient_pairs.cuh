@@ -14,29 +14,11 @@
 
 namespace kda::hopper {
 
-constexpr float kGateFloor = -29.0f;  // as in hopper_prepare_decay.cuh
-
-// Log2-decays of four channels; ../prefill/hopper_gate.cuh has the formulas. ThroughGate in hopper_gradient_finish.cuh is their gradient.
+// Gates of the lane's channels.
 template <Gate GATE>
-struct Gates {
-  float a, bound, shift[4];  // shift: the bias, in the units of x
-
-  __device__ __forceinline__ Gates(const HopperForward& p, int turn, const Seat& at)
-      : a(chunk_at(turn, at).a), bound(p.lower_bound * kLog2e), shift{} {
-    if (GATE == Gate::log_decay) return;
-    if (p.dt_bias) unpack(shift, load_four(at.floats(kAtBias + turn * 512) + at.channel()));
-#pragma unroll
-    for (int c = 0; c < 4; ++c) shift[c] *= kLog2e;
-  }
-
-  __device__ __forceinline__ float x(float g, int c) const { return fmaf(g, kLog2e, shift[c]); }
-  __device__ __forceinline__ float log2_decay(float g, int c) const {
-    if (GATE == Gate::log_decay) return g * kLog2e;
-    if (GATE == Gate::bounded) return bound * reciprocal_fast(1.0f + exp2_fast(-a * x(g, c)));
-    const float y = x(g, c);
-    return -a * (fmaxf(y, 0.0f) + log2_fast(1.0f + exp2_fast(-fabsf(y))));
-  }
-};
+__device__ __forceinline__ GateOf<GATE> gates_of(const HopperForward& p, int turn, const Seat& at) {
+  return {p, chunk_at(turn, at).a, [&] { return load_four(at.floats(kAtBias + turn * 512) + at.channel()); }};
+}
 
 __device__ __forceinline__ void touch(uint2& x) {
   KDA_HIDE_WORD(x.x);
@@ -103,7 +85,7 @@ struct Tokens {
 // Log2-decays, and their sums for all.
 template <Gate GATE, bool BOUNDED, bool G32>
 __device__ __forceinline__ void make_gates(const HopperGradient& p, int turn, const RawGates<G32>& raw, Tokens& x, const Seat& at) {
-  const Gates<GATE> gates(p.in, turn, at);
+  const GateOf<GATE> gates = gates_of<GATE>(p.in, turn, at);
   const int left = chunk_at(turn, at).length - at.token();
   float least = 0.0f;
 #pragma unroll
