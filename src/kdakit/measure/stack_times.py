@@ -23,13 +23,15 @@ RUNS = {"fla": (False, False), "fla again": (False, False), "fla, other rows": (
 def run(args) -> dict[str, Any]:
     if (reason := suites.cannot_run()) is not None:
         raise UsageError(f"--suite stacks cannot run here: {reason}")
+    if unknown := set(args.entry or ()) - set(MEASURED):
+        raise UsageError(f"entry must be among {', '.join(MEASURED)}, got {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     missing: list[dict[str, Any]] = []
-    for name, package, measured in (("fla", "fla", train_fla), ("transformers", "transformers", call_transformers)):
-        if importlib.util.find_spec(package) is None:
-            missing.append({"entry": name, "contestant": name, "reason": f"{package} is not installed", "absent": True})
+    for name in args.entry or MEASURED:
+        if importlib.util.find_spec(name) is None:
+            missing.append({"entry": name, "contestant": name, "reason": f"{name} is not installed", "absent": True})
             continue
-        rows += measured(args)
+        rows += MEASURED[name](args)
         made = records.record("stacks", {"suite": "stacks", "steps": STEPS}, rows, missing)
         if args.json:
             records.save(made, args.json)
@@ -142,6 +144,9 @@ def caught_call(model):
         model(input_ids=ids, use_cache=False)  # its cache wants an attention layer
     module.chunk_kimi_delta_attention = called
     return called, caught[0]
+
+
+MEASURED = {"fla": train_fla, "transformers": call_transformers}  # by entry, which is also the package's name
 
 
 def tables(record: dict[str, Any]):
