@@ -3,7 +3,7 @@
 //
 //   b: S^T as the accumulators hold it, [2 slices of 64 value channels][64 registers][128 threads] float32
 //   M: two bfloat16 numbers whose sum it is, each [2 halves of 64 columns][128 rows][64] with the 128-byte swizzle of wgmma
-//   forgets: whether M is so small that b is the state
+//   deciding: how many of its last chunks decide about the state after it; 0: all, and M counts
 #pragma once
 #include "hopper_sequences.cuh"
 
@@ -26,7 +26,7 @@ struct Links {
   __device__ __forceinline__ uint8_t* M(int64_t row, int part) const {  // part 1 .. parts - 2
     return base + (row * (2 * parts - 3) + parts - 2 + part) * kLinkBytes;
   }
-  __device__ __forceinline__ int& forgets(int64_t row, int part) const {
+  __device__ __forceinline__ int& deciding(int64_t row, int part) const {
     return reinterpret_cast<int*>(base + rows * (2 * parts - 3) * kLinkBytes)[row * parts + part];
   }
 };

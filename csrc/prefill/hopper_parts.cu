@@ -1,6 +1,7 @@
 // Stage state, in parts: b and M of every part but the last (hopper_links.cuh), the scan without outputs. M is the state that grows from
 // the identity with values of zero. One block of two warp groups per part and half of [b | M].
-// Where the last chunks of a part forget all that was before them (hopper_forgetting.cuh), b is that of these chunks alone, and M is zero.
+// Where the last chunks of a part forget all that was before them (hopper_forgetting.cuh), M is zero, and b is that of these chunks alone,
+// found only if the next part does not forget it.
 #include "hopper_forgetting.cuh"
 #include "hopper_links.cuh"
 #include "hopper_wgmma.cuh"
@@ -89,26 +90,27 @@ __device__ void walk(const HopperForward& p, const Task& task, bool from_zero, c
                  ? 0.0f
                  : p.initial_state[task.row * kHead * kHead + (p.state_v_first ? v * kHead + k : k * kHead + v)];
   }
+  int stage = 0;
+  uint32_t phase = 0;
+  barrier_wait(smem + kBarriers, 0);
   for (int i = 0; i < task.chunks; ++i) {
-    const int stage = i % kStages;
-    const uint32_t at = smem + stage * kStage, full = smem + kBarriers + stage * 8;
+    const uint32_t at = smem + stage * kStage, base = descriptor_base(at), empty = smem + kBarriers + (kStages + stage) * 8;
     uint32_t left[8][4];
 #pragma unroll
     for (int s = 0; s < 8; ++s)
 #pragma unroll
       for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
-    barrier_wait(full, (i / kStages) & 1);
+    touch(r);
+    wgmma_begin();
+#pragma unroll
+    for (int s = 0; s < 8; ++s) wgmma<0>(r, left[s], descriptor(base, s / 4 * 8192 + s % 4 * 32), s > 0);
+    wgmma_commit();
     const auto* decay = reinterpret_cast<const float*>(shared + stage * kStage + kDecayAt) + 2 * (lane % 4);
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
       const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
       S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
     }
-    touch(r), touch(S);
-    wgmma_begin();
-#pragma unroll
-    for (int s = 0; s < 8; ++s) wgmma<0>(r, left[s], descriptor(at + (s / 4) * 8192 + (s % 4) * 32), s > 0);
-    wgmma_commit();
     uint32_t v[4][4] = {};
     if (!task.matrix)
 #pragma unroll
@@ -125,11 +127,13 @@ __device__ void walk(const HopperForward& p, const Task& task, bool from_zero, c
     touch(S);
     wgmma_begin();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(at + kSolvedAt + s * 2048, 8192), 1);
+    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(base, kSolvedAt + s * 2048, 8192), 1);
     wgmma_commit();
+    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (i + 1 < task.chunks) barrier_wait(smem + kBarriers + stage * 8, phase);
     wgmma_wait<0>();
     touch(S);
-    barrier_arrive(full + kStages * 8);
+    barrier_arrive(empty);
   }
   const Links links = links_of(p);
   if (task.matrix) {
@@ -163,9 +167,14 @@ __global__ void __launch_bounds__(kThreads, 1) parts_kernel(const __grid_constan
   const uint8_t* records = static_cast<const uint8_t*>(p.workspace) + (first_slot(p, n) * p.HV + head) * kRecordBytes;
   const int64_t step = p.HV * kRecordBytes;
   const int last = own.first + own.count - 1;
-  const int few = deciding<kGroups * 128>(records + last * step, step, own.count, reinterpret_cast<float*>(shared + kScratch));
-  if (!matrix && threadIdx.x == 0) links_of(p).forgets(row, part) = few > 0;
+  auto* scratch = reinterpret_cast<float*>(shared + kScratch);
+  const int few = deciding<kGroups * 128>(records + last * step, step, own.count, scratch);
+  if (!matrix && threadIdx.x == 0) links_of(p).deciding(row, part) = few;
   if (matrix && few > 0) return;
+  if (few > 0) {  // the next part's block walks along these chunks itself; does one after it need the state here?
+    const Part next = part_of(chunks, p.parts, part + 1);
+    if (next.last || deciding<kGroups * 128>(records + (next.first + next.count - 1) * step, step, next.count, scratch) > 0) return;
+  }
   const int first = few > 0 ? last + 1 - few : own.first;
   const Task task{{span.batch, span.first + static_cast<int64_t>(first) * kChunk, span.length - static_cast<int64_t>(first) * kChunk},
                   records + first * step, row, head, part, last + 1 - first, matrix};

@@ -37,11 +37,13 @@ struct Shared {  // the float arrays
 
 __device__ __forceinline__ void pair_barrier(int block) { named_barrier(block + 1, 64); }
 
-// Fragment addresses in a block's tile: 16 rows as an A operand, 16 rows as the columns of a B operand; k-step s is at address ^ (s << 5).
+// Fragment addresses in a block's tile: 16 rows as an A operand, 16 rows as the columns of a B operand, and k-step s of either.
 __device__ __forceinline__ uint32_t row_fragment(int lane) { return (lane & 15) * 256 + (((lane >> 4) ^ (lane & 7)) << 4); }
 __device__ __forceinline__ uint32_t column_fragment(int lane) {
   return ((lane & 7) + ((lane >> 4) << 3)) * 256 + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
 }
+
+__device__ __forceinline__ uint32_t at_step(uint32_t fragment, int s) { return (fragment ^ (s % 4 << 5)) + s / 4 * 128; }
 
 // Adds the log2-decays of warps first .. last - 1, for a lane's four channels.
 __device__ __forceinline__ void add_sums(float (&sum)[4], const Shared& shared, int first, int last, int lane) {

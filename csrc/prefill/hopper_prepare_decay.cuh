@@ -15,10 +15,13 @@ namespace kda::hopper {
 
 constexpr float kFloor = -29.0f;  // log2-decays below are raised to it: under float32's resolution, and four of them fit bfloat16
 
+// 1 / x of a power of two, by its exponent alone.
+__device__ __forceinline__ float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
+
 // Inputs that come without norms in the kernel are exact, and scaling them by powers of two keeps them so.
 __device__ __forceinline__ void keep_norms(Inputs& x, const Shared& shared, int warp, int lane) {
   x.inverse_norm = __uint_as_float(__float_as_uint(x.inverse_norm) & 0x7f800000u);
-  if (lane % 2 == 0) shared.norms[lane / 16][warp * kTokens + lane / 2 % kTokens] = 1.0f / x.inverse_norm;
+  if (lane % 2 == 0) shared.norms[lane / 16][warp * kTokens + lane / 2 % kTokens] = inverse_power(x.inverse_norm);
 }
 
 // The diagonal of A_qk in float32: where gates are strong it is most of the output.
@@ -86,34 +89,39 @@ __device__ __forceinline__ void decay_tokens(const HopperForward& p, Inputs& x, 
   for (int c = 0; c < 4; ++c) before_q[c] = before[c] * p.scale;
   if (!at.odd && at.block > 0)
     *reinterpret_cast<float4*>(&shared.totals[at.block - 1][4 * lane]) = make_float4(total[0], total[1], total[2], total[3]);
-  const uint32_t own = at.smem + at.block * kTile + at.odd * kTokens * 256, row = at.warp * kTokens * 128;
+  // Where a lane's channels of token t lie, but for t rows: units are turned by t, and from token to token these bits change in place.
+  uint32_t own = at.smem + at.block * kTile + at.odd * kTokens * 256 + lane_offset(0, lane);
+  uint64_t out = reinterpret_cast<uint64_t>(record + at.warp * kTokens * 128 + record_offset(0, lane));
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
+    if (t > 0) own ^= (t ^ (t - 1)) << 4, out ^= (t ^ (t - 1)) << 4;
+    KDA_HIDE_WORD(own);
+    KDA_HIDE(out);
     float e[4], y[4], z[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) sum[c] += x.g[t][c], e[c] = exp2_fast(sum[c]);
-    const uint32_t offset = lane_offset(t, lane), out = row + record_offset(t, lane);
+    const uint32_t place = own + t * 256;
     const float inverse_q = x.norm_q(t), inverse_k = x.norm_k(t);
-    scaled(y, x.q[t], inverse_q), multiply(y, e);
-    store_shared(own + kRowsQ + offset, packed(y));
+    scaled(y, load_shared_pair(place + kRowsQ), inverse_q), multiply(y, e);
+    store_shared(place + kRowsQ, packed(y));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before_q[c] : before_q[c] * __frcp_rn(inverse_q);
-    *reinterpret_cast<uint2*>(record + (kQDecayed + out)) = packed(y);
-    scaled(z, x.k[t], inverse_k);
+    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before_q[c] : before_q[c] * inverse_power(inverse_q);
+    store_global(out + kQDecayed + t * 128, packed(y));
+    scaled(z, load_shared_pair(place + kRowsK), inverse_k);
 #pragma unroll
     for (int c = 0; c < 4; ++c) y[c] = z[c] * e[c];
-    store_shared(own + kRowsK + offset, packed(y));
+    store_shared(place + kRowsK, packed(y));
 #pragma unroll
-    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before[c] : before[c] * __frcp_rn(inverse_k);
-    *reinterpret_cast<uint2*>(record + (kKIn + out)) = packed(y);
+    for (int c = 0; c < 4; ++c) y[c] *= L2NORM ? before[c] : before[c] * inverse_power(inverse_k);
+    store_global(out + kKIn + t * 128, packed(y));
 #pragma unroll
     for (int c = 0; c < 4; ++c) z[c] *= exp2_fast(-sum[c]);
-    store_shared(own + kColumns + offset, packed(z));
+    store_shared(place + kColumns, packed(z));
     if (BOUNDED)
       multiply(z, total);
     else
       multiply(z, tail), multiply(z, tail);
-    store_shared(own + kTails + offset, packed_half(z));
+    store_shared(place + kTails, packed_half(z));
   }
 }
 

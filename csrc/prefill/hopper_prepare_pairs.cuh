@@ -4,50 +4,81 @@
 
 namespace kda::hopper {
 
-// Pairs of the block's second group of rows with its first group of columns, both moved to the boundary. The rows stay there.
-__device__ __forceinline__ void across_groups(float (&cross)[4], uint32_t (&rows)[4], uint32_t (&columns)[4], uint32_t powers) {
-  const uint2 low_half = load_shared_pair(powers), high_half = load_shared_pair(powers + 32);
-  columns[0] = multiply_bf16(columns[0], low_half.x), columns[1] = multiply_bf16(columns[1], high_half.x);
-  rows[1] = multiply_bf16(rows[1], low_half.y), rows[3] = multiply_bf16(rows[3], high_half.y);
-  mma_bf16(cross, rows, columns[0], columns[1]);
+// Powers of two of a lane's channels in k-step s, from a table of two words per pair of channels: (first, second group), low and high half.
+struct Powers {
+  uint2 low_half, high_half;
+  __device__ __forceinline__ Powers(uint32_t table, int lane, int s)
+      : low_half(load_shared_pair(table + lane % 4 * 8 + s * 64)), high_half(load_shared_pair(table + lane % 4 * 8 + s * 64 + 32)) {}
+};
+__device__ __forceinline__ void move_second(uint32_t (&rows)[4], const Powers& powers) {
+  rows[1] = multiply_bf16(rows[1], powers.low_half.y), rows[3] = multiply_bf16(rows[3], powers.high_half.y);
 }
 
-// Row block of A_kk (even warps) or A_qk (odd): the diagonal block and blocks j < block.
-template <bool BOUNDED>
-__device__ __forceinline__ void block_rows(const Place& at, Square& near, Square (&far)[3]) {
-  constexpr int kSteps = kHead / 16;
-  const uint32_t tile = at.smem + at.block * kTile, fragment = column_fragment(at.lane);
-  const uint32_t rows = tile + (at.odd ? kRowsQ : kRowsK) + row_fragment(at.lane);
-  uint32_t a[kSteps][4], b[4];
+// The block's own pairs, for any gate: those of the second group of rows with the first of columns are moved to the boundary between.
+__device__ __forceinline__ void near_pairs(const Place& at, uint32_t rows, uint32_t columns, Square& near) {
   float cross[4] = {};
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    load_matrices(a[s], rows ^ (s << 5)), load_matrices(b, (tile + kColumns + fragment) ^ (s << 5));
-    mma_bf16(near.x[0], a[s], b[0], b[1]), mma_bf16(near.x[1], a[s], b[2], b[3]);
-    if (!BOUNDED) across_groups(cross, a[s], b, at.smem + kToBoundary + at.block * kHead * 4 + at.lane % 4 * 8 + s * 64);
+  for (int s = 0; s < kHead / 16; ++s) {
+    uint32_t a[4], b[4];
+    load_matrices(a, at_step(rows, s)), load_matrices(b, at_step(columns, s) + at.block * kTile + kColumns);
+    mma_bf16(near.x[0], a, b[0], b[1]), mma_bf16(near.x[1], a, b[2], b[3]);
+    const Powers powers(at.smem + kToBoundary + at.block * kHead * 4, at.lane, s);
+    move_second(a, powers);
+    mma_bf16(cross, a, multiply_bf16(b[0], powers.low_half.x), multiply_bf16(b[1], powers.high_half.x));
   }
-  if (!BOUNDED) near.x[0][2] = cross[2], near.x[0][3] = cross[3];
-  if (at.block > 0) {  // the rows as halves, as the tails are
+  near.x[0][2] = cross[2], near.x[0][3] = cross[3];
+}
+
+// Pairs of row block BLOCK with those before it: rows from the block's start on, tails decayed over the blocks between, both as halves.
+template <int BLOCK>
+__device__ __forceinline__ void far_pairs(const Place& at, uint32_t rows, uint32_t columns, Square (&far)[3]) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      if (!BOUNDED) {
-        const uint32_t powers = at.smem + kToStart + (at.block - 1) * kHead * 4 + at.lane % 4 * 8 + s * 64;
-        const uint2 low_half = load_shared_pair(powers), high_half = load_shared_pair(powers + 32);
-        a[s][0] = multiply_bf16(a[s][0], low_half.x), a[s][2] = multiply_bf16(a[s][2], high_half.x);
-        a[s][1] = multiply_bf16(a[s][1], low_half.y), a[s][3] = multiply_bf16(a[s][3], high_half.y);
+  for (int s = 0; s < kHead / 16; ++s) {
+    uint32_t a[4];
+    load_matrices(a, at_step(rows, s));
+    move_second(a, Powers(at.smem + kToBoundary + BLOCK * kHead * 4, at.lane, s));
+    const Powers powers(at.smem + kToStart + (BLOCK - 1) * kHead * 4, at.lane, s);
+    move_second(a, powers);
+    a[0] = multiply_bf16(a[0], powers.low_half.x), a[2] = multiply_bf16(a[2], powers.high_half.x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = pack_half(low(a[i]), high(a[i]));
+#pragma unroll
+    for (int j = 0; j < BLOCK; ++j) {
+      uint32_t b[4];
+      load_matrices(b, at_step(columns, s) + kTails + j * kTile);
+      if (j < BLOCK - 1) {
+        const uint32_t factors = at.smem + kBetween + (j == 1 ? 1 : BLOCK == 2 ? 0 : 2) * kHead * 2 + at.lane % 4 * 4 + s * 32;
+        const uint32_t f0 = load_shared_word(factors), f1 = load_shared_word(factors + 16);
+        b[0] = multiply_half(b[0], f0), b[1] = multiply_half(b[1], f1), b[2] = multiply_half(b[2], f0), b[3] = multiply_half(b[3], f1);
       }
+      mma_half(far[j].x[0], a, b[0], b[1]), mma_half(far[j].x[1], a, b[2], b[3]);
+    }
+  }
+}
+
+// The same with a bounded gate, whose rows fit in registers from the first pair to the last.
+__device__ __forceinline__ void bounded_pairs(const Place& at, uint32_t rows, uint32_t columns, Square& near, Square (&far)[3]) {
+  constexpr int kSteps = kHead / 16;
+  uint32_t a[kSteps][4], b[4];
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    load_matrices(a[s], at_step(rows, s)), load_matrices(b, at_step(columns, s) + at.block * kTile + kColumns);
+    mma_bf16(near.x[0], a[s], b[0], b[1]), mma_bf16(near.x[1], a[s], b[2], b[3]);
+  }
+  if (at.block > 0) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[s][i] = pack_half(low(a[s][i]), high(a[s][i]));
-    }
   }
 #pragma unroll
   for (int j = 0; j < 3; ++j) {
     if (j >= at.block) continue;
-    const uint32_t columns = at.smem + kTails + j * kTile + fragment;
+    const uint32_t tails = kTails + j * kTile;
     if (j == at.block - 1) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        load_matrices(b, columns ^ (s << 5));
+        load_matrices(b, at_step(columns, s) + tails);
         mma_half(far[j].x[0], a[s], b[0], b[1]), mma_half(far[j].x[1], a[s], b[2], b[3]);
       }
     } else {  // columns end with block j: decay them over the blocks between
@@ -55,11 +86,26 @@ __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const uint32_t f0 = load_shared_word(factors + s * 32), f1 = load_shared_word(factors + s * 32 + 16);
-        load_matrices(b, columns ^ (s << 5));
+        load_matrices(b, at_step(columns, s) + tails);
         mma_half(far[j].x[0], a[s], multiply_half(b[0], f0), multiply_half(b[1], f1));
         mma_half(far[j].x[1], a[s], multiply_half(b[2], f0), multiply_half(b[3], f1));
       }
     }
+  }
+}
+
+// Row block of A_kk (even warps) or A_qk (odd): the diagonal block and blocks j < block.
+template <bool BOUNDED>
+__device__ __forceinline__ void block_rows(const Place& at, Square& near, Square (&far)[3]) {
+  const uint32_t rows = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK) + row_fragment(at.lane);
+  const uint32_t columns = at.smem + column_fragment(at.lane);
+  if constexpr (BOUNDED) {
+    bounded_pairs(at, rows, columns, near, far);
+  } else {
+    near_pairs(at, rows, columns, near);
+    if (at.block == 1) far_pairs<1>(at, rows, columns, far);
+    if (at.block == 2) far_pairs<2>(at, rows, columns, far);
+    if (at.block == 3) far_pairs<3>(at, rows, columns, far);
   }
   __syncwarp();  // the rows are read: squares take their place
 }

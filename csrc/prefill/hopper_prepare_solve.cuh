@@ -57,11 +57,11 @@ __device__ __forceinline__ void square_out(const HopperForward& p, const Place& 
 __device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, const uint32_t (&solved)[4][4],
                                          const float (&strength)[2]) {
   const int lane = at.lane;
+  const uint32_t tails = at.smem + kTails + at.block * kTile + row_fragment(lane) + at.odd * 128;
   float acc[8][4] = {};
 #pragma unroll
   for (int d = 0; d < 4; ++d) {
     if (at.block + d >= 4) continue;
-    const uint32_t tile = at.smem + kTails + (at.block + d) * kTile + (row_fragment(lane) ^ (at.odd << 7));
     const float* factors = d == 0 ? nullptr : &shared.totals[at.block + d - 1][64 * at.odd + 2 * (lane % 4)];
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void keys_out(const Place& at, const Shared& shared, 
         for (int r = 0; r < 4; ++r) acc[2 * s][r] *= r % 2 ? f0.y : f0.x, acc[2 * s + 1][r] *= r % 2 ? f1.y : f1.x;
       }
       uint32_t b[4];
-      load_matrices_transposed(b, tile ^ (s << 5));
+      load_matrices_transposed(b, (tails ^ (s << 5)) + d * kTile);
       mma_half(acc[2 * s], solved[d], b[0], b[1]), mma_half(acc[2 * s + 1], solved[d], b[2], b[3]);
     }
   }

@@ -36,8 +36,9 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
   return y;
 }
 
-#define KDA_TOUCH(x) asm volatile("" : "+f"(x))  // the compiler forgets how it came by a float
-#define KDA_HIDE(x) asm volatile("" : "+l"(x))   // likewise of a 64-bit integer
+#define KDA_TOUCH(x) asm volatile("" : "+f"(x))      // the compiler forgets how it came by a float
+#define KDA_HIDE(x) asm volatile("" : "+l"(x))       // likewise of a 64-bit integer
+#define KDA_HIDE_WORD(x) asm volatile("" : "+r"(x))  // and of one with 32 bits
 
 __device__ __forceinline__ int thread_index() {  // threadIdx.x, read where it is asked for
   int x;
@@ -127,6 +128,14 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
   return x;
+}
+
+__device__ __forceinline__ void store_global(void* to, uint4 x) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+__device__ __forceinline__ void store_global(uint64_t to, uint2 x) {
+  asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {

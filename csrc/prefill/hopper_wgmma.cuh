@@ -4,17 +4,18 @@
 
 namespace kda::hopper {
 
+// Where B lies: `offset` bytes after the start of a stage, whose part of all its descriptors is `base`; the rest are constants.
+__device__ __forceinline__ uint32_t descriptor_base(uint32_t address) { return (address & 0x3ffff) >> 4; }
+
 // B [N, 16] stored with the reduction dimension contiguous, or [16, N] with N contiguous (transposed): groups of 8 rows are 1024 bytes
 // apart, halves of 64 columns `half_bytes`.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, uint32_t half_bytes = 16) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(half_bytes >> 4) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+__device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t offset, uint32_t half_bytes = 16) {
+  return static_cast<uint64_t>(1024u >> 4 | 1u << 30) << 32 | (base + (offset >> 4 | half_bytes >> 4 << 16));
 }
 
 // B [16, N] as 16 x 16 blocks with the 32-byte swizzle, N contiguous within a block's rows, one block after the other.
-__device__ __forceinline__ uint64_t descriptor_of_squares(uint32_t address) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(512 >> 4) << 16 | static_cast<uint64_t>(256 >> 4) << 32 |
-         static_cast<uint64_t>(3) << 62;
+__device__ __forceinline__ uint64_t descriptor_of_squares(uint32_t base, uint32_t offset) {
+  return static_cast<uint64_t>(256u >> 4 | 3u << 30) << 32 | (base + (offset >> 4 | 512u >> 4 << 16));
 }
 
 __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

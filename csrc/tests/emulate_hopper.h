@@ -7,6 +7,7 @@
 
 #define KDA_TOUCH(x)
 #define KDA_HIDE(x)
+#define KDA_HIDE_WORD(x)
 using cudaStream_t = void *;
 using cudaError_t = int;
 struct __nv_bfloat16 {
@@ -123,6 +124,7 @@ inline uint32_t transposed(uint32_t x) {
 
 inline void store_shared(uint32_t address, uint32_t x) { memcpy(memory + address, &x, 4); }
 inline void store_shared(uint32_t address, uint2 x) { memcpy(memory + address, &x, 8); }
+inline void store_global(uint64_t to, uint2 x) { memcpy(reinterpret_cast<void *>(to), &x, 8); }
 inline void store_shared(uint32_t address, uint4 x) { memcpy(memory + address, &x, 16); }
 inline uint4 load_shared(uint32_t address) {
   uint4 x;

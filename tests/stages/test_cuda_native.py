@@ -19,12 +19,12 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 # Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
-SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 160, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
-          "gradient_kernel": 8, "prepare_kept_kernel": 160, "scan_kept_kernel": 0}  # fmt: skip
+SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
+          "gradient_kernel": 8, "prepare_kept_kernel": 24, "scan_kept_kernel": 0}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 one of 512.
-HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 240, "parts_kernel": 168, "gradient_kernel": 128, "prepare_kept_kernel": 80,
-                    "scan_kept_kernel": 240}  # fmt: skip
+HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128, "prepare_kept_kernel": 80,
+                    "scan_kept_kernel": 248}  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("build")
 needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
@@ -78,7 +78,7 @@ def test_hopper_registers(built):
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
         if "GateE2" in usage.kernel:
-            assert usage.spills == 0, usage
+            assert usage.spills <= 8, usage  # a word, stored and read once
 
 
 @needs_nvcc

@@ -43,8 +43,7 @@ def _forward(problem: Problem, arrays: Arrays, config) -> Result:
     D = config.head_dim
     q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
     v, beta = _aligned(arrays.v), arrays.beta
-    new = v.new_zeros if problem.varlen else v.new_empty  # tokens past the last sequence stay zero
-    o = new(problem.B, problem.T, problem.HV, D)
+    o = v.new_empty(problem.B, problem.T, problem.HV, D)  # the library writes zeros for tokens past the last sequence
     final = v.new_empty((problem.N, problem.HV, D, D), dtype=torch.float32) if problem.options.output_final_state else None
     cu, initial, A_log, dt_bias = _parameters(arrays)
     wide = cu is not None and cu.dtype == torch.int64
