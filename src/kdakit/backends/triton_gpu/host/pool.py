@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import tiles
+from kdakit.backends.triton_gpu.arguments import leave
 from kdakit.backends.triton_gpu.config import Chip, Config, Cut, chip_of, chunk_slots, padded
 from kdakit.backends.triton_gpu.host import forward
 from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft, pool_marks
@@ -148,6 +149,8 @@ def with_marks(problem: Problem, config: Config, chip: Chip, state_bytes: int) -
     KP, C = padded(problem.K), config.chunk
     stage = (3 * C * KP + C * C + C * config.block_v * config.staged) * (4 if problem.dtype == "float32" else 2) + 4 * KP * 2
     turned = config.block_v * KP * state_bytes if problem.options.state_v_first and not (config.ptx and state_bytes == 4) else 0
+    if leave() == "rows" and problem.options.state_v_first:
+        turned = config.block_v * KP * state_bytes // 2
     return replace(config, scan_stages=max(1, min(config.scan_stages, (chip.shared_memory - turned) // stage)))
 
 

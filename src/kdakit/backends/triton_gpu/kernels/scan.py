@@ -8,8 +8,8 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments, pages
 from kdakit.backends.triton_gpu.config import Config
-from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, trade_rows, trade_rows_back
-from kdakit.backends.triton_gpu.device.pages import leave_page, load_page, slot_at, store_page
+from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, product, product_add, round_to, trade_rows, trade_rows_back
+from kdakit.backends.triton_gpu.device.pages import leave_page, load_page, mark_at, slot_at, store_mark, store_page
 from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -24,7 +24,7 @@ def scan_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, LEAVE: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
@@ -52,6 +52,9 @@ def scan_kernel(
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
     b_S = tl.zeros([BV, KP], tl.float32)
+    AFTER: tl.constexpr = LEAVE != "before"
+    if p_marks is not None and AFTER:  # here, so that it is there when the state is
+        mark = mark_at(p_marks + i_slot, length > 0, FIRST, CAPACITY)
     if PAGED:
         b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
         _i_page, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
@@ -68,14 +71,27 @@ def scan_kernel(
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
     b_v = tl.load(p_v, mask=(o_t < length) & m_v[None, :], other=0.0)  # [C, BV]
-    for i_c in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
+    chunks = tl.cdiv(length, C).to(tl.int32)
+    if PAGED and AFTER:
+        if not real:  # zeros, here rather than by a choice in every chunk
+            for i_c in range(0, chunks):
+                m_cv = (o_t + i_c * C < length) & m_v[None, :]
+                tl.store(p_o + tl.cast(i_c, tl.int64) * C * HV * V, tl.zeros([C, BV], p_o.dtype.element_ty), mask=m_cv)
+        chunks = tl.where(real, chunks, 0)
+    BY_ROWS: tl.constexpr = LEAVE == "rows" and (WIDE or INTERPRETED) and V_FIRST and (PTX or INTERPRETED)
+    if p_marks is not None and AFTER:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if (mark >= 0) & real:
+            store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, False)
+    for i_c in tl.range(0, chunks, num_stages=STAGES):
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         b_v_next = tl.load(p_v, mask=(o_t + (i_c + 1) * C < length) & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
         m_cv = (o_t + i_c * C < length) & m_v[None, :]
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
-        if p_marks is not None:
+        if p_marks is not None and AFTER:
+            mark = mark_at(p_marks + i_chunks + i_c + 1, i_c + 1 < chunks, FIRST, CAPACITY)
+        if p_marks is not None and not AFTER:
             leave_page(p_final, p_marks + i_chunks + i_c, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST, PTX)
         if HAS_CHECKPOINTS:
             i_at = i_chunks + i_c
@@ -104,7 +120,7 @@ def scan_kernel(
         b_o = tl.trans(b_o)
         if WIDE:
             b_o = trade_rows(b_o)
-        if PAGED:
+        if PAGED and not AFTER:
             b_o = tl.where(real, b_o, 0.0)
         tl.store(p_o, round_to(b_o, p_o.dtype.element_ty), mask=m_cv)
         b_v = b_v_next
@@ -112,6 +128,9 @@ def scan_kernel(
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
+        if p_marks is not None and AFTER:  # noqa: SIM102
+            if mark >= 0:
+                store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, BY_ROWS)
     if PAGED:
         store_page(p_final, p_slots + i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
     elif HAS_FINAL:
