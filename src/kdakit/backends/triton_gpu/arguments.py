@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, corrected, exact_q, padded
+from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, exact_q, padded
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -81,14 +80,8 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
     )
 
 
-def leave() -> str:
-    """When and how a scan of pages leaves the states on its way: "before" a chunk; "after" the one before it, as every thread holds them;
-    there by "rows". What no GPU has timed yet is asked for by KDAKIT_MARKS."""
-    return os.environ.get("KDAKIT_MARKS", "before")
-
-
-def pages(paged: tuple[int, int, int, int] | None) -> dict[str, Any]:
+def pages(problem: Problem, config: Config, paged: tuple[int, int, int, int] | None) -> dict[str, Any]:
     """Of states in pages: slots below FIRST and from CAPACITY on are nobody's; pages are s_page * PAGE elements apart."""
     first, capacity, stride, unit = paged or (0, 0, 0, 1)
-    names = dict(PAGED=paged is not None, FIRST=first, CAPACITY=capacity, s_page=stride, PAGE=unit)
-    return names | dict(LEAVE="before" if paged is None else leave())
+    rows = paged is not None and by_rows(problem, config)
+    return dict(PAGED=paged is not None, FIRST=first, CAPACITY=capacity, s_page=stride, PAGE=unit, BY_ROWS=rows)

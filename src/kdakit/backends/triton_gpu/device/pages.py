@@ -58,22 +58,6 @@ mov.b32 $0, 0; mov.b32 $1, 0; }""")
 
 
 @triton.jit
-def leave_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE: tl.constexpr, K: tl.constexpr,
-               V: tl.constexpr, V_FIRST: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """As `store_page`, in the midst of a scan. In float32 every thread stores what it holds: shared memory, in which rows would be put
-    together, is full of the tiles to come."""
-    if PTX and p_states.dtype.element_ty == tl.float32:
-        slot, real = slot_at(p_slot, FIRST, CAPACITY)
-        if real:
-            p_state = (p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)).to(tl.uint64)
-            whole: tl.constexpr = b_S.shape[1] == K and V % b_S.shape[0] == 0
-            values = [p_state, b_S, tl.full(b_S.shape, 1, tl.int32) if whole else m_state.to(tl.int32)]
-            tl.inline_asm_elementwise(STORE_PAIR, "=r,=r,l,l,f,f,r,r", values, dtype=tl.int32, is_pure=False, pack=2)
-    else:
-        store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
-
-
-@triton.jit
 def mark_at(p_slot, given, FIRST, CAPACITY):
     """The slot that stands there, -1 where none is given or it is nobody's: one number is kept during a chunk, and no predicate."""
     slot = tl.load(p_slot, mask=given, other=-1).to(tl.int64)

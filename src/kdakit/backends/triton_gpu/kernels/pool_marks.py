@@ -6,7 +6,6 @@ from functools import lru_cache
 
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.arguments import leave
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.program import let_next_begin, wait_for_last
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
@@ -19,17 +18,17 @@ BLOCK = 512
 @kernel
 def marks_kernel(
     p_sequence, p_position, p_slot, p_cu_seqlens, p_places, p_spans, p_left, T, SLOTS, MARKS, C: tl.constexpr, VARLEN: tl.constexpr,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """places [SLOTS]: for each place of a chunk of C tokens the page for the state before it; -1: none. One program.
 
     A mark at `position` is at the last chunk's beginning before it, or at its own where a chunk begins there. spans [MARKS, 2]: first and
     last token + 1 between that and the mark, in the row of all tokens; left [MARKS]: its page, -1 where nothing is between.
 
-    CHAINED: it runs beside the end of the kernel before it, and ends after that: who waits for this one waits for both. EARLY: that one may
-    be there already when this one ends.
+    CHAINED: it runs beside the end of the kernel before it, and ends after that: who waits for this one waits for both, and is let
+    in at once.
     """
-    let_next_begin(EARLY)
+    let_next_begin(CHAINED)
     start = 0
     while start < SLOTS:
         o_s = start + tl.arange(0, BLOCK)
@@ -65,5 +64,4 @@ def marks_kernel(
 def launch(problem: Problem, config: Config, marks: int) -> Launch:
     C, chained = config.chunk, config.split and config.ptx
     values = dict(T=problem.T, SLOTS=chunk_slots(problem, C), MARKS=marks, C=C, VARLEN=bool(problem.varlen), BLOCK=BLOCK, CHAINED=chained)
-    values |= dict(EARLY=chained and leave() != "before")
     return Launch(marks_kernel, 1, values, num_warps=4, **({"launch_pdl": True} if chained else {}))
