@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import tiles
-from kdakit.backends.triton_gpu.config import Chip, Config, Cut, chip_of, chunk_slots, padded
+from kdakit.backends.triton_gpu.config import Chip, Config, Cut, by_rows, chip_of, chunk_slots, padded
 from kdakit.backends.triton_gpu.host import forward
 from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft, pool_marks
 from kdakit.backends.triton_gpu.kernels.pool_decode import Held
@@ -143,11 +143,12 @@ def place_marks(problem: Problem, arrays: Arrays, marks: Any, config: Config) ->
 
 
 def with_marks(problem: Problem, config: Config, chip: Chip, state_bytes: int) -> Config:
-    """With fewer stages where the scan's buffers and what turns a [V, K] state around want more shared memory than there is. `leave_page`
-    turns no state in float32."""
+    """With fewer stages where the scan's buffers and what turns a [V, K] state around want more shared memory than there is: all of it,
+    half by rows, nothing where every thread stores what it holds, see `store_mark`."""
     KP, C = padded(problem.K), config.chunk
     stage = (3 * C * KP + C * C + C * config.block_v * config.staged) * (4 if problem.dtype == "float32" else 2) + 4 * KP * 2
-    turned = config.block_v * KP * state_bytes if problem.options.state_v_first and not (config.ptx and state_bytes == 4) else 0
+    turned = config.block_v * KP * state_bytes if problem.options.state_v_first else 0
+    turned = turned // 2 if by_rows(problem, config) else 0 if config.ptx and state_bytes == 4 else turned
     return replace(config, scan_stages=max(1, min(config.scan_stages, (chip.shared_memory - turned) // stage)))
 
 

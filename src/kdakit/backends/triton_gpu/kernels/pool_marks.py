@@ -7,7 +7,7 @@ from functools import lru_cache
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
-from kdakit.backends.triton_gpu.device.program import wait_for_last
+from kdakit.backends.triton_gpu.device.program import let_next_begin, wait_for_last
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.problem import Problem
@@ -25,8 +25,10 @@ def marks_kernel(
     A mark at `position` is at the last chunk's beginning before it, or at its own where a chunk begins there. spans [MARKS, 2]: first and
     last token + 1 between that and the mark, in the row of all tokens; left [MARKS]: its page, -1 where nothing is between.
 
-    CHAINED: it runs beside the end of the kernel before it, and ends after that: who waits for this one waits for both.
+    CHAINED: it runs beside the end of the kernel before it, and ends after that: who waits for this one waits for both, and is let
+    in at once.
     """
+    let_next_begin(CHAINED)
     start = 0
     while start < SLOTS:
         o_s = start + tl.arange(0, BLOCK)
