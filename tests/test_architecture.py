@@ -40,7 +40,7 @@ ALLOWED = {
     "parallel": {"problem", "torch", "jax", "jax_sharding", "layers", "parallel"},
     "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
     "measure": None,  # anything but the command line
-    "stacks": {"problem", "dispatch", "torch", "jax", "serving", "stacks"},
+    "stacks": {"problem", "dispatch", "torch", "jax", "layers", "serving", "stacks"},
     "fla": {"__version__"},
     "cli": None,  # anything
     "__main__": {"cli"},

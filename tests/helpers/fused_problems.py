@@ -194,6 +194,36 @@ class Swiglu:
         return {"y": y, "d_a": d_a, "d_b": d_b}
 
 
+class Turned:
+    """A part of [B, channels, T] as [B, T, H, D] with adjacent channels; also its gradient."""
+
+    def __init__(self, seed: int, large: bool = False):
+        form, rng = np.random.default_rng(seed // ALIKE), np.random.default_rng(seed)
+        self.dtype, self.even = DTYPES[form.integers(len(DTYPES))], bool(form.random() < 0.5)
+        self.H, self.D = int(form.integers(1, 4)), int(form.choice([1, 16, 33, 64, 128, 200]))
+        B, T = int(rng.integers(1, 3)), int(rng.integers(0, 3000 if large else 150)) * (16 if self.even else 1)
+        self.x = round_to(rng.normal(size=(B, self.H * self.D + 8, T)), self.dtype)
+        self.d_y = round_to(rng.normal(size=(B, T, self.H, self.D)), self.dtype)
+        self.name = f"turned {seed}: {self.dtype} {(B, T, self.H, self.D)}"
+
+    def cut(self, x):
+        return x[:, 8:].swapaxes(1, 2).reshape(x.shape[0], x.shape[2], self.H, self.D)
+
+    def formula(self, kind) -> dict[str, np.ndarray]:
+        d_x = np.zeros(self.x.shape, kind)
+        d_x[:, 8:] = self.d_y.reshape(*self.d_y.shape[:2], -1).swapaxes(1, 2)
+        return {"y": self.cut(self.x).astype(kind), "d_x": d_x}
+
+    def run(self, device) -> dict[str, torch.Tensor]:
+        from kdakit.layers.torch.fused.adjacent import _Turned
+
+        x, d_y = (torch.as_tensor(x, device=device).to(getattr(torch, self.dtype)) for x in (self.x, self.d_y))
+        view = x.requires_grad_()[:, 8:].unflatten(1, (self.H, self.D)).permute(0, 3, 1, 2)  # tokens are adjacent
+        y = _Turned.apply(view)
+        assert y.is_contiguous()
+        return {"y": y, "d_x": torch.autograd.grad(y, x, d_y)[0]}
+
+
 class Step:
     """A few tokens of sequences in a cache, or in slots of a pool, moved or drafted."""
 
@@ -336,7 +366,7 @@ class WideStep(Step):
         self._draw(seed, rng, dtype, N, T, H, 1, (128, 1.0), self._drawn_options(form), pooled, draft, v_first)
 
 
-KINDS: dict[str, Any] = {"convolution": Convolution, "norm": Norm, "swiglu": Swiglu, "step": Step, "wide_step": WideStep}
+KINDS: dict[str, Any] = {"convolution": Convolution, "norm": Norm, "swiglu": Swiglu, "turned": Turned, "step": Step, "wide_step": WideStep}
 
 
 def dtype_of(problem, name: str) -> str:

@@ -180,9 +180,21 @@ def test_prefill(backend, seed):
             close(pages.states[place], S.swapaxes(-1, -2) if pages.state_v_first else S, pages.states.dtype, f"state {n} after {p}")
     if packed:
         assert not o[0, int(lengths.sum()) :].any(), "padding"
-    touched |= set(places) if wanted else set()  # of nobody's sequence: nothing is promised
     others = [i for i in range(len(before)) if i not in touched]
-    assert torch.equal(memory[others], kept[others]), "pages of others"
+    assert torch.equal(memory[others], kept[others]), "pages of others, and of marks of nobody's sequence"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nobodys_sequence_leaves_no_state(backend):
+    """At the end of a chunk, within one, and at the sequence's end; another sequence beside it leaves its own."""
+    rng = np.random.default_rng(7)
+    pages, memory = make_pages(rng, 9, 1, 16, 16)
+    x, names = packed_rows(rng, 2, 100, 1, 1, 16, 16), range(pages.first, pages.first + 5)
+    slots = torch.tensor([pages.first - 1, names[4]], device=DEVICE)
+    columns = (0, 0, 1), (64, 100, 30), names[:3]
+    kept = memory.clone()
+    engine.prefill(pages, slots, **x, marks=engine.Marks(*(torch.tensor(c, device=DEVICE) for c in columns)), backend=backend, **OPTIONS)
+    assert [i for i in range(9) if not torch.equal(memory[i], kept[i])] == [names[2], names[4]]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: real head sizes")

@@ -16,6 +16,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942") if os.environ.get("KDAKIT_FULL"
 KERNELS = {
     "convolution_kernel", "convolution_backward_kernel", "weight_sums_kernel", "last_inputs_kernel", "places_kernel", "norm_kernel",
     "norm_backward_kernel", "norm_sums_kernel", "layer_step_kernel", "commit_window_kernel", "swiglu_kernel", "swiglu_backward_kernel",
+    "turn_kernel",
 }  # fmt: skip
 # Short ones, of which nobody waits for bytes.
 NARROW = {"places_kernel", "weight_sums_kernel", "norm_sums_kernel", "last_inputs_kernel", "commit_window_kernel"}
@@ -42,7 +43,7 @@ def launches():
     import torch
 
     from kdakit.backends.triton_gpu.runtime import launch
-    from kdakit.layers.torch.fused import gated_norm, short_convolution, swiglu
+    from kdakit.layers.torch.fused import adjacent, gated_norm, short_convolution, swiglu
 
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device="meta")
     sizes = (4096, 4096, 4096)
@@ -62,6 +63,7 @@ def launches():
         gated_norm.backward([wide], [True, True, False, False], wide, empty(1024), None, None, 1e-5, wide)
         swiglu.forward(wide, wide)
         swiglu.backward([wide], [True, True], wide, wide)
+        adjacent.turned(empty(1, 12288, 8192)[:, :4096].unflatten(1, (32, 128)).permute(0, 3, 1, 2))
         steps()
     return record
 

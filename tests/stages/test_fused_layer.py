@@ -24,7 +24,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/gpu/trials"
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-SEEDS = {"convolution": 10, "norm": 10, "swiglu": 4, "step": 6}
+SEEDS = {"convolution": 10, "norm": 10, "swiglu": 4, "turned": 8, "step": 6}
 
 
 def test_cuts_are_the_fastest_that_were_timed():

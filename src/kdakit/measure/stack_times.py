@@ -2,7 +2,8 @@
 
 FLA: a model of four layers learns for 20 steps. Its own kernels run three times, once more as they are and once with the rows of every
 batch in another order: how far those losses part is what rounding alone does. Transformers: the tensors that the first KDA layer of a
-Kimi-Linear of four layers hands over at 8192 tokens, both implementations on the same ones.
+Kimi-Linear of four layers hands over at 8192 tokens, both implementations on the same ones; and ours on those that the layer hands over
+when its convolution is ours too.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from kdakit.measure import records, suites, timing
 from kdakit.measure.choices import UsageError
 
 STEPS, WARM = 20, 5
+OWN_ROWS = "kdakit, its convolution too"
 RUNS = {"fla": (False, False), "fla again": (False, False), "fla, other rows": (False, True), "kdakit": (True, False)}  # enabled, permuted
 
 
 def run(args) -> dict[str, Any]:
     if (reason := suites.cannot_run()) is not None:
         raise UsageError(f"--suite stacks cannot run here: {reason}")
+    if unknown := set(args.entry or ()) - set(MEASURED):
+        raise UsageError(f"entry must be among {', '.join(MEASURED)}, got {', '.join(sorted(unknown))}")
     rows: list[dict[str, Any]] = []
     missing: list[dict[str, Any]] = []
-    for name, package, measured in (("fla", "fla", train_fla), ("transformers", "transformers", call_transformers)):
-        if importlib.util.find_spec(package) is None:
-            missing.append({"entry": name, "contestant": name, "reason": f"{package} is not installed", "absent": True})
+    for name in args.entry or MEASURED:
+        if importlib.util.find_spec(name) is None:
+            missing.append({"entry": name, "contestant": name, "reason": f"{name} is not installed", "absent": True})
             continue
-        rows += measured(args)
+        rows += MEASURED[name](args)
         made = records.record("stacks", {"suite": "stacks", "steps": STEPS}, rows, missing)
         if args.json:
             records.save(made, args.json)
@@ -83,55 +87,66 @@ def call_transformers(args) -> list[dict[str, Any]]:
 
     import torch
 
+    import kdakit
     from kdakit import stacks
     from kdakit.measure.runners import Run
 
-    theirs, ours, positional, named = caught_call()
-    leaves = [x.detach().requires_grad_() for x in (*positional, named.pop("g"), named.pop("beta"))]
-    d_o = torch.randn_like(leaves[2])
+    model = four_layers()
+    theirs, given = caught_call(model)
+    kdakit.enable("transformers")
+    ours, own = caught_call(model)
+    calls = {"fla": (theirs, given), "kdakit": (ours, given), OWN_ROWS: (ours, own)}
 
-    def forward(call):
-        q, k, v, g, beta = leaves
+    def forward(call, arguments):
+        (q, k, v, g, beta), named = arguments
         with torch.no_grad():
             call(q, k, v, g=g, beta=beta, **named)
 
-    def training(call):
-        q, k, v, g, beta = leaves
-        torch.autograd.grad(call(q, k, v, g=g, beta=beta, **named)[0], leaves, d_o)
+    def training(call, arguments):
+        (q, k, v, g, beta), named = arguments
+        o = call(q, k, v, g=g, beta=beta, **named)[0]
+        torch.autograd.grad(o, arguments[0], torch.ones_like(o))
 
     rows = []
     for what, function in (("forward", forward), ("forward + backward", training)):
-        runs = {name: Run(partial(function, call), gpu=True) for name, call in (("fla", theirs), ("kdakit", ours))}
+        runs = {name: Run(partial(function, *call), gpu=True) for name, call in calls.items()}
         for name, (samples, _) in timing.on_gpu(runs, args.repeat, args.seconds).items():
             rows.append({"entry": f"transformers: {what}", "contestant": name, "samples_ms": samples, "median_ms": timing.median(samples)})
     rows[-1]["calls"] = stacks.report()["transformers"]
     return rows
 
 
-def caught_call():
-    """(what Transformers calls, what it calls with kdakit enabled, the arguments of the first KDA layer at 8192 tokens)."""
+def four_layers():
     import torch
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
-    from transformers.models.kimi_linear import modeling_kimi_linear as module
-
-    import kdakit
 
     torch.manual_seed(0)
     config = KimiLinearConfig(num_hidden_layers=4, num_local_experts=8, vocab_size=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    model = KimiLinearForCausalLM(config).to("cuda", torch.bfloat16)
+    return KimiLinearForCausalLM(config).to("cuda", torch.bfloat16)
+
+
+def caught_call(model):
+    """What Transformers calls now, and ((q, k, v, g, beta), the rest) of its first KDA layer at 8192 tokens."""
+    import torch
+    from transformers.models.kimi_linear import modeling_kimi_linear as module
+
     caught: list = []
-    theirs = module.chunk_kimi_delta_attention
+    called = module.chunk_kimi_delta_attention
 
     def catch(*positional, **named):
-        caught.append((positional, named))
-        return theirs(*positional, **named)
+        leaves = [x.detach().requires_grad_() for x in (*positional, named.pop("g"), named.pop("beta"))]
+        caught.append((leaves, dict(named)))
+        return called(*leaves[:3], g=leaves[3], beta=leaves[4], **named)
 
     module.chunk_kimi_delta_attention = catch
+    ids = torch.randint(3, 4096, (1, 8192), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.no_grad():
-        model(input_ids=torch.randint(3, 4096, (1, 8192), device="cuda"), use_cache=False)  # its cache wants an attention layer
-    module.chunk_kimi_delta_attention = theirs
-    kdakit.enable("transformers")
-    return theirs, module.chunk_kimi_delta_attention, *caught[0]
+        model(input_ids=ids, use_cache=False)  # its cache wants an attention layer
+    module.chunk_kimi_delta_attention = called
+    return called, caught[0]
+
+
+MEASURED = {"fla": train_fla, "transformers": call_transformers}  # by entry, which is also the package's name
 
 
 def tables(record: dict[str, Any]):
@@ -140,9 +155,10 @@ def tables(record: dict[str, Any]):
     times, losses = [], {r["contestant"]: r["losses"] for r in every if "losses" in r}
     for entry in dict.fromkeys(r["entry"] for r in every):
         ms = {r["contestant"]: r["median_ms"] for r in every if r["entry"] == entry}
-        times.append([entry, f"{ms['fla']:.2f}", f"{ms['kdakit']:.2f}", f"{ms['fla'] / ms['kdakit']:.2f}"])
+        ours = [name for name in ("kdakit", OWN_ROWS) if name in ms]
+        times += [[entry, name, f"{ms['fla']:.2f}", f"{ms[name]:.2f}", f"{ms['fla'] / ms[name]:.2f}"] for name in ours]
     if times:
-        yield "milliseconds", ["", "its own kernels", "kdakit", "times as fast"], times
+        yield "milliseconds", ["", "", "its own kernels", "kdakit", "times as fast"], times
     if losses:
         apart = {n: max(abs(x - y) for x, y in zip(found, losses["fla"], strict=True)) for n, found in losses.items() if n != "fla"}
         yield f"largest distance from fla's loss in {STEPS} steps", ["", "distance"], [[n, f"{x:.4f}"] for n, x in apart.items()]

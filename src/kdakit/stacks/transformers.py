@@ -10,7 +10,8 @@ which are flash-linear-attention's where that is installed and plain PyTorch els
 no other package, and no `use_kernels=True`, which would fetch kernels for every other layer as well.
 
 Packed rows: pass `cu_seqlens` (or the collator's `cu_seq_lens_q`, or `seq_idx`) to the model. Their convolution needs the causal_conv1d
-package, or ours, which `causal_conv1d_fn` calls where that is not installed.
+package, or ours, which `causal_conv1d_fn` calls where that is not installed: packed or not in one kernel on a GPU, where the plain one
+would also leave q, k and v in an order in which nobody reads them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdakit import torch as ours
+from kdakit.layers.torch.fused import fits
+from kdakit.layers.torch.fused.adjacent import adjacent
+from kdakit.layers.torch.fused.short_convolution import short_convolution
 from kdakit.problem import Arrays
 from kdakit.stacks import counts, wanted
 from kdakit.stacks.verdict import why_not
 
 MODELS = ("kimi_linear", "glm5_next", "bailing_hybrid")
+SILU = ("silu", "swish")
 _replaced: list[tuple[Any, str, Callable]] = []  # module, name, what was there
 
 
@@ -94,7 +99,7 @@ def _call(op: str, theirs: Callable, query, key, value, g, beta, more: dict, nam
             counts.pass_on("transformers", NAMES[op], reason)
             return theirs(query, key, value, g=g, beta=beta, **more, **named)
         counts.take("transformers", NAMES[op])
-    return CALLS[op](query, key, value, g, beta, initial_state=state, cu_seqlens=cu_seqlens, **flags)
+    return CALLS[op](*map(adjacent, (query, key, value)), g, beta, initial_state=state, cu_seqlens=cu_seqlens, **flags)
 
 
 def packed(query: Tensor, named: dict) -> Tensor | None:
@@ -110,13 +115,16 @@ def packed(query: Tensor, named: dict) -> Tensor | None:
 
 
 def _convolution(theirs: Callable) -> Callable:
-    """`causal_conv1d_fn` with the sequences of a packed row kept apart, where the package that can do so is missing."""
+    """`causal_conv1d_fn` in one kernel, with the sequences of a packed row kept apart, where the package that can do so is missing."""
     if importlib.util.find_spec("causal_conv1d") is not None:
         return theirs
 
     def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **named):
-        tokens = hidden_states.transpose(1, 2)  # [1, T, D]
+        tokens = hidden_states.transpose(1, 2)  # [B, T, D]
         cu_seqlens = packed(tokens, named)
+        if activation in SILU and tokens.is_cuda and fits(tokens, weight, bias) and tokens.dtype == weight.dtype:
+            (out,), _ = short_convolution(tokens, weight, tokens.shape[2:], bias, cu_seqlens=cu_seqlens)
+            return out.transpose(1, 2)
         if cu_seqlens is None:
             return theirs(hidden_states, weight=weight, bias=bias, activation=activation, **named)
         out = apart(tokens.to(weight.dtype), weight, bias, cu_seqlens).transpose(1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, corrected, exact_q, padded
+from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, exact_q, padded
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -80,7 +80,8 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
     )
 
 
-def pages(paged: tuple[int, int, int, int] | None) -> dict[str, Any]:
+def pages(problem: Problem, config: Config, paged: tuple[int, int, int, int] | None) -> dict[str, Any]:
     """Of states in pages: slots below FIRST and from CAPACITY on are nobody's; pages are s_page * PAGE elements apart."""
     first, capacity, stride, unit = paged or (0, 0, 0, 1)
-    return dict(PAGED=paged is not None, FIRST=first, CAPACITY=capacity, s_page=stride, PAGE=unit)
+    rows = paged is not None and by_rows(problem, config)
+    return dict(PAGED=paged is not None, FIRST=first, CAPACITY=capacity, s_page=stride, PAGE=unit, BY_ROWS=rows)

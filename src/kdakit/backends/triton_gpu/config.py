@@ -183,6 +183,12 @@ def exact_pairs(problem: Problem, config: Config) -> bool:
     return config.gradient_dtype == "float32" or (o.beta == "double_sigmoid" and o.gate != "log_decay" and not config.by_token)
 
 
+def by_rows(problem: Problem, config: Config) -> bool:
+    """States that a scan leaves on its way become whole rows first, see `store_mark`: where each warp has 16 adjacent ones."""
+    of_a_warp = config.staged or (config.block_v == 128 and problem.dtype == "bfloat16")
+    return problem.options.state_v_first and (INTERPRETED or (config.ptx and of_a_warp))
+
+
 def as_computed(problem: Problem) -> Problem:
     """The problem in the dtype that it is computed in. Gradients of bfloat16 heads of up to 16 channels are computed as float32: as many
     tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little."""

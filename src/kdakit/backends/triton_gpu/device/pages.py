@@ -58,16 +58,44 @@ mov.b32 $0, 0; mov.b32 $1, 0; }""")
 
 
 @triton.jit
-def leave_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE: tl.constexpr, K: tl.constexpr,
-               V: tl.constexpr, V_FIRST: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """As `store_page`, in the midst of a scan. In float32 every thread stores what it holds: shared memory, in which rows would be put
-    together, is full of the tiles to come."""
-    if PTX and p_states.dtype.element_ty == tl.float32:
-        slot, real = slot_at(p_slot, FIRST, CAPACITY)
-        if real:
-            p_state = (p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)).to(tl.uint64)
-            whole: tl.constexpr = b_S.shape[1] == K and V % b_S.shape[0] == 0
-            values = [p_state, b_S, tl.full(b_S.shape, 1, tl.int32) if whole else m_state.to(tl.int32)]
-            tl.inline_asm_elementwise(STORE_PAIR, "=r,=r,l,l,f,f,r,r", values, dtype=tl.int32, is_pure=False, pack=2)
+def mark_at(p_slot, given, FIRST, CAPACITY):
+    """The slot that stands there, -1 where none is given or it is nobody's: one number is kept during a chunk, and no predicate."""
+    slot = tl.load(p_slot, mask=given, other=-1).to(tl.int64)
+    return tl.where((slot >= FIRST) & (slot < CAPACITY), slot, -1).to(tl.int32)
+
+
+@triton.jit
+def store_mark(p_states, mark, s_page, i_h, i_v, o_k, b_S, PAGE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+               BV: tl.constexpr, KP: tl.constexpr, PTX: tl.constexpr, BY_ROWS: tl.constexpr):  # fmt: skip
+    """S^T [BV, KP], the i_v-th block of value channels, to page `mark` amid a scan, whose shared memory is full of tiles to come.
+
+    BY_ROWS: in the matrix units' order a warp has 16 adjacent rows, and a store deals rows out to warps in turn. They are named so that
+    each warp gets its own: what turns them into whole rows then stays within a warp. Half of them at a time, with half of the memory.
+    Otherwise in float32 every thread stores what it holds, two numbers at a time.
+    """
+    slot, i_row = mark.to(tl.int64), i_v.to(tl.int32) * BV
+    W: tl.constexpr = BV // 16
+    whole: tl.constexpr = KP == K and V % BV == 0
+    if BY_ROWS:
+        R: tl.constexpr = min(8, max(1, 4096 // (KP * p_states.dtype.element_ty.primitive_bitwidth)))  # rows that a warp stores at once
+        halves = tl.split(tl.permute(tl.reshape(b_S, [W, 2, 8 // R, R, KP]), (2, 0, 3, 4, 1)))  # [8 / R, W, R, KP]
+        o_r = tl.arange(0, BV // 2)
+        for i in tl.static_range(2):
+            o_v = i_row + o_r // R % W * 16 + i * 8 + o_r // (R * W) * R + o_r % R
+            p_state = p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
+            b_rows = round_to(tl.reshape(halves[i], [BV // 2, KP]), p_states.dtype.element_ty)
+            if whole:
+                tl.store(p_state, b_rows)
+            else:
+                tl.store(p_state, b_rows, mask=(o_v < V)[:, None] & (o_k < K)[None, :])
     else:
-        store_page(p_states, p_slot, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
+        o_v = i_row + tl.arange(0, BV)
+        p_state = p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
+        if PTX and p_states.dtype.element_ty == tl.float32:
+            inside = tl.full([BV, KP], 1, tl.int32) if whole else ((o_v < V)[:, None] & (o_k < K)[None, :]).to(tl.int32)
+            values = [p_state.to(tl.uint64), b_S, inside]
+            tl.inline_asm_elementwise(STORE_PAIR, "=r,=r,l,l,f,f,r,r", values, dtype=tl.int32, is_pure=False, pack=2)
+        elif whole:
+            tl.store(p_state, round_to(b_S, p_states.dtype.element_ty))
+        else:
+            tl.store(p_state, round_to(b_S, p_states.dtype.element_ty), mask=(o_v < V)[:, None] & (o_k < K)[None, :])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import tiles
-from kdakit.backends.triton_gpu.config import Chip, Config, Cut, chip_of, chunk_slots, padded
+from kdakit.backends.triton_gpu.config import Chip, Config, Cut, by_rows, chip_of, chunk_slots, padded
 from kdakit.backends.triton_gpu.host import forward
 from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft, pool_marks
 from kdakit.backends.triton_gpu.kernels.pool_decode import Held
@@ -115,14 +115,14 @@ def _clear(problem: Problem, arrays: Arrays, out: torch.Tensor) -> None:
 def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, marks: Any, config: Config) -> torch.Tensor:
     """o: see kdakit.serving.torch.pages.prefill. Two launches; for marks a short one between, for marks inside a chunk one after."""
     arrays = contiguous_parameters(arrays)
-    x, places, spans, left = views(arrays), None, None, None
+    x, slots, places, spans, left = views(arrays), slots.contiguous(), None, None, None
     if marks is not None:
         config = with_marks(problem, config, chip_of(arrays.q.device), pages.states.element_size())
     with on_device(arrays.q):
         space = forward.prepare(problem, arrays, x, config)
         if marks is not None:
-            places, spans, left = place_marks(problem, arrays, marks, config)
-        paged = forward.Paged(pages.states, slots.contiguous(), known, places, pages.first)
+            places, spans, left = place_marks(problem, arrays, pages, slots, marks, config)
+        paged = forward.Paged(pages.states, slots, known, places, pages.first)
         o = forward.scan(problem, arrays, x, space, config, paged).o
     if spans is not None:
         step = problem.replace(op="recurrent", B=1, N=len(spans), varlen="cu_seqlens", T=problem.B * problem.T)
@@ -131,23 +131,26 @@ def prefill_pages(problem: Problem, arrays: Arrays, pages: Any, slots, known, ma
     return o
 
 
-def place_marks(problem: Problem, arrays: Arrays, marks: Any, config: Config) -> tuple[torch.Tensor | None, ...]:
+def place_marks(
+    problem: Problem, arrays: Arrays, pages: Any, slots: torch.Tensor, marks: Any, config: Config
+) -> tuple[torch.Tensor | None, ...]:
     """Places of a scan, and of marks inside a chunk what is left to do: see `marks_kernel`."""
     M, like = len(marks.slot), dict(dtype=torch.int64, device=marks.slot.device)
     places = torch.empty(chunk_slots(problem, config.chunk), **like)
     spans, left = (None, None) if marks.aligned else (torch.empty(M, 2, **like), torch.empty(M, **like))
     where = (x.contiguous() for x in (marks.sequence, marks.position, marks.slot))
-    tensors = dict(zip(("sequence", "position", "slot"), where, strict=True))
-    pool_marks.launch(problem, config, M)(**tensors, cu_seqlens=arrays.cu_seqlens, places=places, spans=spans, left=left)
+    tensors = dict(zip(("sequence", "position", "slot"), where, strict=True), owners=slots, cu_seqlens=arrays.cu_seqlens)
+    pool_marks.launch(problem, config, M, pages.first, len(pages.states))(**tensors, places=places, spans=spans, left=left)
     return places, spans, left
 
 
 def with_marks(problem: Problem, config: Config, chip: Chip, state_bytes: int) -> Config:
-    """With fewer stages where the scan's buffers and what turns a [V, K] state around want more shared memory than there is. `leave_page`
-    turns no state in float32."""
+    """With fewer stages where the scan's buffers and what turns a [V, K] state around want more shared memory than there is: all of it,
+    half by rows, nothing where every thread stores what it holds, see `store_mark`."""
     KP, C = padded(problem.K), config.chunk
     stage = (3 * C * KP + C * C + C * config.block_v * config.staged) * (4 if problem.dtype == "float32" else 2) + 4 * KP * 2
-    turned = config.block_v * KP * state_bytes if problem.options.state_v_first and not (config.ptx and state_bytes == 4) else 0
+    turned = config.block_v * KP * state_bytes if problem.options.state_v_first else 0
+    turned = turned // 2 if by_rows(problem, config) else 0 if config.ptx and state_bytes == 4 else turned
     return replace(config, scan_stages=max(1, min(config.scan_stages, (chip.shared_memory - turned) // stage)))
 
 

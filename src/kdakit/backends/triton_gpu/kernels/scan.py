@@ -9,7 +9,7 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.arguments import arguments, pages
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, trade_rows, trade_rows_back
-from kdakit.backends.triton_gpu.device.pages import leave_page, load_page, slot_at, store_page
+from kdakit.backends.triton_gpu.device.pages import load_page, mark_at, slot_at, store_mark, store_page
 from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -24,7 +24,7 @@ def scan_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, BY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S the state before it:
 
@@ -33,8 +33,11 @@ def scan_kernel(
     This is v_new = inverse beta r carried to both places where it is used, so that the chain from state to state is two products.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     S^T [BV, KP] stays in float32 registers; every product takes S^T or a value derived from it as its left factor, which needs no trip
-    through shared memory. PAGED: states come from and go to the pages that p_slots names, and S goes to page p_marks[slot] before the
-    chunk of that slot. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
+    through shared memory. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
+
+    PAGED: states come from and go to the pages that p_slots names, and S goes to page p_marks[slot] before the chunk of that slot. That is
+    where the turn of the chunk before ends: the loop's pipeline puts a branch there wherever it is written, and the old state, if it is the
+    one to be left, into registers beside the new one until then.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -52,6 +55,8 @@ def scan_kernel(
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
     b_S = tl.zeros([BV, KP], tl.float32)
+    if p_marks is not None:  # here, so that it is there when the state is
+        mark = mark_at(p_marks + i_slot, length > 0, FIRST, CAPACITY)
     if PAGED:
         b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
         _i_page, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
@@ -68,7 +73,17 @@ def scan_kernel(
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
     b_v = tl.load(p_v, mask=(o_t < length) & m_v[None, :], other=0.0)  # [C, BV]
-    for i_c in tl.range(0, tl.cdiv(length, C).to(tl.int32), num_stages=STAGES):
+    chunks = tl.cdiv(length, C).to(tl.int32)
+    if PAGED:
+        if not real:  # zeros, here rather than by a choice in every chunk
+            for i_c in range(0, chunks):
+                m_cv = (o_t + i_c * C < length) & m_v[None, :]
+                tl.store(p_o + tl.cast(i_c, tl.int64) * C * HV * V, tl.zeros([C, BV], p_o.dtype.element_ty), mask=m_cv)
+        chunks = tl.where(real, chunks, 0)
+    if p_marks is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if (mark >= 0) & real:
+            store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, False)
+    for i_c in tl.range(0, chunks, num_stages=STAGES):
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         b_v_next = tl.load(p_v, mask=(o_t + (i_c + 1) * C < length) & m_v[None, :], other=0.0)  # [C, BV]: a chunk ahead
         m_cv = (o_t + i_c * C < length) & m_v[None, :]
@@ -76,7 +91,7 @@ def scan_kernel(
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
         if p_marks is not None:
-            leave_page(p_final, p_marks + i_chunks + i_c, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST, PTX)
+            mark = mark_at(p_marks + i_chunks + i_c + 1, i_c + 1 < chunks, FIRST, CAPACITY)
         if HAS_CHECKPOINTS:
             i_at = i_chunks + i_c
             if (i_at % CHECKPOINT == 0) & (i_c > 0):
@@ -104,14 +119,15 @@ def scan_kernel(
         b_o = tl.trans(b_o)
         if WIDE:
             b_o = trade_rows(b_o)
-        if PAGED:
-            b_o = tl.where(real, b_o, 0.0)
         tl.store(p_o, round_to(b_o, p_o.dtype.element_ty), mask=m_cv)
         b_v = b_v_next
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
+        if p_marks is not None:  # noqa: SIM102
+            if mark >= 0:
+                store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, BY_ROWS)
     if PAGED:
         store_page(p_final, p_slots + i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
     elif HAS_FINAL:
@@ -123,5 +139,5 @@ def scan_kernel(
 def launch(problem: Problem, config: Config, layout: Layout, of_pages: tuple[int, int, int, int] | None = None) -> Launch:
     """of_pages: see `arguments.pages`."""
     grid = problem.N * problem.HV * -(-problem.V // config.block_v)
-    values = arguments(problem, config, layout) | pages(of_pages) | dict(BV=config.block_v, STAGES=config.scan_stages)
+    values = arguments(problem, config, layout) | pages(problem, config, of_pages) | dict(BV=config.block_v, STAGES=config.scan_stages)
     return Launch(scan_kernel, grid, values, num_warps=config.scan_warps, registers=config.registers)

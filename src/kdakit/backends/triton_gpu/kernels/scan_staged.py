@@ -13,7 +13,7 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.arguments import arguments, pages
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, product, product_add, round_to, trade_rows
-from kdakit.backends.triton_gpu.device.pages import leave_page, load_page, slot_at, store_page
+from kdakit.backends.triton_gpu.device.pages import load_page, mark_at, slot_at, store_mark, store_page
 from kdakit.backends.triton_gpu.device.program import let_next_begin, part_of, row_tokens, sequence_of, state_offsets, wait_for_last
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -28,7 +28,7 @@ def staged_scan_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
-    PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    PART: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, BY_ROWS: tl.constexpr,
 ):  # fmt: skip
     """As `scan_kernel`. Grid: (N * HV * n * cdiv(V, BV),), blocks of V fastest, then n parts of a sequence, then heads.
 
@@ -57,6 +57,8 @@ def staged_scan_kernel(
     m_v = o_v < V
     m_state = m_v[:, None] & (o_k < K)[None, :]
     b_S = tl.zeros([BV, KP], tl.float32)
+    if p_marks is not None:  # here, so that it is there when the state is
+        mark = mark_at(p_marks + i_slot + first, first < end, FIRST, CAPACITY)
     if PAGED:
         b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
         _i_page, real = slot_at(p_slots + i_n, FIRST, CAPACITY)
@@ -75,12 +77,21 @@ def staged_scan_kernel(
     b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
     if HAS_STATES:
         i_state = tl.load(p_chunk_offsets + i_n) if VARLEN else i_n * tl.cdiv(NT, EVERY)
+    if PAGED:
+        if not real:  # zeros, here rather than by a choice in every chunk
+            for i_c in range(first, end):
+                m_o = (o_out < length - i_c * C) & m_v[None, :]
+                tl.store(p_o + tl.cast(i_c - first, tl.int64) * C * HV * V, tl.zeros([C, BV], p_o.dtype.element_ty), mask=m_o)
+        end = tl.where(real, end, first)
+    if p_marks is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if (mark >= 0) & real:
+            store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, False)
     for i_c in tl.range(first, end, num_stages=STAGES):
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
         if p_marks is not None:
-            leave_page(p_final, p_marks + i_chunks + i_c, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST, PTX)
+            mark = mark_at(p_marks + i_chunks + i_c + 1, i_c + 1 < end, FIRST, CAPACITY)
         if HAS_CHECKPOINTS:
             i_at = i_chunks + i_c
             if (i_at % CHECKPOINT == 0) & (i_c > 0):
@@ -100,8 +111,6 @@ def staged_scan_kernel(
         b_r = round_to(-b_r, DTYPE)
         b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
-        if PAGED:
-            b_o = tl.where(real, b_o, 0.0)
         m_o = (o_out < length - i_c * C) & m_v[None, :]
         tl.store(p_o, round_to(trade_rows(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
@@ -109,6 +118,9 @@ def staged_scan_kernel(
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
+        if p_marks is not None:  # noqa: SIM102
+            if mark >= 0:
+                store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, BY_ROWS)
     if PAGED:
         store_page(p_final, p_slots + i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state & last, PAGE, K, V, V_FIRST)
     elif HAS_FINAL:
@@ -122,7 +134,7 @@ def staged_scan_kernel(
 def launch(problem: Problem, config: Config, layout: Layout, parts: int, part: str, of_pages: tuple | None = None) -> Launch:
     """of_pages: see `arguments.pages`. Of a sequence in `parts` parts: the whole, the first, or all later ones."""
     grid = problem.N * problem.HV * -(-problem.V // config.block_v) * (max(parts - 1, 1) if part == "later" else 1)
-    values = arguments(problem, config, layout) | pages(of_pages)
+    values = arguments(problem, config, layout) | pages(problem, config, of_pages)
     values |= dict(BV=config.block_v, STAGES=config.scan_stages, PARTS=parts, PART=part)
     chained = {"launch_pdl": True} if config.split and config.ptx else {}
     return Launch(staged_scan_kernel, grid, values, num_warps=config.scan_warps, registers=config.registers, **chained)
