@@ -1,6 +1,7 @@
 // Backward of a chunk: every product over V, and through the chunk's decayed products to the gradients of q, k, g and beta. One block of
 // sixteen warps per multiprocessor walks over chunks of all heads; what the next one's products need comes while this one's gradients are
-// made. No atomics: the same call gives the same bits.
+// made. q, k and g of a lane's four tokens and four channels are read once and stay in registers; one warp finds the next chunk for all;
+// warps are dealt to schedulers so that all have as many products. No atomics: the same call gives the same bits.
 //
 //   fetched: S, dS', d_o, d_v, r, lower      -> hopper_gradient_products.cuh: v_new, d_beta, pairs, gradients of q_decayed, k_in, k_decayed
 //   q, k, g                                  -> hopper_gradient_pairs.cuh: decayed tiles; all pairs, from the farthest to a warp's own
@@ -10,11 +11,17 @@
 namespace kda::hopper {
 namespace {
 
+// Warps that make no pairs do the chunk's small things; one of those with the fewest columns of lower finds the next chunk.
+constexpr int kScout = 4, kStrengths = 9, kDecays = 12;  // finds the next chunk; two: d_beta; four: d_decay
+
 // The power of two above or at the largest of the warps' pairs, not so small that what the state gives would overflow when divided by it.
 __device__ __forceinline__ float power_of_largest(const Seat& at) {
   float largest = 0x1p-60f;
 #pragma unroll
-  for (int i = 0; i < kGradientWarps; ++i) largest = fmaxf(largest, at.floats(kAtLargest)[i]);
+  for (int i = 0; i < kGradientWarps; i += 4) {
+    const float4 x = load_four(at.floats(kAtLargest) + i);
+    largest = fmaxf(fmaxf(largest, fmaxf(x.x, x.y)), fmaxf(x.z, x.w));
+  }
   return __uint_as_float(__float_as_uint(fminf(largest, 0x1p120f)) & 0x7f800000u);
 }
 
@@ -34,60 +41,61 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __g
   extern __shared__ __align__(1024) uint8_t bytes[];
 #endif
   Seat at = seat_of(bytes);
-  Chunk c = chunk_from(p, blockIdx.x, items, gridDim.x, at);
-  if (c.item < items) fetch_chunk(p, c, 0, at);
-  for (int turn = 0; c.item < items; turn ^= 1) {
+  if (at.warp == kScout) find_chunk(p, blockIdx.x, items, gridDim.x, 0, at);
+  __syncthreads();
+  if (chunk_at(0, at).item < items) fetch_states(p, 0, at), fetch_lower(p, 0, at);
+  for (int turn = 0; chunk_at(turn, at).item < items; turn ^= 1) {
     copy_async_wait();
-    store_chunk(c, turn, at);
     __syncthreads();
     at = seat_of(bytes);
     const float* factors = at.floats(kAtFactors + turn * 768);
-    fetch_keys(p, c, at);
-    make_v_new(p, c, factors, at);
-    decay_products(p, c, at);
+    Raw<uint2> q, k;
+    RawGates<G32> g;
+    load_tokens(q, k, g, p, chunk_at(turn, at), at);
+    if (at.warp == kScout) find_chunk(p, chunk_at(turn, at).item + gridDim.x, items, gridDim.x, turn ^ 1, at);
+    make_v_new(p, chunk_at(turn, at), factors, at);
+    decay_products(p, chunk_at(turn, at), at);
     __syncthreads();
-    at = seat_of(bytes), c = load_chunk(turn, at);
-    write_d_beta(p, c, factors, at);
     float pairs_q[2][4] = {}, pairs_k[2][4] = {};
     const float largest = largest_of_warp(make_pairs(p, pairs_q, pairs_k, at));
     if (at.lane == 0) at.floats(kAtLargest)[at.warp] = largest;
+    if (at.warp == kStrengths || at.warp == kStrengths + 1)
+      write_d_beta(p, chunk_at(turn, at), factors, at.thread - kStrengths * 32, at);
+    if (at.warp >= kDecays) add_decay_products(at.thread - kDecays * 32, at);
     Tokens x;
-    load_gates<GATE, BOUNDED, G32>(p, c, x, at);
-    store_sums(x, at);
-    add_decay_products(at);
+    make_gates<GATE, BOUNDED, G32>(p, turn, g, x, at);
     __syncthreads();
-    at = seat_of(bytes), c = load_chunk(turn, at);
-    const float back = power_of_largest(at), unit = __frcp_rn(back);
+    const float power = power_of_largest(at), unit = over_power(power);
+    if (at.thread == 0) *at.floats(kAtPower) = power;
     store_pairs(pairs_q, pairs_k, unit, at);
+    refer<BOUNDED>(x, at);
+    make_tiles(p, x, q, k, factors, at);
+    at = seat_of(bytes);
+    q.forget(), k.forget();
+    if (!G32) g.forget();
     Results d_q = {}, d_k = {}, d_c = {};
     state_products(p, d_q, d_k, d_c, unit, at);
-    at = seat_of(bytes);
-    refer<BOUNDED>(x, at);
-    copy_async_wait();
-    make_tiles(p, x, factors, at);
     __syncthreads();
-    at = seat_of(bytes), c = load_chunk(turn, at);
-    if (const Chunk next = chunk_from(p, c.item + gridDim.x, items, gridDim.x, at); next.item < items) fetch_chunk(p, next, turn ^ 1, at);
     at = seat_of(bytes);
+    if (chunk_at(turn ^ 1, at).item < items) fetch_states(p, turn ^ 1, at);
     keep_state_part(d_c, at);
     row_pairs<BOUNDED>(d_q, d_k, at);
     column_pairs<BOUNDED>(d_c, at);
     __syncthreads();
-    at = seat_of(bytes), c = load_chunk(turn, at);
+    at = seat_of(bytes);
     ByToken by_q, by_k, by_c;
     by_token(by_q, d_q, at), by_token(by_k, d_k, at), by_token(by_c, d_c, at);
-    Keys keys;
-    load_keys(p, c, keys, at);
-    load_gates<GATE, BOUNDED, G32>(p, c, x, at);
-    undo_decays(p, x, keys, factors, back, by_q, by_k, by_c, at);
+    q.forget(), k.forget();
+    undo_decays(p, x, q, k, factors, over_power(*at.floats(kAtPower)), by_q, by_k, by_c, at);
     __syncthreads();
-    at = seat_of(bytes), c = load_chunk(turn, at);
-    write_gradients<GATE, BOUNDED, G32>(p, c, factors, back, by_q, by_k, by_c, at);
-    if (p.A_shares || p.bias_shares) {
+    at = seat_of(bytes);
+    q.forget(), k.forget();
+    if (chunk_at(turn ^ 1, at).item < items) fetch_lower(p, turn ^ 1, at);
+    write_gradients<GATE, BOUNDED, G32>(p, turn, q, k, g, x.raised, factors, *at.floats(kAtPower), by_q, by_k, by_c, at);
+    if (GATE != Gate::log_decay && (p.A_shares || p.bias_shares)) {
       __syncthreads();
-      write_shares(p, c, at);
+      write_shares(p, chunk_at(turn, at), at);
     }
-    c = chunk_from(p, c.item + gridDim.x, items, gridDim.x, at);  // found once more, not kept in registers
   }
 }
 

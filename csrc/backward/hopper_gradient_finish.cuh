@@ -11,49 +11,29 @@
 
 namespace kda::hopper {
 
-using ByToken = float[8][2];
-
-struct Keys {  // q and k of a lane's tokens as they lie in memory, read where they are needed: there are too few registers to keep them
-  uint32_t q[8], k[8];
-};
-__device__ __forceinline__ void load_keys(const HopperGradient& p, const Chunk& c, Keys& x, const Seat& at) {
-#pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    const TokenStrides& s = which ? p.in.k_strides : p.in.q_strides;
-    int64_t offset = c.offset(s, c.key_head(p.in)) + 8 * at.group() * s.token + at.channel();
-    const auto step = static_cast<uint32_t>(s.token);
-    KDA_HIDE(offset);
-    const auto* from = static_cast<const uint16_t*>(which ? p.in.k : p.in.q) + offset;
-#pragma unroll
-    for (int t = 0; t < 8; ++t)
-      (which ? x.k : x.q)[t] = 8 * at.group() + t < c.length ? __ldg(reinterpret_cast<const uint32_t*>(from + t * step)) : 0;
-  }
-}
+using ByToken = float[4][4];  // [token][channel]
 
 // Where a lane's first token and channels lie in its warp's patch.
 __device__ __forceinline__ uint8_t* patch_of(const Seat& at) {
-  return at.bytes + kAtRowsQ + at.warp * kPatch + at.lane / 16 * 8 * kPatchPitch + at.lane % 16 * 8;
+  return at.bytes + kAtRowsQ + at.warp * kPatch + at.lane / 8 * 4 * kPatchPitch + at.lane % 8 * 16;
 }
+__device__ __forceinline__ float* in_patch(uint8_t* patch, int t) { return reinterpret_cast<float*>(patch + t * kPatchPitch); }
 
 // Results of mma.sync to a lane's tokens, within the warp.
 __device__ __forceinline__ void by_token(ByToken& y, const Results& x, const Seat& at) {
-  uint8_t* patch = at.bytes + kAtRowsQ + at.warp * kPatch;
+  uint8_t *to = at.bytes + kAtRowsQ + at.warp * kPatch + at.lane / 4 * kPatchPitch + at.lane % 4 * 8, *from = patch_of(at);
 #pragma unroll
   for (int t = 0; t < 4; ++t)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2*>(patch + (at.lane / 4 + 8 * half) * kPatchPitch + (8 * t + 2 * (at.lane % 4)) * 4) =
-          make_float2(x[t][2 * half], x[t][2 * half + 1]);
+      *reinterpret_cast<float2*>(to + half * 8 * kPatchPitch + t * 32) = make_float2(x[t][2 * half], x[t][2 * half + 1]);
   __syncwarp();
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const float2 z = *reinterpret_cast<const float2*>(patch_of(at) + t * kPatchPitch);
-    y[t][0] = z.x, y[t][1] = z.y;
-  }
+  for (int t = 0; t < 4; ++t) unpack(y[t], load_four(in_patch(from, t)));
   __syncwarp();
 }
 
-// Sums over 16 lanes of 16 numbers each; lane l keeps number l % 16.
+// Sums over N lanes of N numbers each; lane l keeps number l % N.
 template <int N>
 __device__ __forceinline__ float sum_of_lanes(const float (&x)[N], int lane) {
   if constexpr (N == 1) {
@@ -73,104 +53,145 @@ __device__ __forceinline__ float sum_of_lanes(const float (&x)[N], int lane) {
 
 // d_q and d_k become gradients of normalised q and k, d_c what its group's tokens give to each gate; all still divided by the chunk's power
 // of two. What lies along q and k, and what groups give to gates of earlier ones and of later ones, go to shared memory.
-__device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const Keys& keys, const float* factors, float back,
-                                            ByToken& d_q, ByToken& d_k, ByToken& d_c, const Seat& at) {
-  float run[2] = {}, along[16], ahead[2];
-  const float unit = __frcp_rn(back);
+__device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const Raw<uint2>& q, const Raw<uint2>& k,
+                                            const float* factors, float unit, ByToken& d_q, ByToken& d_k, ByToken& d_c, const Seat& at) {
+  const Norms norms(factors, p.group_bits, at);
+  const uint32_t tile = at.smem + kAtVNew + at.in_tile();
+  float along[8];
   uint8_t* patch = patch_of(at);
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const int row = 8 * at.group() + t, from = row_of(row, p.group_bits);
-    const Factors y(x, keys.q[t], keys.k[t], run, t, factors[kChunk + from], factors[2 * kChunk + from]);
-    const float diagonal = at.floats(kAtDiagonal)[row] * unit;
-    along[t] = along[8 + t] = 0.0f;
-    const uint32_t state_part = load_shared_word(at.smem + kAtVNew + word_at(row, at.channel()));
+  for (int t = 0; t < 4; ++t) {
+    float s[4], part[4], ahead[4];
+    unpack(s, load_four(exponents_of(at) + t * 128));
+    const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
+    const float diagonal = at.floats(kAtDiagonal)[at.token() + t] * unit;
+    unpack(part, load_shared_pair(tile ^ (t * 272)));
+    float rows_q[4], rows_k[4], columns[4];
+    unpack(rows_q, y.rows_q), unpack(rows_k, y.rows_k), unpack(columns, y.columns);
+    along[t] = along[4 + t] = 0.0f;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float rows_q = c ? high(y.rows_q) : low(y.rows_q), rows_k = c ? high(y.rows_k) : low(y.rows_k);
-      const float columns = c ? high(y.columns) : low(y.columns);
-      const float u = fmaf(rows_q, d_q[t][c], fmaf(rows_k, d_k[t][c], -columns * d_c[t][c]));
+    for (int c = 0; c < 4; ++c) {
+      const float u = fmaf(rows_q[c], d_q[t][c], fmaf(rows_k[c], d_k[t][c], -columns[c] * d_c[t][c]));
       d_q[t][c] = fmaf(y.row[c], d_q[t][c], diagonal * y.k[c]);
-      const float to_end = exp2_fast(x.rest[c] - y.s[c]) * (c ? high(state_part) : low(state_part));
+      const float to_end = exp2_fast(x.rest[c] - s[c]) * part[c];
       d_k[t][c] = fmaf(y.row[c], d_k[t][c], fmaf(y.column[c], d_c[t][c], fmaf(diagonal, y.q[c], to_end)));
       ahead[c] = y.k[c] * to_end;
       d_c[t][c] = u;
-      along[t] = fmaf(y.q[c], d_q[t][c], along[t]), along[8 + t] = fmaf(y.k[c], d_k[t][c], along[8 + t]);
+      along[t] = fmaf(y.q[c], d_q[t][c], along[t]), along[4 + t] = fmaf(y.k[c], d_k[t][c], along[4 + t]);
     }
-    *reinterpret_cast<float2*>(patch + t * kPatchPitch) = make_float2(ahead[0], ahead[1]);  // the lane's own place
+    store_four(in_patch(patch, t), ahead);  // the lane's own place
   }
 #pragma unroll
-  for (int t = 6; t >= 0; --t) d_c[t][0] += d_c[t + 1][0], d_c[t][1] += d_c[t + 1][1];
-  const int own = at.group() * kHead + at.channel();
-  *reinterpret_cast<float2*>(at.floats(kAtSums) + own) = make_float2(d_c[0][0], d_c[0][1]);
-  float before[2] = {};
+  for (int t = 2; t >= 0; --t)
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const float2 z = *reinterpret_cast<const float2*>(patch + t * kPatchPitch);
-    d_c[t][0] += before[0], d_c[t][1] += before[1], before[0] += z.x, before[1] += z.y;
+    for (int c = 0; c < 4; ++c) d_c[t][c] += d_c[t + 1][c];
+  float later[4], before[4] = {}, z[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) later[c] = d_c[0][c];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    unpack(z, load_four(in_patch(patch, t)));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) d_c[t][c] += before[c], before[c] += z[c];
   }
-  *reinterpret_cast<float2*>(at.floats(kAtAhead) + own) = make_float2(before[0], before[1]);
-  at.floats(kAtDots)[((at.lane & 8) * 8 + 8 * at.group() + at.lane % 8) * 4 + at.slice] = sum_of_lanes(along, at.lane);
+  // The first half of a group gets what the second gives to earlier gates, the second what the first gives to later ones.
+  float all[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float other = __shfl_xor_sync(~0u, at.second() ? later[c] : before[c], 8);
+    all[c] = (at.second() ? before[c] : later[c]) + other;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) d_c[t][c] += other;
+  }
+  store_four(at.floats(at.second() ? kAtAhead : kAtSums) + at.group() * kHead + at.channel(), all);
+  if (p.in.l2norm) at.floats(kAtDots)[((at.lane & 4) * 16 + at.token() + at.lane % 4) * 4 + at.slice] = sum_of_lanes(along, at.lane);
 }
 
 // What all gates of the lane's group get from the state and from the other groups.
-__device__ __forceinline__ void shares_of_all(float (&all)[2], float unit, const Seat& at) {
-  const float2 d = load_two(at.floats(kAtDDecay) + at.channel());
-  all[0] = d.x * unit, all[1] = d.y * unit;
-#pragma unroll 1
-  for (int i = 0; i < kGroups; ++i) {
-    if (i == at.group()) continue;
-    const float2 z = load_two(at.floats(i > at.group() ? kAtSums : kAtAhead) + i * kHead + at.channel());
-    all[0] += z.x, all[1] += z.y;
-  }
+__device__ __forceinline__ void shares_of_all(float (&all)[4], float unit, const Seat& at) {
+  const int group = at.group();
+  unpack(all, load_four(at.floats(kAtDDecay) + at.channel()));
+#pragma unroll
+  for (int c = 0; c < 4; ++c) all[c] *= unit;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i)
+    if (i != group) {
+      float z[4];
+      unpack(z, load_four(at.floats(i > group ? kAtSums : kAtAhead) + i * kHead + at.channel()));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) all[c] += z[c];
+    }
 }
 
-__device__ __forceinline__ void write_two(void* to, int64_t first, uint32_t at, bool wide, float x, float y) {
+__device__ __forceinline__ void write_four(uint8_t* to, bool wide, const float (&x)[4]) {
   if (wide)
-    *reinterpret_cast<float2*>(static_cast<float*>(to) + first + at) = make_float2(x, y);
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
   else
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(to) + first + at) = pack_bf16(x, y);
+    *reinterpret_cast<uint2*>(to) = uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])};
 }
 
 // d_q, d_k, d_g of the lane's tokens; sums over them of the gradients of the gate's parameters go to shared memory.
 template <Gate GATE, bool BOUNDED, bool G32>
-__device__ __forceinline__ void write_gradients(const HopperGradient& p, const Chunk& c, const float* factors, float back,
-                                                const ByToken& d_q, const ByToken& d_k, const ByToken& d_c, const Seat& at) {
-  const GateOf<GATE> gate(p.in, c.head, at.channel());
-  float all[2], bias[2] = {}, A[2] = {};
-  Keys keys;
-  load_keys(p, c, keys, at);
-  shares_of_all(all, __frcp_rn(back), at);
-  const int64_t first = c.token(p.in) * kHead;
+__device__ __forceinline__ void write_gradients(const HopperGradient& p, int turn, const Raw<uint2>& keys_q, const Raw<uint2>& keys_k,
+                                                RawGates<G32>& raw, bool raised, const float* factors, float back, const ByToken& d_q,
+                                                const ByToken& d_k, const ByToken& d_c, const Seat& at) {
+  const GateOf<GATE> gates = gates_of<GATE>(p.in, turn, at);
+  const ThroughGate<GATE> through_gate(gates, back);
+  const Norms norms(factors, p.group_bits, at);
+  const Chunk& chunk = chunk_at(turn, at);
+  float all[4], bias[4] = {}, A[4] = {};
+  if (GATE != Gate::log_decay && G32) load_gates(raw, p, chunk, at);  // read once more: they take more registers than there are
+  shares_of_all(all, over_power(back), at);
+  const int left = chunk.length - at.token(), bytes = p.wide ? 4 : 2;
+  const auto step = static_cast<uint32_t>(p.in.HV) * kHead;
+  const int64_t first = chunk.token * kHead + (at.token() * step + at.channel());
+  auto *to_q = static_cast<uint8_t*>(p.d_q) + first * bytes, *to_k = static_cast<uint8_t*>(p.d_k) + first * bytes;
+  auto* to_g = static_cast<uint8_t*>(p.d_g) + first * (G32 ? 4 : 2);
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const int row = 8 * at.group() + t, from = row_of(row, p.group_bits);
-    if (row >= c.length) continue;
-    const float norm_q = factors[kChunk + from], norm_k = factors[2 * kChunk + from];
-    const float4 y = *reinterpret_cast<const float4*>(at.floats(kAtDots) + row * 4);
-    const float4 z = *reinterpret_cast<const float4*>(at.floats(kAtDots) + (kChunk + row) * 4);
-    const float along_q = p.in.l2norm ? ((y.x + y.y) + (y.z + y.w)) * norm_q : 0.0f;
-    const float along_k = p.in.l2norm ? ((z.x + z.y) + (z.z + z.w)) * norm_k : 0.0f;
-    const uint32_t to = row * (static_cast<uint32_t>(p.in.HV) * kHead) + at.channel();
-    const float fq = norm_q * back, fk = norm_k * back;
-    const uint32_t q = keys.q[t], k = keys.k[t];
-    write_two(p.d_q, first, to, p.wide, (d_q[t][0] - low(q) * along_q) * fq, (d_q[t][1] - high(q) * along_q) * fq);
-    write_two(p.d_k, first, to, p.wide, (d_k[t][0] - low(k) * along_k) * fk, (d_k[t][1] - high(k) * along_k) * fk);
-    const float2 raw = load_gate<G32>(p, c, at, t);
-    float d_g[2];
+  for (int t = 0; t < 4; ++t) {
+    if (t >= left) break;
+    const float norm_q = norms.q(t), norm_k = norms.k(t), by_q = norm_q * back, by_k = norm_k * back;
+    float x[4], y[4];
+    if (p.in.l2norm) {
+      float q[4], k[4];
+      const float* dots = at.floats(kAtDots) + (at.token() + t) * 4;
+      const float4 z = load_four(dots), w = load_four(dots + 4 * kChunk);
+      const float along_q = ((z.x + z.y) + (z.z + z.w)) * -norm_q, along_k = ((w.x + w.y) + (w.z + w.w)) * -norm_k;
+      unpack(q, keys_q.of[t]), unpack(k, keys_k.of[t]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float g = i ? raw.y : raw.x;
-      float d = (d_c[t][i] + all[i]) * back;
-      if (!BOUNDED) d *= exp2_fast(fminf(gate.log2_decay(g, i) - kGateFloor, 0.0f));
-      const float2 found = gate.backward(g, d, i);
-      d_g[i] = found.x, bias[i] += found.x, A[i] += found.y;
+      for (int c = 0; c < 4; ++c) x[c] = fmaf(q[c], along_q, d_q[t][c]) * by_q, y[c] = fmaf(k[c], along_k, d_k[t][c]) * by_k;
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x[c] = d_q[t][c] * by_q, y[c] = d_k[t][c] * by_k;
     }
-    write_two(p.d_g, first, to, G32, d_g[0], d_g[1]);
+    write_four(to_q + t * step * bytes, p.wide, x), write_four(to_k + t * step * bytes, p.wide, y);
+    float d[4], g[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) d[c] = d_c[t][c] + all[c];
+    if constexpr (GATE != Gate::log_decay) {
+      unpack(g, raw.of[t]);
+      through_gate(d, A, g, raised);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) bias[c] += d[c];
+    } else {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) d[c] *= back;
+    }
+    if (GATE == Gate::log_decay && !BOUNDED && raised) {  // seldom
+      load_gates(raw, p, chunk, at);
+      unpack(g, raw.of[t]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) g[c] *= kLog2e;
+      share_of_raised(d, g);
+    }
+    write_four(to_g + t * step * (G32 ? 4 : 2), G32, d);
   }
-  const int to = at.group() * kHead + at.channel();
-  if (p.bias_shares) *reinterpret_cast<float2*>(at.floats(kAtBiasShares) + to) = make_float2(bias[0], bias[1]);
-  if (p.A_shares) *reinterpret_cast<float2*>(at.floats(kAtAShares) + to) = make_float2(A[0], A[1]);
+  if constexpr (GATE != Gate::log_decay) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) A[c] *= through_gate.A_unit;
+    const int to = at.token() / 4 * kHead + at.channel();
+    store_four(at.floats(kAtBiasShares) + to, bias), store_four(at.floats(kAtAShares) + to, A);
+  }
 }
 
 // The chunk's shares of d_A_log and d_dt_bias, one channel of one of them per thread.
@@ -180,7 +201,7 @@ __device__ __forceinline__ void write_shares(const HopperGradient& p, const Chun
   const float* from = at.floats(at.thread < kHead ? kAtBiasShares : kAtAShares) + at.thread % kHead;
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) sum += from[i * kHead];
+  for (int i = 0; i < kChunk / 4; ++i) sum += from[i * kHead];
   to[c.item * kHead + at.thread % kHead] = sum;
 }
 

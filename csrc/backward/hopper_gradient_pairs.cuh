@@ -5,186 +5,312 @@
 //
 // Log2-decays are raised to -29, so that factors stay within 2^117 for any gate, and pairs are divided by the power of two at the largest.
 // A warp goes through the groups from the farthest to its own and moves its sums from reference to reference by powers of two, which rounds
-// nothing: a step is 2^(m_i - m_(i-1)), at most 1; for any gate two, to the whole number x_i nearest to s at the boundary between the
-// groups and on from there, since one alone may underflow. So rows and columns take the same rounded factors, and what must cancel does.
+// nothing: a step is 2^(m_i - m_(i-1)), at most 1. Where that would underflow in some channel it is two, to the whole number x_i nearest to
+// s at the boundary between the groups and on from there. So rows and columns take the same rounded factors, and what must cancel does.
 #pragma once
+#include <type_traits>
+
 #include "hopper_gradient_products.cuh"
 
 namespace kda::hopper {
 
-// Of a lane's eight tokens and two channels.
-struct Tokens {
-  float g[8][2];          // log2-decay, not below kGateFloor
-  float base[2], rest[2];  // log2-decay from m back to the group's start, and on to the chunk's end
-
-  __device__ __forceinline__ float exponent(float (&run)[2], int t, int c) const { return base[c] + (run[c] += g[t][c]); }
-};
-
-template <bool G32>
-__device__ __forceinline__ float2 load_gate(const HopperGradient& p, const Chunk& c, const Seat& at, int t) {
-  const int row = 8 * at.group() + t;
-  if (row >= c.length) return make_float2(0.0f, 0.0f);
-  const TokenStrides& s = p.in.g_strides;
-  int64_t first = c.offset(s, c.head);
-  KDA_HIDE(first);  // the compiler would keep what the first reading brought
-  const uint32_t from = row * static_cast<uint32_t>(s.token) + at.channel();
-  if (G32) return __ldg(reinterpret_cast<const float2*>(static_cast<const float*>(p.in.g) + first + from));
-  const uint32_t x = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.in.g) + first + from));
-  return make_float2(low(x), high(x));
+// Gates of the lane's channels.
+template <Gate GATE>
+__device__ __forceinline__ GateOf<GATE> gates_of(const HopperForward& p, int turn, const Seat& at) {
+  return {p, chunk_at(turn, at).a, [&] { return load_four(at.floats(kAtBias + turn * 512) + at.channel()); }};
 }
 
-// Log2-decays of the lane's tokens: for the tiles, and again once pairs are done, since there are too few registers to keep them.
-template <Gate GATE, bool BOUNDED, bool G32>
-__device__ __forceinline__ void load_gates(const HopperGradient& p, const Chunk& c, Tokens& x, const Seat& at) {
-  const GateOf<GATE> gate(p.in, c.head, at.channel());
+__device__ __forceinline__ void touch(uint2& x) {
+  KDA_HIDE_WORD(x.x);
+  KDA_HIDE_WORD(x.y);
+}
+__device__ __forceinline__ void touch(float4& x) {
+  KDA_TOUCH(x.x);
+  KDA_TOUCH(x.y);
+  KDA_TOUCH(x.z);
+  KDA_TOUCH(x.w);
+}
+
+// A lane's tokens of a tensor as they lie in memory; zeros past the end.
+template <typename Four>  // uint2: bfloat16, float4: float32
+struct Raw {
+  Four of[4];
+  const Four* from;  // the next token's
+
+  __device__ __forceinline__ void begin(const void* tensor, int64_t first, int64_t step, const Seat& at) {
+    const uint32_t own = at.token() * static_cast<uint32_t>(step) + at.channel();
+    from = reinterpret_cast<const Four*>(static_cast<const uint8_t*>(tensor) + first * (sizeof(Four) / 4)) + own / 4;
+  }
+  __device__ __forceinline__ void load(int t, bool inside, int64_t step) {
+    of[t] = Four{};
+    if (inside) of[t] = __ldg(from);
+    from += static_cast<uint32_t>(step) / 4;
+  }
+  // Keeps the compiler from carrying what it computed from these over this point: there is more of it than registers.
+  __device__ __forceinline__ void forget() {
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const float2 raw = load_gate<G32>(p, c, at, t);
-    const bool inside = 8 * at.group() + t < c.length;
+    for (int t = 0; t < 4; ++t) touch(of[t]);
+  }
+};
+template <bool G32>
+using RawGates = Raw<std::conditional_t<G32, float4, uint2>>;
+
+template <typename Four>
+__device__ __forceinline__ void load_gates(Raw<Four>& g, const HopperGradient& p, const Chunk& c, const Seat& at) {
+  const int left = c.length - at.token();
+  g.begin(p.in.g, c.offsets[2], p.in.g_strides.token, at);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float y = inside ? gate.log2_decay(i ? raw.y : raw.x, i) : 0.0f;
-      x.g[t][i] = BOUNDED ? y : max_or_nan(y, kGateFloor);
-    }
+  for (int t = 0; t < 4; ++t) g.load(t, t < left, p.in.g_strides.token);
+}
+template <typename Four>
+__device__ __forceinline__ void load_tokens(Raw<uint2>& q, Raw<uint2>& k, Raw<Four>& g, const HopperGradient& p, const Chunk& c,
+                                            const Seat& at) {
+  const int left = c.length - at.token();
+  q.begin(p.in.q, c.offsets[0], p.in.q_strides.token, at), k.begin(p.in.k, c.offsets[1], p.in.k_strides.token, at);
+  g.begin(p.in.g, c.offsets[2], p.in.g_strides.token, at);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    g.load(t, t < left, p.in.g_strides.token), q.load(t, t < left, p.in.q_strides.token), k.load(t, t < left, p.in.k_strides.token);
   }
 }
 
-// Their sums, for all.
-__device__ __forceinline__ void store_sums(const Tokens& x, const Seat& at) {
-  float sum[2] = {};
+// Of a lane's four tokens and channels.
+struct Tokens {
+  float g[4][4];           // log2-decay, not below kGateFloor; 0 past the end
+  float sum[4], start[4];  // of the group, and of those tokens of it that come before the lane's
+  float base[4], rest[4];  // log2-decay from m to the lane's first token, and on to the chunk's end
+  bool raised;             // some log2-decay to the floor
+};
+
+// Log2-decays, and their sums for all.
+template <Gate GATE, bool BOUNDED, bool G32>
+__device__ __forceinline__ void make_gates(const HopperGradient& p, int turn, const RawGates<G32>& raw, Tokens& x, const Seat& at) {
+  const GateOf<GATE> gates = gates_of<GATE>(p.in, turn, at);
+  const int left = chunk_at(turn, at).length - at.token();
+  float least = 0.0f;
 #pragma unroll
-  for (int t = 0; t < 8; ++t) sum[0] += x.g[t][0], sum[1] += x.g[t][1];
-  *reinterpret_cast<float2*>(at.floats(kAtSums) + at.group() * kHead + at.channel()) = make_float2(sum[0], sum[1]);
+  for (int t = 0; t < 4; ++t) {
+    unpack(x.g[t], raw.of[t]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      x.g[t][c] = gates.log2_decay(x.g[t][c], c);
+      if (!BOUNDED) least = fminf(least, x.g[t][c]), x.g[t][c] = max_or_nan(x.g[t][c], kGateFloor);
+    }
+  }
+  if (GATE != Gate::log_decay && left < 4)
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) x.g[t][c] = t < left ? x.g[t][c] : 0.0f;
+  x.raised = least < kGateFloor;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float own = (x.g[0][i] + x.g[1][i]) + (x.g[2][i] + x.g[3][i]), other = __shfl_xor_sync(~0u, own, 8);
+    x.sum[i] = own + other, x.start[i] = at.second() ? other : 0.0f;
+  }
+  if (!at.second()) store_four(at.floats(kAtSums) + at.group() * kHead + at.channel(), x.sum);
 }
 
-// References, and steps between them. A step for any gate is a word of two bfloat16 numbers.
+// To the nearest whole number; |x| < 2^22.
+__device__ __forceinline__ float nearest(float x) {
+  float y = x + 12582912.0f;
+  KDA_TOUCH(y);
+  return y - 12582912.0f;
+}
+
+// References, and steps between them; of each group's two lanes with the same channels either takes two of them. A step of two powers is a
+// word of two bfloat16 numbers.
 template <bool BOUNDED>
 __device__ __forceinline__ void refer(Tokens& x, const Seat& at) {
-  const float* sums = at.floats(kAtSums) + at.channel();
-  float before[2] = {}, m[2] = {}, last[2] = {}, base[2] = {}, step[2];
+  const int group = at.group(), channel = at.channel() + (at.second() ? 2 : 0);
+  const float* sums = at.floats(kAtSums) + channel;
+  const float own[2] = {at.second() ? x.sum[2] : x.sum[0], at.second() ? x.sum[3] : x.sum[1]};
+  float last[2] = {}, before[2] = {}, total[2], m[2], step[2], base[2], rest[2];
+  const auto add = [&](float (&y)[2], int i) {
+    const float2 z = *reinterpret_cast<const float2*>(sums + i * kHead);
+    y[0] += z.x, y[1] += z.y;
+  };
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    const float2 z = load_two(sums + i * kHead);
+  for (int i = 0; i < kGroups - 2; ++i)
+    if (i + 1 < group) add(before, i);
+  if (group > 0) {
+    float z[2] = {};
+    add(z, group - 1);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float sum = c ? z.y : z.x, own = rintf(before[c] + 0.5f * sum);
-      if (i + 1 == at.group()) last[c] = own;
-      if (i == at.group()) m[c] = own, base[c] = before[c] - own, step[c] = rintf(before[c]);
-      before[c] += sum;
-    }
+    for (int c = 0; c < 2; ++c) last[c] = nearest(fmaf(0.5f, z[c], before[c])), before[c] += z[c];
   }
-  const int to = at.group() * kHead + at.channel();
 #pragma unroll
-  for (int c = 0; c < 2; ++c)
-    step[c] = BOUNDED ? exp2_fast(m[c] - last[c]) : __uint_as_float(pack_bf16(exp2_fast(m[c] - step[c]), exp2_fast(step[c] - last[c])));
-  *reinterpret_cast<float2*>(at.floats(kAtSteps) + to) = make_float2(step[0], step[1]);
+  for (int c = 0; c < 2; ++c) total[c] = before[c] + own[c];
 #pragma unroll
-  for (int c = 0; c < 2; ++c) x.base[c] = base[c], x.rest[c] = before[c] - m[c];
-  if (at.group() == 0) {  // decay d_decay, for the gates
-    auto* d = reinterpret_cast<float2*>(at.floats(kAtDDecay) + at.channel());
-    *d = make_float2(d->x * exp2_fast(before[0]), d->y * exp2_fast(before[1]));
+  for (int i = 1; i < kGroups; ++i)
+    if (i > group) add(total, i);
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    m[c] = nearest(fmaf(0.5f, own[c], before[c]));
+    step[c] = m[c] - last[c], base[c] = before[c] - m[c], rest[c] = total[c] - m[c];
+  }
+  bool deep = false;
+  if (!BOUNDED) {
+    const uint32_t found = __ballot_sync(~0u, fminf(step[0], step[1]) < -126.0f);
+    deep = found >> (at.lane & 16) & 0xffffu;
+  }
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const float boundary = nearest(before[c]);
+    step[c] = deep ? __uint_as_float(pack_bf16(exp2_fast(m[c] - boundary), exp2_fast(boundary - last[c]))) : exp2_fast(step[c]);
+  }
+  *reinterpret_cast<float2*>(at.floats(kAtSteps) + group * kHead + channel) = make_float2(step[0], step[1]);
+  if (!BOUNDED && at.lane % 16 == 0) at.ints(kAtDeep)[group * 4 + at.slice] = deep;
+  if (at.block == 0 && at.lane < 16) {  // decay d_decay, for the gates
+    auto* d = reinterpret_cast<float2*>(at.floats(kAtDDecay) + channel);
+    *d = make_float2(d->x * exp2_fast(total[0]), d->y * exp2_fast(total[1]));
+  }
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const float of_base = __shfl_xor_sync(~0u, base[c], 8), of_rest = __shfl_xor_sync(~0u, rest[c], 8);
+    x.base[c] = (at.second() ? of_base : base[c]) + x.start[c], x.base[2 + c] = (at.second() ? base[c] : of_base) + x.start[2 + c];
+    x.rest[c] = at.second() ? of_rest : rest[c], x.rest[2 + c] = at.second() ? rest[c] : of_rest;
   }
 }
 
-struct Factors {  // of a token, two channels: normalised q and k, s - m and its powers, and the rounded rows and column
-  float q[2], k[2], s[2], row[2], column[2];
-  uint32_t rows_q, rows_k, columns;
+// 1 / |q| and 1 / |k| of the lane's tokens.
+struct Norms {
+  const float* factors;
+  int first, bits;
+  __device__ __forceinline__ Norms(const float* factors, int bits, const Seat& at)
+      : factors(factors), first(row_of(at.token(), bits)), bits(bits) {}
+  __device__ __forceinline__ float q(int t) const { return factors[kChunk + (first | row_of(t, bits))]; }
+  __device__ __forceinline__ float k(int t) const { return factors[2 * kChunk + (first | row_of(t, bits))]; }
+};
 
-  __device__ __forceinline__ Factors(const Tokens& x, uint32_t raw_q, uint32_t raw_k, float (&run)[2], int t, float norm_q, float norm_k) {
-    q[0] = low(raw_q) * norm_q, q[1] = high(raw_q) * norm_q, k[0] = low(raw_k) * norm_k, k[1] = high(raw_k) * norm_k;
+// Of a token: normalised q and k, powers of s - m, and the rounded rows and column.
+struct Factors {
+  float q[4], k[4], row[4], column[4];
+  uint2 rows_q, rows_k, columns;
+
+  __device__ __forceinline__ Factors(uint2 raw_q, uint2 raw_k, const float (&s)[4], float norm_q, float norm_k) {
+    unpack(q, raw_q), unpack(k, raw_k);
+    float x[4], y[4], z[4];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      s[c] = x.exponent(run, t, c);
-      row[c] = exp2_fast(s[c]), column[c] = exp2_fast(-s[c]);
+    for (int c = 0; c < 4; ++c) {
+      q[c] *= norm_q, k[c] *= norm_k, row[c] = exp2_fast(s[c]), column[c] = exp2_fast(-s[c]);
+      x[c] = q[c] * row[c], y[c] = k[c] * row[c], z[c] = k[c] * column[c];
     }
-    rows_q = pack_bf16(q[0] * row[0], q[1] * row[1]), rows_k = pack_bf16(k[0] * row[0], k[1] * row[1]);
-    columns = pack_bf16(k[0] * column[0], k[1] * column[1]);
+    rows_q = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])}, rows_k = {pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])};
+    columns = {pack_bf16(z[0], z[1]), pack_bf16(z[2], z[3])};
   }
 };
 
-// From q and k of the lane's tokens their decayed tiles, in the same place.
-__device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens& x, const float* factors, const Seat& at) {
-  float run[2] = {};
+// Where the exponents of the lane's first token wait until they are needed again.
+__device__ __forceinline__ float* exponents_of(const Seat& at) { return at.floats(kAtExponents) + at.warp * 512 + at.lane * 4; }
+
+// The decayed tiles of the lane's q and k.
+__device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens& x, const Raw<uint2>& q, const Raw<uint2>& k,
+                                           const float* factors, const Seat& at) {
+  const Norms norms(factors, p.group_bits, at);
+  const uint32_t to = at.smem + at.in_tile();
+  float run[4] = {}, s[4];
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const int row = 8 * at.group() + t, from = row_of(row, p.group_bits);
-    const uint32_t to = at.smem + word_at(row, at.channel());
-    const uint32_t q = load_shared_word(to + kAtRowsQ), k = load_shared_word(to + kAtRowsK);
-    const Factors y(x, q, k, run, t, factors[kChunk + from], factors[2 * kChunk + from]);
-    store_shared(to + kAtRowsQ, y.rows_q), store_shared(to + kAtRowsK, y.rows_k), store_shared(to + kAtColumns, y.columns);
+  for (int t = 0; t < 4; ++t) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) s[c] = x.base[c] + (run[c] += x.g[t][c]);
+    store_four(exponents_of(at) + t * 128, s);
+    const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
+    const uint32_t tile = to ^ (t * 272);
+    store_shared(tile + kAtRowsQ, y.rows_q), store_shared(tile + kAtRowsK, y.rows_k), store_shared(tile + kAtColumns, y.columns);
   }
 }
 
-// Results r = FIRST .. LAST (0 and 1 are a lane's first token, 2 and 3 its second) moved from one group's reference to that of the next, or
-// back: both are the same step.
-__device__ __forceinline__ void load_steps(float2 (&by)[4], int group, const Seat& at) {
-#pragma unroll
-  for (int t = 0; t < 4; ++t) by[t] = load_two(at.floats(kAtSteps) + group * kHead + at.result_channel(t));
-}
-template <bool BOUNDED, int FIRST, int LAST>
+// Results from r = FIRST to LAST (0 and 1 are a lane's first token, 2 and 3 its second) moved from one group's reference to that of the
+// next, or back: both are the same step.
+template <bool DEEP, int FIRST, int LAST>
 __device__ __forceinline__ void step(Results& x, const float2 (&by)[4]) {
 #pragma unroll
   for (int t = 0; t < 4; ++t)
 #pragma unroll
     for (int r = FIRST; r <= LAST; ++r) {
       const float f = r % 2 ? by[t].y : by[t].x;
-      x[t][r] = BOUNDED ? x[t][r] * f : x[t][r] * low(__float_as_uint(f)) * high(__float_as_uint(f));
+      x[t][r] = DEEP ? x[t][r] * low(__float_as_uint(f)) * high(__float_as_uint(f)) : x[t][r] * f;
     }
 }
-// Eight tokens of a group, the four n-tiles of the warp's channels, as B operands.
-__device__ __forceinline__ void load_group(uint32_t (&b)[4], uint32_t tile, int group, const Seat& at) {
-  load_matrices_transposed(b, tile + tile_at(8 * group + (at.lane & 7), 4 * at.slice + (at.lane >> 3)));
+struct Steps {
+  float2 by[4];
+  bool deep;
+  __device__ __forceinline__ Steps(bool bounded, int group, const Seat& at) {
+    const float* from = at.floats(kAtSteps) + group * kHead + 32 * at.slice + 2 * (at.lane % 4);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) by[t] = *reinterpret_cast<const float2*>(from + 8 * t);
+    deep = !bounded && at.ints(kAtDeep)[group * 4 + at.slice];
+  }
+};
+// Eight tokens of group 0, the four n-tiles of the warp's channels, as B operands; others are 2048 bytes a group further.
+__device__ __forceinline__ uint32_t group_at(uint32_t tile, const Seat& at) {
+  return at.smem + tile + tile_at(at.lane & 7, 4 * at.slice + (at.lane >> 3));
 }
 
 // The gradient of k_decayed waits in v_new's place, which is used up, in the warp's own part of it, while pairs are added up.
 __device__ __forceinline__ void keep_state_part(Results& d_c, const Seat& at) {
+  const uint32_t to = at.smem + kAtVNew + at.result_in_tile();
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    const uint32_t to = at.smem + kAtVNew + word_at(at.result_row(0), at.result_channel(t));
-    store_shared(to, pack_bf16(d_c[t][0], d_c[t][1])), store_shared(to + 8 * 256, pack_bf16(d_c[t][2], d_c[t][3]));
+    store_shared(to ^ (t << 4), pack_bf16(d_c[t][0], d_c[t][1]));
+    store_shared((to ^ (t << 4)) + 2048, pack_bf16(d_c[t][2], d_c[t][3]));
 #pragma unroll
     for (int r = 0; r < 4; ++r) d_c[t][r] = 0.0f;
   }
 }
 
-// To the gradients of rows, which begin with what the state gives, all columns up to their own group.
+// To the gradients of rows, which begin with what the state gives, the columns of one group.
+template <bool BOUNDED, int FIRST>
+__device__ __forceinline__ void rows_with(Results& d_q, Results& d_k, int group, uint32_t pairs, uint32_t columns, const Seat& at) {
+  const Steps steps(BOUNDED, group, at);
+  uint32_t a[4], b[4];
+  load_matrices(a, pairs ^ (group << 4));
+  load_matrices_transposed(b, columns + group * 2048);
+  if (steps.deep)
+    step<true, FIRST, 3>(d_q, steps.by), step<true, FIRST, 3>(d_k, steps.by);
+  else
+    step<false, FIRST, 3>(d_q, steps.by), step<false, FIRST, 3>(d_k, steps.by);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a[0], a[1], b[t]), mma_bf16(d_k[t], a[2], a[3], b[t]);
+}
+// All of them up to their own group.
 template <bool BOUNDED>
 __device__ __forceinline__ void row_pairs(Results& d_q, Results& d_k, const Seat& at) {
+  const uint32_t pairs = at.smem + kAtPairs + pair_at(16 * at.block + (at.lane & 15) + (at.lane >> 4) * kChunk, 0);
+  const uint32_t columns = group_at(kAtColumns, at);
 #pragma unroll 1
-  for (int group = 0; group < 2 * at.block + 2; ++group) {
-    float2 by[4];
-    uint32_t a[4], b[4];
-    load_steps(by, group, at);
-    load_matrices(a, at.smem + kAtPairs + pair_at(16 * at.block + (at.lane & 15) + (at.lane >> 4) * kChunk, group));
-    load_group(b, at.smem + kAtColumns, group, at);
-    if (group <= 2 * at.block)
-      step<BOUNDED, 0, 3>(d_q, by), step<BOUNDED, 0, 3>(d_k, by);
-    else
-      step<BOUNDED, 2, 3>(d_q, by), step<BOUNDED, 2, 3>(d_k, by);
-#pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a[0], a[1], b[t]), mma_bf16(d_k[t], a[2], a[3], b[t]);
-  }
+  for (int group = 0; group <= 2 * at.block; ++group) rows_with<BOUNDED, 0>(d_q, d_k, group, pairs, columns, at);
+  rows_with<BOUNDED, 2>(d_q, d_k, 2 * at.block + 1, pairs, columns, at);
 }
 
-// To those of columns all rows down to their own group.
+// To those of columns the rows of one group; then on to the next reference, up to result LAST.
+template <bool BOUNDED, int LAST>
+__device__ __forceinline__ void columns_with(Results& d_c, int group, uint32_t pairs, uint32_t rows, const Seat& at) {
+  uint32_t a[4], b[4];
+  load_matrices_transposed(a, pairs + group * 1024);
+  load_matrices_transposed(b, rows + group * 2048);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[0], a[1], b[t]);
+  load_matrices_transposed(b, rows + group * 2048 + (kAtRowsK - kAtRowsQ));
+#pragma unroll
+  for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[2], a[3], b[t]);
+  if (LAST == 0) return;
+  const Steps steps(BOUNDED, group, at);
+  if (steps.deep)
+    step<true, 0, LAST>(d_c, steps.by);
+  else
+    step<false, 0, LAST>(d_c, steps.by);
+}
+// All of them down to their own group.
 template <bool BOUNDED>
 __device__ __forceinline__ void column_pairs(Results& d_c, const Seat& at) {
+  const uint32_t pairs = at.smem + kAtPairs + pair_at((at.lane & 7) + (at.lane >> 4) * kChunk, 2 * at.block + ((at.lane >> 3) & 1));
+  const uint32_t rows = group_at(kAtRowsQ, at);
 #pragma unroll 1
-  for (int group = kGroups - 1; group >= 2 * at.block; --group) {
-    float2 by[4];
-    uint32_t a[4], b[4];
-    load_matrices_transposed(a, at.smem + kAtPairs +
-                                    pair_at(8 * group + (at.lane & 7) + (at.lane >> 4) * kChunk, 2 * at.block + ((at.lane >> 3) & 1)));
-    load_group(b, at.smem + kAtRowsQ, group, at);
-#pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[0], a[1], b[t]);
-    load_group(b, at.smem + kAtRowsK, group, at);
-#pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[2], a[3], b[t]);
-    load_steps(by, group, at);
-    if (group > 2 * at.block + 1) step<BOUNDED, 0, 3>(d_c, by);
-    if (group == 2 * at.block + 1) step<BOUNDED, 0, 1>(d_c, by);
-  }
+  for (int group = kGroups - 1; group > 2 * at.block + 1; --group) columns_with<BOUNDED, 3>(d_c, group, pairs, rows, at);
+  columns_with<BOUNDED, 1>(d_c, 2 * at.block + 1, pairs, rows, at);
+  columns_with<BOUNDED, 0>(d_c, 2 * at.block, pairs, rows, at);
 }
 
 }  // namespace kda::hopper

@@ -10,43 +10,74 @@ namespace kda::hopper {
 
 using Results = float[4][4];  // 16 tokens, 32 channels: four C tiles side by side
 
-// Of a tile: 16 rows as an A operand, step s of 16 channels; 16 rows as columns of a B operand; 16 rows as its depth, and two n-tiles of
-// channels from `unit` on.
-__device__ __forceinline__ void load_rows(uint32_t (&a)[4], uint32_t tile, int block, int s, int lane) {
-  load_matrices(a, tile + tile_at(16 * block + (lane & 15), 2 * s + (lane >> 4)));
-}
-__device__ __forceinline__ void load_columns(uint32_t (&b)[4], uint32_t tile, int block, int s, int lane) {
-  load_matrices(b, tile + tile_at(16 * block + (lane & 7) + ((lane >> 4) << 3), 2 * s + ((lane >> 3) & 1)));
-}
-__device__ __forceinline__ void load_depth(uint32_t (&b)[4], uint32_t tile, int block, int unit, int lane) {
-  load_matrices_transposed(b, tile + tile_at(16 * block + (lane & 15), unit + (lane >> 4)));
-}
+// Block (block, j) of lower Diag(beta) as an A operand: two bfloat16 numbers whose sum it is. `rows`: where lower's rows of the lane's two
+// tokens lie, with the lane's first column; row_of moves bits, so columns differ by bits too.
+struct Lower {
+  uint32_t rows[2];
+  int first;  // row_of the lane's first column
 
-// Block (block, j) of lower Diag(beta) as an A operand: two bfloat16 numbers whose sum it is.
-__device__ __forceinline__ void load_lower(uint32_t (&big)[4], uint32_t (&small)[4], const HopperGradient& p, const float* factors, int j,
-                                           const Seat& at) {
-  uint32_t halves[4];
-  if (!p.lower_float32) {
-    const int row = 16 * at.block + (at.lane & 15);
-    load_matrices(halves, at.smem + kAtLower + pair_at(row, 2 * j + (at.lane >> 4)));
-  }
+  __device__ __forceinline__ Lower(bool wide, int bits, const Seat& at) : first(row_of(2 * (at.lane % 4), bits)) {
+    if (wide) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = 16 * at.block + at.lane / 4 + 8 * (i % 2), column = 16 * j + 2 * (at.lane % 4) + 8 * (i / 2);
-    float2 x;
-    if (p.lower_float32) {
-      const int from = row_of(row, p.group_bits), c0 = row_of(column, p.group_bits), c1 = row_of(column + 1, p.group_bits);
-      const auto at_column = [&](int c) {
-        return *reinterpret_cast<const float*>(at.bytes + kAtLower + tile_at(from, c >> 2) + (c & 3) * 4);
-      };
-      x = make_float2(at_column(c0), at_column(c1));
+      for (int half = 0; half < 2; ++half) {
+        const int from = row_of(at.result_row() + 8 * half, bits);
+        rows[half] = at.smem + kAtLower + ((from * 256 + ((from & 7) << 4)) ^ (first << 2));
+      }
     } else {
-      x = unpack_half(halves[i]);
+      rows[0] = at.smem + kAtLower + pair_at(16 * at.block + (at.lane & 15), at.lane >> 4);
     }
-    x.x = column < row ? x.x * factors[row_of(column, p.group_bits)] : 0.0f;
-    x.y = column + 1 < row ? x.y * factors[row_of(column + 1, p.group_bits)] : 0.0f;
-    big[i] = pack_bf16(x.x, x.y);
-    small[i] = pack_bf16(x.x - low(big[i]), x.y - high(big[i]));
+  }
+
+  template <bool WIDE>
+  __device__ __forceinline__ void load(uint32_t (&big)[4], uint32_t (&small)[4], const float* beta, int bits, int j, const Seat& at) const {
+    float x[4][2], b[2][2];  // [operand][column]; [columns 0 and 1 | 8 and 9]
+    const int to_j = row_of(16 * j, bits);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) b[i][c] = beta[first | to_j | row_of(8 * i + c, bits)];
+    if (WIDE) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          x[i][c] = __uint_as_float(load_shared_word(rows[i % 2] ^ ((to_j | row_of(8 * (i / 2) + c, bits)) << 2)));
+    } else {
+      uint32_t halves[4];
+      load_matrices(halves, rows[0] ^ (j << 5));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 y = unpack_half(halves[i]);
+        x[i][0] = y.x, x[i][1] = y.y;
+      }
+    }
+    if (j == at.block)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) x[i][c] = 2 * (at.lane % 4) + 8 * (i / 2) + c < at.lane / 4 + 8 * (i % 2) ? x[i][c] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float y0 = x[i][0] * b[i / 2][0], y1 = x[i][1] * b[i / 2][1];
+      big[i] = pack_bf16(y0, y1);
+      small[i] = pack_bf16(y0 - low(big[i]), y1 - high(big[i]));
+    }
+  }
+};
+
+template <bool WIDE>
+__device__ __forceinline__ void lower_times_r(Results& acc, int bits, const float* beta, const Seat& at) {
+  const Lower lower(WIDE, bits, at);
+  uint32_t depth = at.smem + kAtR + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4));
+#pragma unroll 1
+  for (int j = 0; j <= at.block; ++j, depth += 16 * 256) {
+    uint32_t big[4], small[4], b[2][4];
+    load_matrices_transposed(b[0], depth), load_matrices_transposed(b[1], depth ^ (2 << 4));
+    lower.load<WIDE>(big, small, beta, bits, j, at);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) mma_bf16(acc[t], big, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+#pragma unroll
+    for (int t = 0; t < 4; ++t) mma_bf16(acc[t], small, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
   }
 }
 
@@ -54,58 +85,52 @@ __device__ __forceinline__ void load_lower(uint32_t (&big)[4], uint32_t (&small)
 __device__ __forceinline__ bool too_small(float beta) { return fabsf(beta) < 5.421010862427522e-20f; }
 
 // v_new of the warp's tokens, value channels of its slice, into shared memory, and its share of d_v . e.
-__device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk& c, const float* factors, const Seat& at) {
+__device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk& c, const float* beta, const Seat& at) {
   Results acc = {};
-#pragma unroll 1
-  for (int j = 0; j <= at.block; ++j) {
-    uint32_t big[4], small[4], b[4];
-    load_lower(big, small, p, factors, j, at);
-#pragma unroll
-    for (int t = 0; t < 4; t += 2) {
-      load_depth(b, at.smem + kAtR, j, 4 * at.slice + t, at.lane);
-      mma_bf16(acc[t], big, b[0], b[1]), mma_bf16(acc[t + 1], big, b[2], b[3]);
-      mma_bf16(acc[t], small, b[0], b[1]), mma_bf16(acc[t + 1], small, b[2], b[3]);
-    }
-  }
-  float dots[2] = {};
+  p.lower_float32 ? lower_times_r<true>(acc, p.group_bits, beta, at) : lower_times_r<false>(acc, 0, beta, at);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = at.result_row(2 * half);
-    const float beta = factors[row_of(row, p.group_bits)];
-    const bool other = p.alone && too_small(beta) && row < c.length;
-    const auto* alone = static_cast<const uint32_t*>(p.alone) + (c.item * kChunk + row) * (kHead / 2);
+    const int row = at.result_row() + 8 * half;
+    const uint32_t tile = at.smem + at.result_in_tile() + half * 2048;
+    const float strength = beta[row_of(row, p.group_bits)];
+    uint32_t d[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) d[t] = load_shared_word((tile ^ (t << 4)) + kAtDV);
+    if (p.alone && too_small(strength) && row < c.length) {
+      const auto* alone = static_cast<const uint32_t*>(p.alone) + (c.item * kChunk + row) * (kHead / 2) + 16 * at.slice + at.lane % 4;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) d[t] = alone[4 * t];
+    }
+    float dot = 0.0f;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const int channel = at.result_channel(t);
-      const uint32_t at_word = word_at(row, channel), r = load_shared_word(at.smem + kAtR + at_word);
+      const uint32_t r = load_shared_word((tile ^ (t << 4)) + kAtR);
       const float e0 = low(r) - acc[t][2 * half], e1 = high(r) - acc[t][2 * half + 1];
-      const uint32_t d = other ? alone[channel / 2] : load_shared_word(at.smem + kAtDV + at_word);
-      dots[half] = fmaf(low(d), e0, fmaf(high(d), e1, dots[half]));
-      store_shared(at.smem + kAtVNew + at_word, pack_bf16(beta * e0, beta * e1));
+      dot = fmaf(low(d[t]), e0, fmaf(high(d[t]), e1, dot));
+      store_shared((tile ^ (t << 4)) + kAtVNew, pack_bf16(strength * e0, strength * e1));
     }
-    dots[half] += __shfl_xor_sync(~0u, dots[half], 1);
-    dots[half] += __shfl_xor_sync(~0u, dots[half], 2);
-    if (at.lane % 4 == 0) at.floats(kAtDots)[row * 4 + at.slice] = dots[half];
+    dot += __shfl_xor_sync(~0u, dot, 1);
+    dot += __shfl_xor_sync(~0u, dot, 2);
+    if (at.lane % 4 == 0) at.floats(kAtDots)[row * 4 + at.slice] = dot;
   }
 }
 
 // d_beta of one token per thread, from the slices' shares of d_v . e.
-__device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chunk& c, const float* factors, const Seat& at) {
-  const int row = at.thread;
-  if (row >= kChunk || row >= c.length) return;
-  const float4 x = *reinterpret_cast<const float4*>(at.floats(kAtDots) + row * 4);
+__device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chunk& c, const float* factors, int row, const Seat& at) {
+  if (row >= c.length) return;
+  const float4 x = load_four(at.floats(kAtDots) + row * 4);
   float d = (x.x + x.y) + (x.z + x.w);
   if (p.in.beta_kind == Beta::given) {
     const float beta = factors[row_of(row, p.group_bits)];
     d = d / (too_small(beta) ? 1.0f : beta);
   } else {  // of s = 1 / (1 + e^-x), or 2 s: (1 - s) d, where d has the strength in it
-    const int64_t from = c.offset(p.in.beta_strides, c.head) + row * p.in.beta_strides.token;
+    const int64_t from = c.offsets[3] + row * p.in.beta_strides.token;
     const float y = p.in.beta_float32 ? static_cast<const float*>(p.in.beta)[from]
                                       : __bfloat162float(static_cast<const __nv_bfloat16*>(p.in.beta)[from]);
     const float e = exp2_fast(-fabsf(y) * kLog2e);
     d = (y >= 0.0f ? e : 1.0f) * d * reciprocal_fast(1.0f + e);
   }
-  const int64_t to = c.token(p.in) + row * p.in.HV;
+  const int64_t to = c.token + row * p.in.HV;
   if (p.in.beta_float32)
     static_cast<float*>(p.d_beta)[to] = d;
   else
@@ -116,111 +141,118 @@ __device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chun
 // memory. Returns the largest.
 __device__ __forceinline__ float make_pairs(const HopperGradient& p, float (&of_q)[2][4], float (&of_k)[2][4], const Seat& at) {
   if (at.slice > at.block) return 0.0f;
+  const uint32_t columns = at.smem + tile_at(16 * at.slice + (at.lane & 7) + ((at.lane >> 4) << 3), (at.lane >> 3) & 1);
+  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
 #pragma unroll
   for (int s = 0; s < kHead / 16; ++s) {
     uint32_t a[4], b[4];
-    load_columns(b, at.smem + kAtVNew, at.slice, s, at.lane);
-    load_rows(a, at.smem + kAtDO, at.block, s, at.lane);
+    load_matrices(b, (columns ^ (s << 5)) + kAtVNew);
+    load_matrices(a, (rows ^ (s << 5)) + kAtDO);
     mma_bf16(of_q[0], a, b[0], b[1]), mma_bf16(of_q[1], a, b[2], b[3]);
-    load_rows(a, at.smem + kAtDV, at.block, s, at.lane);
+    load_matrices(a, (rows ^ (s << 5)) + kAtDV);
     mma_bf16(of_k[0], a, b[0], b[1]), mma_bf16(of_k[1], a, b[2], b[3]);
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) of_q[n][r] *= p.in.scale;
+  if (at.slice == at.block) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int i = at.lane / 4 + 8 * (r / 2), j = 8 * n + 2 * (at.lane % 4) + r % 2;
+        if (i == j) at.floats(kAtDiagonal)[16 * at.block + i] = of_q[n][r];
+        of_q[n][r] = j < i ? of_q[n][r] : 0.0f, of_k[n][r] = j < i ? of_k[n][r] : 0.0f;
+      }
   }
   float largest = 0.0f;
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int i = at.lane / 4 + 8 * (r / 2), j = 8 * n + 2 * (at.lane % 4) + r % 2;
-      const bool below = at.slice < at.block || j < i;
-      if (at.slice == at.block && i == j) at.floats(kAtDiagonal)[16 * at.block + i] = of_q[n][r] * p.in.scale;
-      of_q[n][r] = below ? of_q[n][r] * p.in.scale : 0.0f, of_k[n][r] = below ? -of_k[n][r] : 0.0f;
-      largest = fmaxf(largest, fmaxf(fabsf(of_q[n][r]), fabsf(of_k[n][r])));
-    }
+    for (int r = 0; r < 4; ++r) largest = fmaxf(largest, fmaxf(fabsf(of_q[n][r]), fabsf(of_k[n][r])));
   return largest;
 }
 
 __device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const float (&of_k)[2][4], float unit, const Seat& at) {
   if (at.slice > at.block) return;
+  const uint32_t to = at.smem + kAtPairs + pair_at(at.result_row(), 2 * at.slice) + at.lane % 4 * 4;
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = at.result_row(2 * half), r = 2 * half;
-      const uint32_t to = at.smem + kAtPairs + pair_at(row, 2 * at.slice + n) + at.lane % 4 * 4;
-      store_shared(to, pack_bf16(of_q[n][r] * unit, of_q[n][r + 1] * unit));
-      store_shared(to + kChunk * 128, pack_bf16(of_k[n][r] * unit, of_k[n][r + 1] * unit));
+      const int r = 2 * half;
+      store_shared((to ^ (n << 4)) + half * 1024, pack_bf16(of_q[n][r] * unit, of_q[n][r + 1] * unit));
+      store_shared((to ^ (n << 4)) + half * 1024 + kChunk * 128, pack_bf16(of_k[n][r] * -unit, of_k[n][r + 1] * -unit));
     }
 }
 
 // Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two.
 __device__ __forceinline__ void state_products(const HopperGradient& p, Results& d_q, Results& d_k, Results& d_c, float unit,
                                                const Seat& at) {
+  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+  const uint32_t depth = at.smem + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
 #pragma unroll 2  // more would want more registers
   for (int s = 0; s < kHead / 16; ++s) {
     uint32_t a[4], b[2][4];
-    load_depth(b[0], at.smem + kAtS, s, 4 * at.slice, at.lane), load_depth(b[1], at.smem + kAtS, s, 4 * at.slice + 2, at.lane);
-    load_rows(a, at.smem + kAtDO, at.block, s, at.lane);
+    const uint32_t from = rows ^ (s << 5);
+    load_matrices_transposed(b[0], depth + kAtS + s * 4096), load_matrices_transposed(b[1], beside + kAtS + s * 4096);
+    load_matrices(a, from + kAtDO);
 #pragma unroll
     for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-    load_rows(a, at.smem + kAtDV, at.block, s, at.lane);
+    load_matrices(a, from + kAtDV);
 #pragma unroll
     for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-    load_depth(b[0], at.smem + kAtDS, s, 4 * at.slice, at.lane), load_depth(b[1], at.smem + kAtDS, s, 4 * at.slice + 2, at.lane);
-    load_rows(a, at.smem + kAtVNew, at.block, s, at.lane);
+    load_matrices_transposed(b[0], depth + kAtDS + s * 4096), load_matrices_transposed(b[1], beside + kAtDS + s * 4096);
+    load_matrices(a, from + kAtVNew);
 #pragma unroll
     for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
   }
+  const float unit_q = p.in.scale * unit;
 #pragma unroll
   for (int t = 0; t < 4; ++t)
 #pragma unroll
-    for (int r = 0; r < 4; ++r) d_q[t][r] *= p.in.scale * unit, d_k[t][r] *= -unit, d_c[t][r] *= unit;
+    for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
 }
 
-__device__ __forceinline__ int64_t sequence_of(const HopperForward& p, const Chunk& c) {
-  if (!p.cu_seqlens) return c.batch;
-  int64_t low = 0, high = p.N;  // boundary(low) <= first < boundary(high)
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (boundary(p, middle) <= c.first ? low : high) = middle;
-  }
-  return low;
-}
-
-// The warp's eight value channels of sum_v S dS', four key channels per lane, to `parts` [16][128] in the columns' place. At the ends of a
+// The warp's eight value channels of sum_v S dS', four key channels per lane, to `parts` [16][128] in the pairs' place. At the ends of a
 // sequence S and dS' are as the caller gave them: short sequences have no rounding that this could hide behind.
 __device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
   float sum[4] = {};
-  int64_t state = 0;
-  bool from_caller = false, to_caller = false;
-  if (p.in.initial_state || p.d_final) {
-    const int64_t n = sequence_of(p.in, c);
-    const Span span = sequence_span(p.in, n);
-    state = n * p.in.HV + c.head;
-    from_caller = p.in.initial_state && c.first == span.first, to_caller = p.d_final && c.first + c.length == span.first + span.length;
-  }
-#pragma unroll 2
-  for (int i = 0; i < 8; ++i) {
-    const int v = 8 * at.warp + i;
-    const uint32_t offset = tile_at(v, at.lane >> 1) + (at.lane & 1) * 8;
-    const uint2 x = load_shared_pair(at.smem + kAtS + offset), y = load_shared_pair(at.smem + kAtDS + offset);
-    float S[4] = {low(x.x), high(x.x), low(x.y), high(x.y)}, dS[4] = {low(y.x), high(y.x), low(y.y), high(y.y)};
+  const float *initial = c.initial, *final = c.final;
+  const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
+  if (initial || final) {
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      const int v = 8 * at.warp + i, by_k = p.in.state_v_first ? 1 : kHead, by_v = p.in.state_v_first ? kHead : 1;
+      float S[4], dS[4];
+      const uint32_t offset = (from ^ (i << 4)) + i * 256;
+      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int k = 4 * at.lane + j;
-      const int64_t index = state * kHead * kHead + (p.in.state_v_first ? v * kHead + k : k * kHead + v);
-      if (from_caller) S[j] = p.in.initial_state[index];
-      if (to_caller) dS[j] = p.d_final[index];
-      sum[j] = fmaf(S[j], dS[j], sum[j]);
+      for (int j = 0; j < 4; ++j) {
+        const int index = v * by_v + (4 * at.lane + j) * by_k;
+        if (initial) S[j] = initial[index];
+        if (final) dS[j] = final[index];
+        sum[j] = fmaf(S[j], dS[j], sum[j]);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float S[4], dS[4];
+      const uint32_t offset = (from ^ (i << 4)) + i * 256;
+      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[j], dS[j], sum[j]);
     }
   }
-  *reinterpret_cast<float4*>(at.floats(kAtColumns) + at.warp * kHead + 4 * at.lane) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  store_four(at.floats(kAtPairs) + at.warp * kHead + 4 * at.lane, sum);
 }
-__device__ __forceinline__ void add_decay_products(const Seat& at) {
-  if (at.thread >= kHead) return;
+__device__ __forceinline__ void add_decay_products(int channel, const Seat& at) {
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kGradientWarps; ++i) sum += at.floats(kAtColumns)[i * kHead + at.thread];
-  at.floats(kAtDDecay)[at.thread] = sum;
+  for (int i = 0; i < kGradientWarps; ++i) sum += at.floats(kAtPairs)[i * kHead + channel];
+  at.floats(kAtDDecay)[channel] = sum;
 }
 
 }  // namespace kda::hopper

@@ -40,38 +40,73 @@ __device__ __forceinline__ float write_strength(const HopperForward& p, int64_t 
   return p.beta_kind == Beta::double_sigmoid ? 2.0f * x : x;
 }
 
-// Gates of the gradient kernel, two channels: the same log-decays, and their gradients.
+// Gates of the gradient kernel: the same log-decays of four channels, and their gradients.
 constexpr float kGateFloor = -29.0f, kLn2 = 0.6931471805599453f;  // the floor of hopper_prepare_decay.cuh
 
 template <Gate GATE>
 struct GateOf {
-  float a, lower_bound, bias[2];
+  float a, bound, shift[4];  // shift: the bias, in the units of x
 
-  __device__ __forceinline__ GateOf(const HopperForward& p, int head, int channel) : lower_bound(p.lower_bound), bias{} {
-    a = GATE != Gate::log_decay && p.A_log ? __expf(p.A_log[head]) : 1.0f;
-    if (GATE != Gate::log_decay && p.dt_bias) {
-      const float2 x = *reinterpret_cast<const float2*>(p.dt_bias + head * kHead + channel);
-      bias[0] = x.x, bias[1] = x.y;
+  // `a`: e^A_log of the head. `bias`: a function that reads the channels' bias, called where there is one.
+  template <typename Bias>
+  __device__ __forceinline__ GateOf(const HopperForward& p, float a, Bias bias) : a(a), bound(p.lower_bound * kLog2e), shift{} {
+    if (GATE == Gate::log_decay) return;
+    if (p.dt_bias) {
+      const float4 x = bias();
+      shift[0] = x.x, shift[1] = x.y, shift[2] = x.z, shift[3] = x.w;
     }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) shift[c] *= kLog2e;
   }
 
+  __device__ __forceinline__ float x(float g, int c) const { return fmaf(g, kLog2e, shift[c]); }
   __device__ __forceinline__ float log2_decay(float g, int c) const {
     if (GATE == Gate::log_decay) return g * kLog2e;
-    const float x = (g + bias[c]) * kLog2e;
-    if (GATE == Gate::bounded) return lower_bound * kLog2e * reciprocal_fast(1.0f + exp2_fast(-a * x));
-    return -a * (fmaxf(x, 0.0f) + log2_fast(1.0f + exp2_fast(-fabsf(x))));
+    if (GATE == Gate::bounded) return bound * reciprocal_fast(1.0f + exp2_fast(-a * x(g, c)));
+    const float y = x(g, c);
+    return -a * (fmaxf(y, 0.0f) + log2_fast(1.0f + exp2_fast(-fabsf(y))));
   }
+};
 
-  // From d, the gradient of the log-decay: that of g, and the term of d_A_log.
-  __device__ __forceinline__ float2 backward(float g, float d, int c) const {
-    if (GATE == Gate::log_decay) return make_float2(d, 0.0f);
-    const float x = g + bias[c], y = GATE == Gate::bounded ? a * x : x;
-    const float e = exp2_fast(-fabsf(y) * kLog2e), r = reciprocal_fast(1.0f + e);
-    if (GATE == Gate::bounded) {
-      const float d_x = (e * r) * (r * (d * (a * lower_bound)));
-      return make_float2(d_x, x * d_x);
+// A log-decay that was raised to the floor has this share of its gradient.
+__device__ __forceinline__ void share_of_raised(float (&d)[4], const float (&log2_decay)[4]) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) d[c] *= exp2_fast(fminf(log2_decay[c] - kGateFloor, 0.0f));
+}
+
+// From d, the gradients of a token's log-decays in units of `back`: those of g; terms of d_A_log are added to A, in units of `A_unit`.
+template <Gate GATE>
+struct ThroughGate {
+  const GateOf<GATE>& gates;
+  float unit, A_unit;
+
+  __device__ __forceinline__ ThroughGate(const GateOf<GATE>& gates, float back)
+      : gates(gates),
+        unit(GATE == Gate::bounded ? gates.a * gates.bound * kLn2 * back : -gates.a * back),
+        A_unit(GATE == Gate::bounded ? kLn2 : unit * kLn2) {}
+
+  __device__ __forceinline__ void operator()(float (&d)[4], float (&A)[4], const float (&g)[4], bool raised) const {
+    float y[4], slope[4];  // softplus in base 2; its slope
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float z = gates.x(g[c], c), x = GATE == Gate::bounded ? gates.a * z : z;
+      const float e = exp2_fast(-fabsf(x)), r = reciprocal_fast(1.0f + e);
+      if (GATE == Gate::bounded) {  // by its root on either side of d: alone it may be too small for a float
+        d[c] = (e * r) * (r * (d[c] * unit));
+        A[c] = fmaf(z, d[c], A[c]);
+      } else {
+        y[c] = fmaxf(x, 0.0f) + log2_fast(1.0f + e), slope[c] = x >= 0.0f ? r : e * r;
+      }
     }
-    return make_float2(-a * (x >= 0.0f ? r : e * r) * d, -a * (fmaxf(x, 0.0f) + log2_fast(1.0f + e) * kLn2) * d);
+    if (GATE == Gate::bounded) return;
+    if (raised) {
+      float log2_decay[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) log2_decay[c] = -gates.a * y[c];
+      share_of_raised(d, log2_decay);
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) A[c] = fmaf(y[c], d[c], A[c]), d[c] *= slope[c] * unit;
   }
 };
 

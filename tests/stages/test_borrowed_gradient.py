@@ -89,13 +89,12 @@ def taken(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 def test_taken_where_it_is_faster(taken, monkeypatch):
-    assert taken(problem_of())
-    assert not taken(problem_of(bounded=True)), "Triton's two are faster"
+    assert taken(problem_of()) and taken(problem_of(bounded=True))
     assert not taken(problem_of(T=262144 - 64)), "a launch more by the host, for little"
     assert not taken(problem_of(deterministic=True)), "a number of chunks would decide"
     assert not taken(problem_of(dtype="float16")), "chunks of 32"
     monkeypatch.setenv(borrowed.VARIABLE, "1")
-    assert taken(problem_of(bounded=True, T=64))
+    assert taken(problem_of(T=64))
     monkeypatch.setenv(borrowed.VARIABLE, "0")
     assert not taken(problem_of())
 

@@ -20,7 +20,7 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
-          "gradient_kernel": 8, "prepare_kept_kernel": 24, "scan_kept_kernel": 0}  # fmt: skip
+          "gradient_kernel": 64, "prepare_kept_kernel": 24, "scan_kept_kernel": 0}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 one of 512.
 HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128, "prepare_kept_kernel": 80,
@@ -77,7 +77,10 @@ def test_hopper_registers(built):
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
         assert usage.registers <= limit and usage.architecture == "90a", usage
-        if "GateE2" in usage.kernel:
+        if "gradient_kernel" in usage.kernel:
+            in_registers = re.search(r"GateE[12]ELb[01]ELb0E", usage.kernel)  # gates that are computed, from bfloat16
+            assert usage.spills == 0 or not in_registers, usage
+        elif "GateE2" in usage.kernel:
             assert usage.spills <= 8, usage  # a word, stored and read once
 
 

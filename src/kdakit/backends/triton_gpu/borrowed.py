@@ -1,7 +1,7 @@
 """A kernel of another backend inside this one's calls: gradients of chunks in CUDA C++ (csrc/backward), for `products` and `gradient`.
 
-`dispatch.load` brings the lender. Its kernel is taken where GPUs have shown it to be right and faster: gates without a bound, and chunks
-enough to keep a chip busy. With a bounded gate Triton's two take less time.
+`dispatch.load` brings the lender. Its kernel is taken where GPUs have shown it to be right and faster: any gate, and chunks enough to keep
+a chip busy.
 
 KDAKIT_CUDA_GRADIENT=0: never; 1: wherever it can run, to measure it.
 
@@ -36,7 +36,7 @@ def gradient(problem: Problem, config: Config, chunks: int, device: Any) -> Call
     asked = os.environ.get(VARIABLE, "")
     if lender is None or asked == "0" or config.chunk != 64:
         return None
-    if asked != "1" and not enough(problem, config, chunks):
+    if asked != "1" and not enough(problem, chunks):
         return None
     return found(VARIABLE, asked, *lender.chunk_gradient(problem, device))
 
@@ -46,14 +46,15 @@ def forward(problem: Problem, config: Config, chunks: int, device: Any) -> Calla
     asked = os.environ.get(TRAINING, "")
     if lender is None or asked == "0" or config.chunk != 64 or config.half != 32 or not chunks:
         return None
-    if asked != "1" and (problem.options.gate != "log_decay" or problem.options.l2norm or not enough(problem, config, chunks)):
+    given = problem.options.gate == "log_decay" and not config.bounded and not problem.options.l2norm
+    if asked != "1" and not (given and enough(problem, chunks)):
         return None
     return found(TRAINING, asked, *lender.kept_forward(problem, device))
 
 
-def enough(problem: Problem, config: Config, chunks: int) -> bool:
-    """Gates without a bound, in so many chunks that a GPU is faster. Not where results may not depend on the number of chunks."""
-    return not config.bounded and not problem.options.deterministic and chunks * problem.HV >= ENOUGH
+def enough(problem: Problem, chunks: int) -> bool:
+    """So many chunks that a GPU is faster. Not where results may not depend on the number of chunks."""
+    return not problem.options.deterministic and chunks * problem.HV >= ENOUGH
 
 
 def found(variable: str, asked: str, kernel: Callable[..., Any] | None, reason: str | None) -> Callable[..., Any] | None:
