@@ -280,6 +280,16 @@ def test_random_problems(seed):
     assert not bad, [(v.what, v.complaint) for v in bad]
 
 
+@interpreter
+def test_float16_gates_of_a_bounded_gate():
+    """Beside bfloat16 keys, in a chunk that is not full: the gradients were not finite."""
+    from kdakit.measure.random_problems import parse
+    from kdakit.measure.trial import judge
+
+    verdict = judge(parse("102000961:K=128,V=128,chunk_size=64,T=3"), "triton_gpu")
+    assert verdict.ok, verdict.complaint
+
+
 def test_number_of_parts():
     """Few heads and long sequences are split, others not."""
     chip = configs.CHIPS["sm_90"]

@@ -296,7 +296,8 @@ def choose(problem: Problem, chip: Chip) -> Config:
         normed=normed,
         # Gradients have no scale of their own, so float16 does not hold those within a chunk.
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
-        by_token=normed and bounded(problem) and KP == 128,  # the head size whose speed it is for
+        # The head size whose speed it is for; float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
+        by_token=normed and bounded(problem) and KP == 128 and problem.gate_dtype != "float16",
         exact_last=not wide,
         **sizes,
     )
