@@ -25,7 +25,7 @@ FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: every problem for
 # Where it was timed: all but the largest heads. Elsewhere the forward's kernels, and on an AMD GPU the backward's too. Few heads take other
 # kernels on sm_90 alone. float32 prepares twice as many channels in three times the compiler's time.
 TAKEN = dict.fromkeys(TARGETS, range(5)) | (
-    {} if FULL else dict.fromkeys(("sm_80", "sm_89", "gfx942"), (0, 5)) | {"sm_90": (0, 1, 4, 5), "sm_100": (0,)}
+    {} if FULL else dict.fromkeys(("sm_80", "sm_89", "sm_100"), (0,)) | {"sm_90": (0, 1, 4, 5), "gfx942": (0, 5)}
 )
 ODD = ("bfloat16", 101, 128, True, 1)  # rows of an odd number of elements: loads of two bytes
 TRAINED = dict.fromkeys(TAKEN, (0,)) | ({"sm_90": (0, 3)} if FULL else dict.fromkeys(("sm_80", "sm_89", "sm_100"), ()))

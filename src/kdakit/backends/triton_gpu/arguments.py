@@ -30,7 +30,7 @@ def sizes(problem: Problem, config: Config) -> dict[str, Any]:
         VP=padded(problem.V),
         C=config.chunk,  # tokens of a chunk
         HALF=config.half,  # rows of a chunk that the prepare kernel makes at a time, see device.program.row_tokens
-        GROUP=config.group,
+        GROUP=1 if problem.dtype == "float32" else config.group,  # but in the prepare kernel, which then brings rows into tokens' order
         DIAGONAL=config.diagonal,
         EVERY=max(1, problem.options.chunk_size // config.chunk),  # chunks between the states that are asked for
         CHECKPOINT=config.checkpoint,  # chunks between the states that a backward starts from

@@ -63,6 +63,21 @@ def row_of_token(o_t, HALF: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def rows_by_token(b_x, HALF: tl.constexpr, GROUP: tl.constexpr):
+    """[P HALF, X] in the order of `row_tokens` -> in that of tokens."""
+    P: tl.constexpr = b_x.shape[0] // HALF
+    X: tl.constexpr = b_x.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(b_x, [P, GROUP, HALF // GROUP, X]), (0, 2, 1, 3)), [P * HALF, X])
+
+
+@triton.jit
+def pairs_by_token(b_A, GROUP: tl.constexpr):
+    """[2 HALF, HALF], rows and columns."""
+    HALF: tl.constexpr = b_A.shape[1]
+    return tl.trans(rows_by_token(tl.trans(rows_by_token(b_A, HALF, GROUP)), HALF, GROUP))
+
+
+@triton.jit
 def state_offsets(i_state, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     """[BV, KP] offsets of HALF^T in the i_state-th [K, V] (or [V, K]) matrix."""
     if V_FIRST:

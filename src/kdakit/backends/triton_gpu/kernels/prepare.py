@@ -11,8 +11,9 @@ from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.gate import gate_decay, gate_slope, inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.inverse import DIVISIBLE
+from kdakit.backends.triton_gpu.device.like_keys import first_key, pair_products
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
-from kdakit.backends.triton_gpu.device.program import find_sequence, first_slot, row_tokens
+from kdakit.backends.triton_gpu.device.program import find_sequence, first_slot, pairs_by_token, row_tokens, rows_by_token
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -114,11 +115,11 @@ def flat_rows(b_x, R: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def inverse_by_doubling(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_by_doubling(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 for strictly lower A [C, C] by masked doubling:  X <- X - X (A o M_b) X,  b = 1, 2, .., C/2.
 
     M_b are the pairs whose blocks of b tokens are siblings; X is then the inverse of I + A restricted to blocks of 2b. The algebra is
-    exact: no powers of A appear, so nothing grows and cancels.
+    exact: no powers of A appear, so nothing grows and cancels. EXACT, for float32: a step of Newton's,  X <- X + X (I - (I + A) X).
     """
     o_x = o_t[:, None] ^ o_t[None, :]  # [C, C]: the highest bit tells the level
     b_X = tl.where(o_x == 0, 1.0, 0.0) - tl.where(o_x == 1, b_A, 0.0)
@@ -128,6 +129,9 @@ def inverse_by_doubling(b_A, o_t, C: tl.constexpr, DTYPE: tl.constexpr, PRECISIO
             b_Xn = round_to(b_X, DTYPE)
             b_Y = product(round_to(tl.where(m_b, b_A, 0.0), DTYPE), b_Xn, PRECISION)
             b_X = b_X - product(b_Xn, round_to(b_Y, DTYPE), PRECISION)
+    if EXACT:
+        b_off = tl.where(o_x == 0, 1.0, 0.0) - b_X - product(b_A, b_X, PRECISION)
+        b_X = b_X + product(b_X, b_off, PRECISION)
     return b_X
 
 
@@ -185,13 +189,13 @@ def store_rows(p_tile, b_qk, b_x, b_before, C: tl.constexpr, HALF: tl.constexpr,
 
 @triton.jit
 def half_chunk(
-    b_g, b_qk, p_tile, b_bias, a, scale, lower_bound, start, eos, b_before,
+    b_g, b_qk, p_tile, b_bias, a, scale, lower_bound, start, eos, b_before, b_r,
     KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr, FLOOR: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, PTX: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The HALF tokens from `start`: A_qk above A_kk / beta [2 HALF, HALF]; rows [2 HALF, KP], q above k, decayed from their start; cols
-    [HALF, KP], k decayed to their end; their total decay [KP]. Stores k_in and q_decayed, which decay over the tokens before as well
-    (b_before, unless FIRST)."""
+    [HALF, KP], k decayed to their end; their total decay [KP]; in float32 the chunk's first key (b_r, unless FIRST).
+    Stores k_in and q_decayed, which decay over the tokens before as well (b_before, unless FIRST)."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     GROUPS: tl.constexpr = HALF // GROUP
     o_t = row_tokens(HALF, HALF, GROUP)  # [HALF]
@@ -219,6 +223,8 @@ def half_chunk(
     b_qk = tl.reshape(b_qk * b_scale, [2, GROUP, GROUPS, KP])
     b_k = pick_row(b_qk, 1)  # [GROUP, GROUPS, KP]
     b_dot = tl.reshape(tl.sum(pick_row(b_qk, 0) * b_k, 2), [HALF])
+    if FIRST and DTYPE.is_fp32():
+        b_r = first_key(tl.reshape(b_k, [HALF, KP]))
     b_qk = b_qk * b_row[None]
     b_near = flat_rows(b_qk, 2 * HALF, KP, DTYPE)  # decayed from the reference of their block
     if ONE_LEVEL:
@@ -228,7 +234,7 @@ def half_chunk(
     b_k = b_k * b_tail
     b_A = tl.where(m_q & (o_i[:, None] == o_t[None, :]), b_dot[None, :], 0.0)  # [2 HALF, HALF]
     m_pairs = (o_i[:, None] > o_t[None, :]) & (o_i[:, None] // DIAGONAL == o_t[None, :] // DIAGONAL)  # [2 HALF, HALF]
-    b_A = tl.where(m_pairs, product(b_near, tl.trans(b_cols), PRECISION), b_A)
+    b_A = tl.where(m_pairs, pair_products(b_near, b_cols, b_r, PRECISION), b_A)
     if ONE_LEVEL:
         b_cols = flat_rows(b_k * b_y[None], HALF, KP, DTYPE)
         m_pairs = (o_i >= DIAGONAL)[:, None] & (o_t < DIAGONAL)[None, :]
@@ -239,11 +245,11 @@ def half_chunk(
                 o_l = o_i // (GROUP << i_l)
                 m_pairs = tl.where(o_l % 2 == 1, o_l, -1)[:, None] == (o_t // (GROUP << i_l) + 1)[None, :]
                 b_near = flat_rows(b_qk * b_x[None, None], 2 * HALF, KP, DTYPE)
-                b_A = tl.where(m_pairs, product(b_near, tl.trans(flat_rows(b_k * b_y[None], HALF, KP, DTYPE)), PRECISION), b_A)
+                b_A = tl.where(m_pairs, pair_products(b_near, flat_rows(b_k * b_y[None], HALF, KP, DTYPE), b_r, PRECISION), b_A)
                 b_x, b_y, b_total = widen_span(b_x, b_y, b_total, 1 << i_l)
         b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, HALF, KP, FIRST)
         b_cols = flat_rows(b_k * b_y[None], HALF, KP, DTYPE)
-    return b_A, b_rows, b_cols, tl.max(b_total, 0)  # the total is equal in all groups
+    return b_A, b_rows, b_cols, tl.max(b_total, 0), b_r  # the total is equal in all groups
 
 
 @kernel
@@ -264,7 +270,8 @@ def prepare_kernel(
 
     Grid: (slots * HV,), heads fastest. Writes tiles [slot, HV, 3, C, KP] = k_in, q_decayed, k_solved; squares [slot, HV, C, C] = A_solved;
     decay [slot, HV, KP]; for a backward A_qk inverse and lower = A_kk / beta inverse [slot, HV, C, C], the latter so that
-    inverse = I - Diag(beta) lower. Rows are in the order of `row_tokens`. SOLVE_DTYPE is the operand dtype of what follows A_qk and A_kk.
+    inverse = I - Diag(beta) lower. Rows are in the order of `row_tokens`, in float32 in that of tokens. SOLVE_DTYPE is the operand dtype
+    of what follows A_qk and A_kk.
 
     d(j, i) is never a quotient or difference of cumulative quantities that could cancel. Tokens are paired by levels: at level b each odd
     block of b tokens meets the even block before it, both referred to the boundary between them, so both factors are products of decays
@@ -273,6 +280,7 @@ def prepare_kernel(
     is worked on in halves of HALF tokens (or as one, where C = HALF), whose tiles fit the registers; the top level pairs the halves.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
+    IN_ORDER: tl.constexpr = DTYPE.is_fp32()  # of tokens, from the pairs on: where signs change from one to the next, sums stay small
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
     if VARLEN:
@@ -295,27 +303,31 @@ def prepare_kernel(
     o_s, o_k = tl.arange(0, HALF), tl.max_contiguous(tl.arange(0, KP), VECTOR)
     p_tile = p_tiles + i_p * 3 * C * KP + o_s[:, None] * KP + o_k[None, :]  # [HALF, KP]
     o_qk = tl.arange(0, 2 * HALF)
+    o_row = row_tokens(2 * HALF, HALF, GROUP) if IN_ORDER else o_qk
     p_rows = (
-        p_tiles + i_p * 3 * C * KP + tl.where(o_qk < HALF, C + o_qk, o_qk - HALF)[:, None] * KP + o_k[None, :]
+        p_tiles + i_p * 3 * C * KP + tl.where(o_qk < HALF, C + o_row, o_row - HALF)[:, None] * KP + o_k[None, :]
     )  # [2 HALF, KP]: q_decayed, k_in
     p_square = p_squares + i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [HALF, HALF]
     a = gate_slope(p_A_log, i_h, DTYPE.is_fp32(), HAS_A_LOG)
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
-    o_t = row_tokens(HALF, HALF, GROUP)
+    o_t = o_s if IN_ORDER else row_tokens(HALF, HALF, GROUP)
     b_one = tl.full([KP], 1.0, tl.float32)
     b_g, b_qk, b_beta = load_half(p_q, p_k, p_g, p_beta, start, eos, s_qt, s_kt, s_gt, s_bt, K, KP, HALF, GROUP, ALIGN, VECTOR, BETA, HIP)
-    b_A, b_rows, b_cols, b_decay = half_chunk(
-        b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start, eos, b_one,
+    b_A, b_rows, b_cols, b_decay, b_r = half_chunk(
+        b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start, eos, b_one, b_one,
         KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, True, PRECISION,
     )  # fmt: skip
     if C > HALF:  # asked for before the first half is solved, which takes a while and few registers
         b_g, b_qk, b_beta1 = load_half(
             p_q, p_k, p_g, p_beta, start + HALF, eos, s_qt, s_kt, s_gt, s_bt, K, KP, HALF, GROUP, ALIGN, VECTOR, BETA, HIP
         )
+    if IN_ORDER:
+        b_A, b_cols = pairs_by_token(b_A, GROUP), rows_by_token(b_cols, HALF, GROUP)
+        b_beta = tl.sum(rows_by_token(b_beta[:, None], HALF, GROUP), 1)
     b_A_qk, b_A_kk = split_q_above_k(b_A)
-    b_T = inverse_by_doubling(b_A_kk * b_beta[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
+    b_T = inverse_by_doubling(b_A_kk * b_beta[:, None], o_t, HALF, SOLVE_DTYPE, IN_ORDER, PRECISION)
     b_T = round_to(b_T, SOLVE_DTYPE)  # [HALF, HALF]
     b_square = product(round_to(b_A_qk, SOLVE_DTYPE), b_T, PRECISION)
     tl.store(p_square, round_to(b_square * b_beta[None, :], DTYPE))
@@ -325,13 +337,16 @@ def prepare_kernel(
         tl.store(p_solved, round_to(b_square, DTYPE))
         tl.store(p_lower, round_to(lower_of(b_T, b_A_kk, b_beta, o_t, PRECISION), SOLVE_DTYPE))
     if C > HALF:
-        b_A, b_rows, b_cols1, b_decay1 = half_chunk(
-            b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start + HALF, eos, b_decay,
+        b_A, b_rows, b_cols1, b_decay1, _r = half_chunk(
+            b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start + HALF, eos, b_decay, b_r,
             KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, False, PRECISION,
         )  # fmt: skip
+        if IN_ORDER:
+            b_A, b_rows, b_cols1 = pairs_by_token(b_A, GROUP), rows_by_token(b_rows, HALF, GROUP), rows_by_token(b_cols1, HALF, GROUP)
+            b_beta1 = tl.sum(rows_by_token(b_beta1[:, None], HALF, GROUP), 1)
         b_A_qk, b_A_kk = split_q_above_k(b_A)
-        b_A_qk10, b_A_kk10 = split_q_above_k(product(b_rows, tl.trans(b_cols), PRECISION))  # rows of the second half, columns of the first
-        b_T1 = inverse_by_doubling(b_A_kk * b_beta1[:, None], o_t, HALF, SOLVE_DTYPE, PRECISION)
+        b_A_qk10, b_A_kk10 = split_q_above_k(pair_products(b_rows, b_cols, b_r, PRECISION))  # rows of the second half, columns of the first
+        b_T1 = inverse_by_doubling(b_A_kk * b_beta1[:, None], o_t, HALF, SOLVE_DTYPE, IN_ORDER, PRECISION)
         b_T1 = round_to(b_T1, SOLVE_DTYPE)
         b_T10 = product(round_to(b_A_kk10 * b_beta1[:, None], SOLVE_DTYPE), b_T, PRECISION)
         b_T10 = round_to(-product(b_T1, round_to(b_T10, SOLVE_DTYPE), PRECISION), SOLVE_DTYPE)
@@ -367,4 +382,4 @@ def prepare_kernel(
 def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
     grid = chunk_slots(problem, config.chunk) * problem.HV
     options = dict(num_warps=config.prepare_warps, num_stages=1, registers=config.prepare_registers)
-    return Launch(prepare_kernel, grid, arguments(problem, config, layout), **options)
+    return Launch(prepare_kernel, grid, arguments(problem, config, layout) | dict(GROUP=config.group), **options)
