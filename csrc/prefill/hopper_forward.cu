@@ -39,15 +39,16 @@ kda_status check_kept(const kda_prefill_args &args) {
 
 // Into how many parts each sequence is scanned, by the microseconds that an H200 takes; 1: in one piece. All parts but the last are walked
 // along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block. Where it
-// fits no third part, two, for up to kTwo heads: they part only if the first is forgotten, which is 12 % less or 1 % more with 32 heads.
+// fits no third part, two: they part only if the first is forgotten. With 32 heads that is 12 % less, or up to 5 % more where some heads
+// part and others do not; softplus gates, which seldom forget everything, have two for up to kTwoSlow heads.
 int parts_of(const kda_prefill_args &args) {
-  constexpr int kProcessors = 132, kMost = 64, kTwo = kProcessors / 4;
+  constexpr int kProcessors = 132, kMost = 64, kTwo = kProcessors / 4, kTwoSlow = 26;
   constexpr double kAgain = 0.9, kOutputs = 1.0, kLink = 1.2, kLaunch = 10.0;  // a chunk, a chunk, a part, once
   if (args.parts > 0) return args.parts < kMost ? args.parts : kMost;
   const int64_t rows = args.sequences * args.value_heads;
   if (rows == 0) return 1;
   const int64_t chunks = args.cu_seqlens ? args.tokens / kChunk / args.sequences : (args.tokens + kChunk - 1) / kChunk;
-  if (rows * 2 * 3 > kProcessors) return rows <= kTwo && chunks >= 16 ? 2 : 1;
+  if (rows * 2 * 3 > kProcessors) return rows <= (args.gate == KDA_GATE_SOFTPLUS ? kTwoSlow : kTwo) && chunks >= 16 ? 2 : 1;
   int best = 1;
   double least = chunks * kOutputs;
   for (int n = 3; n <= kMost && rows * 2 * n <= kProcessors; ++n) {

@@ -132,7 +132,7 @@ def overview(record: Row):
         fastest = min(rows.values(), key=lambda r: r["median_ms"])
         floor = f"{first['floor_ms']:.3f}" if first.get("floor_ms") else "–"
         times.append([in_words(first), *(time_and_error(rows[n], rows[n] is fastest) if n in rows else "–" for n in names), floor])
-        if first["mode"] in ("fwd", "fwdbwd") and any(r.get("extra_mib") for r in rows.values()):
+        if first["mode"] == "fwdbwd" and any(r.get("extra_mib") for r in rows.values()):
             memory.append(
                 [in_words(first), *(f"{rows[n]['extra_mib']:.0f}" if n in rows and "extra_mib" in rows[n] else "–" for n in names)]
             )
