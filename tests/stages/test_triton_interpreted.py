@@ -489,7 +489,7 @@ def slopes_kernel(p_x, p_d, p_out, a, lower_bound, N: tl.constexpr, GATE: tl.con
         b_d_x = gate.write_strength_backward(tl.load(p_x + o), tl.load(p_d + o), GATE, p_d.dtype.element_ty)
         b_d_A = b_d_x
     else:
-        b_d_x, b_d_A = gate.gate_backward(tl.load(p_x + o), tl.load(p_d + o), a, lower_bound, GATE, EXACT, False)
+        b_d_x, b_d_A = gate.gate_backward(tl.load(p_x + o), 0.0, tl.load(p_d + o), a, lower_bound, GATE, EXACT, False)
     tl.store(p_out + o, b_d_x)
     tl.store(p_out + N + o, b_d_A)
 

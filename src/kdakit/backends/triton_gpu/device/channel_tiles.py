@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.device.gate import gate_decay
-from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.matrix import in_parts, product, product_add
 
 
 @triton.jit
@@ -171,15 +171,6 @@ def to_end(b_suffix, c):
 
 
 @triton.jit
-def in_parts(b_x):
-    """float32 -> three bfloat16 parts that sum to it."""
-    b_hi = round_to(b_x, tl.bfloat16)
-    b_rest = b_x - b_hi.to(tl.float32)
-    b_mid = round_to(b_rest, tl.bfloat16)
-    return b_hi, b_mid, round_to(b_rest - b_mid.to(tl.float32), tl.bfloat16)
-
-
-@triton.jit
 def identity_matrix(R: tl.constexpr):
     o_i = tl.arange(0, R)
     return tl.where(o_i[:, None] == o_i[None, :], 1.0, 0.0).to(tl.bfloat16)
@@ -211,11 +202,14 @@ def load_span(p_x, o_t, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, A
 def load_gate_input(
     p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, HAS_DT_BIAS: tl.constexpr
 ):
-    """[BK, R]: g, with its bias."""
-    b_x = load_span(p_g, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN)
+    """[BK, R]: x = g + bias, and what rounding takes from it."""
+    b_g = load_span(p_g, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN)
     if HAS_DT_BIAS:
-        b_x += tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
-    return b_x
+        b_bias = tl.load(p_dt_bias + o_k, mask=o_k < K, other=0.0).to(tl.float32)[:, None]
+        b_x = b_g + b_bias
+        b_part = b_x - b_g
+        return b_x, (b_g - (b_x - b_part)) + (b_bias - b_part)
+    return b_g, tl.zeros_like(b_g)
 
 
 @triton.jit
@@ -224,5 +218,5 @@ def load_decay(
     HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The tokens' decays [BK, R], 1 past the end."""
-    b_x = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN, HAS_DT_BIAS)
+    b_x, _lost = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN, HAS_DT_BIAS)
     return tl.where((o_t < eos)[None, :], gate_decay(b_x, a, lower_bound, GATE, EXACT, PTX), 1.0)

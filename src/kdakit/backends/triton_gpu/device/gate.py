@@ -122,26 +122,35 @@ def gate_slope(p_A_log, i_h, EXACT: tl.constexpr, HAS_A_LOG: tl.constexpr):
 
 
 @triton.jit
-def inverse_norm(b_sum):
-    """1 / sqrt(sum of squares + 1e-6)."""
+def inverse_norm(b_sum, EXACT: tl.constexpr = False):
+    """1 / sqrt(sum of squares + 1e-6). EXACT: root and quotient are rounded, where one instruction is off to one side."""
+    if EXACT:
+        return tl.div_rn(1.0, tl.sqrt_rn(b_sum + L2_EPSILON))
     return tl.rsqrt(b_sum + L2_EPSILON)
 
 
 @triton.jit
-def gate_backward(b_x, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
+def gate_backward(b_x, b_lost, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
     """From d the gradient of the log-decay: that of the gate's input x = g + bias, and the terms of that of A_log, with a = e^A_log.
 
     softplus: -a sigmoid(x) d,  -a softplus(x) d        bounded, s = sigmoid(a x): a z,  a x z  with  z = lower_bound s (1 - s) d
+
+    EXACT: b_lost is what rounding took from x. Where x is -10, its exponential is off by ten times as much.
     """
     if GATE == "log_decay":
         return b_d, b_d
     if GATE == "softplus":
         b_e = exponential(-tl.abs(b_x), EXACT, PTX)
+        if EXACT:
+            b_e = b_e - b_e * tl.where(b_x >= 0, b_lost, -b_lost)
         b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX, EXACT)
         b_softplus = tl.maximum(b_x, 0.0) + log_one_plus(b_e, EXACT, PTX)
         return -a * b_s * b_d, -a * b_softplus * b_d
     b_ax = a * b_x
     b_h = exponential(-0.5 * tl.abs(b_ax), EXACT, PTX)  # twice a factor, since e = h^2 alone may be too small for a float32
+    if EXACT:
+        b_lost = tl.fma(b_x, a, -b_ax) + a * b_lost
+        b_h = b_h - b_h * tl.where(b_ax >= 0, 0.5 * b_lost, -0.5 * b_lost)
     b_r = reciprocal(1.0 + b_h * b_h, PTX, EXACT)
     b_z = (b_h * b_r) * (b_h * (b_r * (lower_bound * b_d)))
     return a * b_z, b_ax * b_z

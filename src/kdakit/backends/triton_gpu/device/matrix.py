@@ -32,10 +32,13 @@ def stored_operand(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b with float32 sums. The interpreter stores bfloat16 as integers, so there the factors are widened first, and knows no bf16x6."""
+    """a @ b with float32 sums. PRECISION, of float32 factors: one of Triton's, where "bf16x6" is `rounded_product` and "bf16x6 cut" is
+    Triton's own. The interpreter stores bfloat16 as integers, so there the factors are widened first."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, input_precision=PRECISION)
+    if PRECISION == "bf16x6" and a.dtype.is_fp32():
+        return rounded_product(a, b)
+    return tl.dot(a, b, input_precision="bf16x6" if PRECISION == "bf16x6 cut" else PRECISION)
 
 
 @triton.jit
@@ -43,7 +46,40 @@ def product_add(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    if PRECISION == "bf16x6" and a.dtype.is_fp32():
+        return acc + rounded_product(a, b)
+    return tl.dot(a, b, acc, input_precision="bf16x6" if PRECISION == "bf16x6 cut" else PRECISION)
+
+
+@triton.jit
+def in_parts(b_x):
+    """float32 -> three bfloat16 parts that sum to it."""
+    b_hi = round_to(b_x, tl.bfloat16)
+    b_rest = b_x - b_hi.to(tl.float32)
+    b_mid = round_to(b_rest, tl.bfloat16)
+    return b_hi, b_mid, round_to(b_rest - b_mid.to(tl.float32), tl.bfloat16)
+
+
+@triton.jit
+def rounded_product(a, b):
+    """a @ b [.., M, N] of float32 factors [.., M, R], [.., R, N], by six products of their bfloat16 parts.
+
+    A matrix unit adds 16 products to a sum and cuts off what does not fit, always towards zero: every sum is a little too small, and what
+    is made of many such sums shows it. So the largest parts are summed 16 at a time, or a quarter of R, each sum begun at zero, and these
+    are added by additions that round. Zeros stand for the others meanwhile: nothing is cut off where they are added.
+    """
+    R: tl.constexpr = a.shape[-1]
+    AT_A_TIME: tl.constexpr = 16 if R <= 64 else R // 4
+    x, y = in_parts(a), in_parts(b)
+    b_sum = tl.dot(x[1], y[1])
+    b_sum = tl.dot(x[2], y[0], b_sum)
+    b_sum = tl.dot(x[0], y[2], b_sum)
+    b_sum = tl.dot(x[1], y[0], b_sum)
+    b_sum = tl.dot(x[0], y[1], b_sum)
+    o_r = tl.arange(0, R) // AT_A_TIME
+    for i in tl.static_range(R // AT_A_TIME):
+        b_sum += tl.dot(tl.where(o_r == i, x[0], 0.0), y[0])
+    return b_sum
 
 
 @triton.jit

@@ -143,7 +143,7 @@ def normalised_backward(b_d, b_x, p_norm, o_t, C: tl.constexpr, HALF: tl.constex
 
 @triton.jit
 def store_span(
-    p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_t, o_k, HV, length,
+    p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, lower_bound, o_t, o_k, HV, length,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr,
     EXACT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def store_span(
     store_gradient(p_d_q, o_t, HV, o_k, length, b_dq, K, KP)
     store_gradient(p_d_k, o_t, HV, o_k, length, b_dk, K, KP)
     b_d_g = tl.where((o_t < length)[None, :], b_d_g, 0.0)
-    b_d_x, b_d_A = gate_backward(b_x, b_d_g, a, lower_bound, GATE, EXACT, PTX)
+    b_d_x, b_d_A = gate_backward(b_x, b_lost, b_d_g, a, lower_bound, GATE, EXACT, PTX)
     store_gradient(p_d_g, o_t, HV, o_k, length, b_d_x, K, KP)
     return tl.sum(b_d_x, 1), tl.sum(b_d_A, 1)
 
@@ -191,14 +191,14 @@ def slice_gradient(
     o_0, b_I1, b_I2 = span_tokens(32), identity_matrix(32), identity_matrix(64)
     b_d_decay = tl.load(p_d_decay + o_k, mask=o_k < KP, other=0.0)[:, None]
     if C > 32:
-        b_x = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
+        b_x, _lost = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
         d = octet_decays(decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX))
         b_before = d[3]
         b_right = load_span(p_k, o_0, s_kt, o_k, length, b_I1, K, KP, ALIGN) * to_end(d[1], d[2])
         b_dkd = load_d_columns(p_d_tiles, p_scales, 0, o_k, b_I1, KP, R)
         b_behind = tl.sum(b_right * b_dkd, 1, keep_dims=True)  # what columns of the first span give to every gate of the second
         b_right = round_to(b_right, DTYPE)
-        b_x = load_gate_input(p_g, p_dt_bias, o_0 + 32, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
+        b_x, b_lost = load_gate_input(p_g, p_dt_bias, o_0 + 32, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
         b_e = decay_of(b_x, a, lower_bound, o_0 + 32, length, GATE, EXACT, PTX)
         d = octet_decays(b_e)
         b_after = d[3]
@@ -212,13 +212,13 @@ def slice_gradient(
         )  # fmt: skip
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
-            p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_0 + 32, o_k, HV, length,
+            p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, lower_bound, o_0 + 32, o_k, HV, length,
             K, KP, C, HALF, GROUP, GATE, L2NORM, EXACT, PTX,
         )  # fmt: skip
         b_d_decay = b_after * b_d_decay
     else:
         b_dkd0 = load_d_columns(p_d_tiles, p_scales, 0, o_k, b_I1, KP, R)
-    b_x = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
+    b_x, b_lost = load_gate_input(p_g, p_dt_bias, o_0, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
     b_e = decay_of(b_x, a, lower_bound, o_0, length, GATE, EXACT, PTX)
     d = octet_decays(b_e)
     b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
@@ -230,7 +230,7 @@ def slice_gradient(
         b_d_g += b_ahead
     b_d_g += d[3] * b_d_decay
     b_d_bias, b_d_A = store_span(
-        p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_dq, b_dk, b_d_g, a, lower_bound, o_0, o_k, HV, length,
+        p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, lower_bound, o_0, o_k, HV, length,
         K, KP, C, HALF, GROUP, GATE, L2NORM, EXACT, PTX,
     )  # fmt: skip
     if C > 32:

@@ -219,7 +219,7 @@ def half_chunk(
     b_qk = b_qk.to(tl.float32)
     b_scale = tl.where(m_q, scale, 1.0)
     if L2NORM:
-        b_scale = b_scale * inverse_norm(tl.sum(b_qk * b_qk, 1))[:, None]
+        b_scale = b_scale * inverse_norm(tl.sum(b_qk * b_qk, 1), DTYPE.is_fp32())[:, None]
     b_qk = tl.reshape(b_qk * b_scale, [2, GROUP, GROUPS, KP])
     b_k = pick_row(b_qk, 1)  # [GROUP, GROUPS, KP]
     b_dot = tl.reshape(tl.sum(pick_row(b_qk, 0) * b_k, 2), [HALF])
@@ -382,4 +382,5 @@ def prepare_kernel(
 def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
     grid = chunk_slots(problem, config.chunk) * problem.HV
     options = dict(num_warps=config.prepare_warps, num_stages=1, registers=config.prepare_registers)
-    return Launch(prepare_kernel, grid, arguments(problem, config, layout) | dict(GROUP=config.group), **options)
+    values = dict(GROUP=config.group, PRECISION=config.prepare_precision)
+    return Launch(prepare_kernel, grid, arguments(problem, config, layout) | values, **options)

@@ -35,7 +35,7 @@ def row_norms(p_x, o_t, s_t, eos, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.c
     o_k = tl.arange(0, KP)
     p_x += (o_t.to(tl.int64) * s_t)[:, None] * ALIGN + o_k[None, :]
     b_x = tl.load(p_x, mask=(o_t < eos)[:, None] & (o_k < K)[None, :], other=0.0).to(tl.float32)
-    return inverse_norm(tl.sum(b_x * b_x, 1))
+    return inverse_norm(tl.sum(b_x * b_x, 1), p_x.dtype.element_ty.is_fp32())
 
 
 @triton.jit
@@ -53,7 +53,9 @@ def unit_span(p_x, p_norm, o_t, o_r, m_r, s_t, o_k, eos, b_I, K: tl.constexpr, K
     this puts them there."""
     b_x = load_span(p_x, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN)
     if o_k.shape[0] == KP:
-        b_r = inverse_norm(tl.sum(b_x * b_x, 0)) if L2NORM else tl.full([32], 1.0, tl.float32)
+        b_r = tl.full([32], 1.0, tl.float32)
+        if L2NORM:
+            b_r = inverse_norm(tl.sum(b_x * b_x, 0), p_x.dtype.element_ty.is_fp32())
         tl.store(p_norm + o_r, b_r, mask=m_r)
     else:
         b_r = tl.load(p_norm + o_r, mask=m_r, other=0.0)
