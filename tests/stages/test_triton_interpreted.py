@@ -444,6 +444,21 @@ def test_like_keys_in_float32():
     assert verdict.ok and max(verdict.used.values()) < 0.9, verdict
 
 
+@interpreter
+@pytest.mark.parametrize("name", ["gate_slow", "softplus", "gate_bounded"])
+def test_steps_do_not_add_up_an_exponential_that_is_off_to_one_side(name, monkeypatch):
+    """The hardware's 2^x is, and a state with slow gates keeps that of every token: here by 2^-22, and no bit of a step is another."""
+    from triton.runtime import interpreter
+
+    case = dataclasses.replace(FEW[name], T=3, options={n: x for n, x in FEW[name].options.items() if n != "use_qk_l2norm_in_kernel"})
+    problem, arrays = case.problem("bfloat16", op="recurrent"), tensors(case, "bfloat16")
+    whole = run(problem, arrays)
+    low = lambda self, x: interpreter.TensorHandle(np.exp2(x.data) * np.float32(1 - 2.0**-22), x.dtype.scalar)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_exp2", low)
+    found = run(problem, arrays)
+    assert torch.equal(found.o, whole.o) and torch.equal(found.final_state, whole.final_state)
+
+
 @triton.jit
 def pairs_kernel(p_x, p_M, p_out):
     o_i, o_j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]

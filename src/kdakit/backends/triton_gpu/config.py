@@ -188,6 +188,11 @@ def exact_pairs(problem: Problem, config: Config) -> bool:
     return config.gradient_dtype == "float32" or (o.beta == "double_sigmoid" and o.gate != "log_decay" and not config.by_token)
 
 
+def exact_steps(problem: Problem) -> bool:
+    """Steps have decays to a rounding: all but those of the form that decodes in models, whose code is what was timed."""
+    return not (problem.dtype == "bfloat16" and problem.options.l2norm and padded(problem.K) == 128)
+
+
 def by_rows(problem: Problem, config: Config) -> bool:
     """States that a scan leaves on its way become whole rows first, see `store_mark`: where each warp has 16 adjacent ones."""
     of_a_warp = config.staged or (config.block_v == 128 and problem.dtype == "bfloat16")
