@@ -456,6 +456,16 @@ def test_like_keys_in_bfloat16():
 
 
 @interpreter
+def test_initial_state_in_float16_behind_several_chunks():
+    """scale q are float16 numbers: what rounding takes from them, decayed, in later chunks than the first came to 1.7 times the rule."""
+    from kdakit.measure.random_problems import parse
+    from kdakit.measure.trial import judge
+
+    verdict = judge(parse("14001609:H=1,HV=1,K=64,V=16"), "triton_gpu")
+    assert verdict.ok, verdict
+
+
+@interpreter
 @pytest.mark.parametrize("name", ["gate_slow", "softplus", "gate_bounded"])
 def test_steps_do_not_add_up_an_exponential_that_is_off_to_one_side(name, monkeypatch):
     """The hardware's 2^x is, and a state with slow gates keeps that of every token: here by 2^-22, and no bit of a step is another."""

@@ -66,7 +66,7 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         HAS_LOWER=problem.needs_grad,
         HAS_CHECKPOINTS=problem.needs_grad,
         HAS_FIRST=corrected(problem),
-        HAS_Q_LOST=exact_q(problem),
+        HAS_Q_LOST=exact_q(problem) and problem.dtype == "bfloat16",
         HAS_LOST=config.exact_last,
         BOUNDED=config.bounded,
         BY_TOKEN=config.by_token,

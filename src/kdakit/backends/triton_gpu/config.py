@@ -175,9 +175,9 @@ def corrected(problem: Problem) -> bool:
 
 
 def exact_q(problem: Problem) -> bool:
-    """scale q are bfloat16 numbers, of which the plain recurrence loses nothing: neither may the way from q to the caller's state."""
+    """scale q are numbers of q's dtype, of which the plain recurrence loses nothing: neither may the way from q to the caller's state."""
     o = problem.options
-    return corrected(problem) and problem.dtype == "bfloat16" and not o.l2norm and math.frexp(abs(o.scale))[0] == 0.5
+    return corrected(problem) and not o.l2norm and math.frexp(abs(o.scale))[0] == 0.5
 
 
 def exact_pairs(problem: Problem, config: Config) -> bool:

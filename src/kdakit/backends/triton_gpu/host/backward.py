@@ -177,7 +177,7 @@ class Products(NamedTuple):
     pairs: torch.Tensor  # [slots, HV, 2, R, R]
     d_tiles: torch.Tensor  # [slots, HV, 3, KP, R]  of q_decayed, k_in, k_solved, float16 or float32
     scales: torch.Tensor | None  # [slots, HV, 3, KP]  of float16 tiles
-    d_q_lost: torch.Tensor | None  # [N, HV, KP, R]  what rounding took from q_decayed's of the first chunks, if exact_q
+    d_q_lost: torch.Tensor | None  # [N, HV, KP, R]  what rounding took from q_decayed's of the first chunks, if exact_q, in float16
     d_decay: torch.Tensor  # [slots, HV, KP]
     d_beta: torch.Tensor
 
@@ -192,7 +192,7 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
         torch.empty((slots, HV, 2, R, R), dtype=torch.float32 if exact_pairs(problem, config) else small, device=device),
         y.tiles.view(slots, HV, 3, KP, R).view(part) if mine else torch.empty((slots, HV, 3, KP, R), dtype=part, device=device),
         None if part == torch.float32 else torch.empty((slots, HV, 3, KP), device=device),
-        torch.empty((problem.N, HV, KP, R), dtype=part, device=device) if exact_q(problem) else None,
+        torch.empty((problem.N, HV, KP, R), dtype=part, device=device) if exact_q(problem) and part != torch.float32 else None,
         torch.empty((slots, HV, KP), device=device),
         torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=device),
     )

@@ -89,7 +89,10 @@ def reverse_kernel(
         # The next state begins before this one is used up: in any other order the compiler runs out of registers.
         b_next = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
         if p_q_lost is not None:
-            b_next = product_add(tl.trans(b_d_o), tl.load(p_q_lost + i_at * C * KP + o_c[:, None] * KP + o_k[None, :]), b_next, PRECISION)
+            p_lost = p_q_lost + i_at * C * KP + o_c[:, None] * KP + o_k[None, :]
+            # The first chunk's is left to `restore_kernel` in float16, in which strong decays leave nothing of it.
+            b_q_lost = tl.load(p_lost, mask=i_c > 0, other=0.0) if DTYPE.is_fp16() else tl.load(p_lost)
+            b_next = product_add(tl.trans(b_d_o), b_q_lost, b_next, PRECISION)
         b_y = product(tl.trans(b_d_o), b_A_solved, PRECISION)  # [BV, C]
         if b_k_solved.dtype == DTYPE:
             b_y = product_add(b_dSn, tl.trans(b_k_solved), b_y, PRECISION)
@@ -155,7 +158,8 @@ def restore_kernel(
 def launch_reverse(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
     """has_final: the final state has a gradient."""
     grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
-    wide = exact_q(problem) and padded(problem.K) == 128  # a tile more a stage, for which there is no shared memory
+    # A tile more a stage, for which there is no shared memory.
+    wide = exact_q(problem) and problem.dtype == "bfloat16" and padded(problem.K) == 128
     values = dict(BV=config.reverse_block_v, STAGES=max(1, config.reverse_stages - wide), HAS_FINAL=has_final)
     options = dict(num_warps=config.reverse_warps, registers=config.registers)
     return Launch(reverse_kernel, grid, arguments(problem, config, layout) | values, **options)
