@@ -78,7 +78,7 @@ def rounded_product(a, b):
     b_sum = tl.dot(x[0], y[1], b_sum)
     o_r = tl.arange(0, R) // AT_A_TIME
     for i in tl.static_range(R // AT_A_TIME):
-        b_sum += tl.dot(tl.where(o_r == i, x[0], 0.0), y[0])
+        b_sum -= tl.dot(tl.where(o_r == i, -x[0], 0.0), y[0])  # of + and a product the compiler makes one sum, which is cut off again
     return b_sum
 
 
