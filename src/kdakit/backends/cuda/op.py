@@ -155,7 +155,7 @@ def chunk_gradient(
         group=group,
     )
     every = (*tensors.values(), *given.values(), *pointers.values())
-    again = partial(_stage_again, library.gradient, forward_args, args, tuple(pointers), d_v.device.index)
+    again = partial(_stage_again, "gradient", forward_args, args, tuple(pointers), d_v.device.index)
     again([_pointer(x) for x in every])
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
     own = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
@@ -172,7 +172,7 @@ def chunk_rebuild(problem: Problem, arrays: Arrays, *, lower, tiles, decay, fact
     pointers = dict(lower=lower, tiles=tiles, decay=decay, factors=factors, first=first)
     args = library.RebuildArgs(forward_args, lower_dtype=LOWER_DTYPES[lower.dtype], group=group)
     every = (*tensors.values(), *given.values(), *pointers.values())
-    again = partial(_stage_again, library.rebuild, forward_args, args, tuple(pointers), lower.device.index)
+    again = partial(_stage_again, "rebuild", forward_args, args, tuple(pointers), lower.device.index)
     again([_pointer(x) for x in every])
     own = arrays.q, arrays.k, None, arrays.g, arrays.beta, None, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
     return _repeat(again, every, own)
@@ -199,10 +199,10 @@ def _differentiated(problem: Problem, cu_seqlens: torch.Tensor | None, tensors: 
 
 
 def _stage_again(
-    run: Callable[[Any], None], forward_template: PrefillArgs, template: Any, names: tuple[str, ...], index: int | None,
+    stage: str, forward_template: PrefillArgs, template: Any, names: tuple[str, ...], index: int | None,
     addresses: Sequence[int | None],
 ) -> None:  # fmt: skip
-    """A stage of the backward, with these addresses."""
+    """A stage of the backward, by its name in `library`, with these addresses."""
     forward_args, args = PrefillArgs.from_buffer_copy(forward_template), type(template).from_buffer_copy(template)
     for name, address in zip(TENSORS, addresses, strict=False):
         getattr(forward_args, name).data = address
@@ -211,7 +211,7 @@ def _stage_again(
     for name, address in zip(names, addresses[len(TENSORS) + len(GIVEN) :], strict=True):
         setattr(args, name, address)
     forward_args.stream, args.forward = _stream(index), ctypes.pointer(forward_args)
-    run(args)
+    getattr(library, stage)(args)
 
 
 def _stream(index: int | None) -> int | None:
