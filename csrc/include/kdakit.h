@@ -163,6 +163,30 @@ typedef struct kda_gradient_args {
 
 KDA_API kda_status kda_gradient_bf16(const kda_gradient_args *args);
 
+/* The stage before all others of a backward: what a forward in chunks of 64 makes of its inputs, once more. Slots, order of rows and sizes
+ * as above.
+ */
+typedef struct kda_rebuild_args {
+  size_t size; /* sizeof(kda_rebuild_args) where the caller was compiled */
+
+  const kda_prefill_args *forward; /* the call that is differentiated: inputs but v, sizes, options, stream */
+
+  const void *lower; /* as in kda_gradient_args */
+
+  void *tiles;    /* [slots, HV, 3, 64, K], written: k and scale q decayed from the chunk's start, bfloat16; and (I + A_kk)^-T k decayed to
+                     its end, float16 where lower is float16, else bfloat16 */
+  float *decay;   /* [slots, HV, K], written: of the whole chunk */
+  float *factors; /* [slots, HV, 3, 64], written: as in kda_gradient_args */
+  void *first;    /* [N, HV, 2, 64, K] bfloat16, written: what rounding took from the first two tiles of each sequence; or NULL */
+
+  int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
+  int32_t group;       /* as in kda_gradient_args */
+} kda_rebuild_args;
+
+#define KDA_REBUILD_ARGS_INIT {sizeof(kda_rebuild_args)}
+
+KDA_API kda_status kda_rebuild_bf16(const kda_rebuild_args *args);
+
 /* What went wrong in this thread's last call that did not return KDA_OK. */
 KDA_API const char *kda_last_error(void);
 KDA_API const char *kda_status_name(kda_status status);

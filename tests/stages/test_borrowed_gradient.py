@@ -1,5 +1,5 @@
-"""The Triton backward with the CUDA kernel in place of its last two launches over chunks, without a GPU: Triton's stages in its
-interpreter, the kernel thread by thread. What lies between them in memory is what both must agree about.
+"""The Triton backward with CUDA kernels in place of its last two launches over chunks, and of its first, without a GPU: Triton's stages in
+its interpreter, the kernels thread by thread. What lies between them in memory is what both must agree about.
 
 The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
 
@@ -49,15 +49,21 @@ def test_in_the_interpreter():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the kernel, which runs wherever it can."""
-    kernels, calls = emulated.load("gradient"), []
+    """Calls of the kernels, which run wherever they can."""
+    kernels, rebuilding, calls = emulated.load("gradient"), emulated.load("rebuild"), []
 
     def run(args):
         calls.append(args.group)
         kernels.kda_emulate_gradient_bf16(ctypes.byref(args), 1, 1)
 
+    def rebuild(args):
+        calls.append("rebuild")
+        rebuilding.kda_emulate_rebuild_bf16(ctypes.byref(args), 1)
+
     monkeypatch.setenv(borrowed.VARIABLE, "1")
+    monkeypatch.setenv(borrowed.REBUILD, "1")
     monkeypatch.setattr(library, "gradient", run)
+    monkeypatch.setattr(library, "rebuild", rebuild)
     monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
     return calls
 
@@ -68,7 +74,7 @@ def test_gradients(calls, case):
     problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
     found = checking.run_case("triton_gpu", case, "bfloat16")
     rows = checking.compare_quickly(problem, arrays, found, cotangents, "bfloat16")
-    assert calls == [4 if case.name == "plain" else 1]
+    assert calls == ["rebuild", 4 if case.name == "plain" else 1]
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 

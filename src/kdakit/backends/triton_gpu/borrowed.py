@@ -7,6 +7,8 @@ KDAKIT_CUDA_GRADIENT=0: never; 1: wherever it can run, to measure it.
 
 And a whole forward, `prepare` and `scan`, which leaves what the backward here begins with (csrc/prefill, `Kept`): for given log-decays
 without a bound, of keys that are not normalised here. KDAKIT_CUDA_TRAINING=0: never; 1: for all given log-decays.
+
+And the backward's first launch, `rebuild` (csrc/backward). No GPU has run it yet: KDAKIT_CUDA_REBUILD=1 asks for it wherever it can run.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.config import Config, exact_q
 from kdakit.problem import Problem
 
 VARIABLE = "KDAKIT_CUDA_GRADIENT"
 TRAINING = "KDAKIT_CUDA_TRAINING"
+REBUILD = "KDAKIT_CUDA_REBUILD"
 ENOUGH = 4096  # chunks times value heads, from which on a GPU has shown it to be faster
 # By what is lent, the kernels that it is in place of.
 REPLACED = {
     "forward": ("prepare_kernel", "prepare_normed_kernel", "scan_kernel", "staged_scan_kernel", "parts_kernel", "combine_kernel"),
+    "rebuild": ("rebuild_kernel", "rebuild_normed_kernel"),
     "gradient": ("products_kernel", "gradient_kernel", "gradient_normed_kernel"),
 }
 
@@ -52,6 +56,15 @@ def forward(problem: Problem, config: Config, chunks: int, device: Any) -> Calla
     return found(TRAINING, asked, *lender.kept_forward(problem, device))
 
 
+def rebuild(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
+    """The lender's kernel for the tiles of every chunk; None: Triton's."""
+    asked = os.environ.get(REBUILD, "")
+    half = config.solve_dtype == "float16"
+    if lender is None or asked != "1" or config.chunk != 64 or config.half != 32 or exact_q(problem) or (half and not config.normed):
+        return None
+    return found(REBUILD, asked, *lender.chunk_rebuild(problem, device))
+
+
 def enough(problem: Problem, chunks: int) -> bool:
     """So many chunks that a GPU is faster. Not where results may not depend on the number of chunks."""
     return not problem.options.deterministic and chunks * problem.HV >= ENOUGH
@@ -66,5 +79,9 @@ def found(variable: str, asked: str, kernel: Callable[..., Any] | None, reason: 
 
 def replaced(problem: Problem, config: Config, chunks: int, device: Any) -> tuple[str, ...]:
     """Names of the kernels that a call that will be differentiated, and its backward, do not launch."""
-    lent = {"forward": forward(problem, config, chunks, device), "gradient": gradient(problem, config, chunks, device)}
+    lent = {
+        "forward": forward(problem, config, chunks, device),
+        "rebuild": rebuild(problem, config, device),
+        "gradient": gradient(problem, config, chunks, device),
+    }
     return tuple(name for what, kernel in lent.items() if kernel is not None for name in REPLACED[what])

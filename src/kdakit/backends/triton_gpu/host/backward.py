@@ -83,8 +83,13 @@ def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[st
 
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
     """First launch: the tiles of every chunk again."""
-    out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=arrays.q.device) for s, d in replayed_specs(problem, config)))
-    if lower.shape[0] * problem.HV:
+    device = arrays.q.device
+    out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in replayed_specs(problem, config)))
+    if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, device)) is not None:
+        own, first = arrays._replace(q=x.q, k=x.k, g=x.g), out.first if corrected(problem) else None
+        group = 1 if config.normed else config.group
+        note_lent(lent(problem, own, lower=lower, tiles=out.tiles, decay=out.decay, factors=out.factors, first=first, group=group))
+    elif lower.shape[0] * problem.HV:
         kernel = rebuild_normed if config.normed else rebuild_plain
         kernel.launch(problem, config, x.layout)(
             q=x.q,
