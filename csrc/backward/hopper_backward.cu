@@ -83,7 +83,8 @@ kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &
   if (reinterpret_cast<uintptr_t>(forward.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
   KDA_TRY(check_gradient(args, forward));
   KDA_TRY(check_hopper());
-  KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), hopper::slots_of(forward), static_cast<cudaStream_t>(forward.stream)));
+  const auto stream = static_cast<cudaStream_t>(forward.stream);
+  KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), hopper::slots_of(forward), stream));
   return KDA_OK;
 }
 
@@ -92,6 +93,8 @@ kda_status reverse_bf16(const kda_reverse_args &args, const kda_prefill_args &fo
   if (args.k_solved_dtype != KDA_BFLOAT16 && args.k_solved_dtype != KDA_FLOAT16)
     return fail(KDA_INVALID_ARGUMENT, "k_solved_dtype must be %d or %d, got %d", KDA_BFLOAT16, KDA_FLOAT16, args.k_solved_dtype);
   KDA_TRY(check_group(args.group));
+  if (args.channels != 0 && args.channels != 64 && args.channels != 128)
+    return fail(KDA_INVALID_ARGUMENT, "channels must be 0, 64 or 128, got %d", args.channels);
   const int64_t slots = hopper::slots_of(forward);
   if (slots > ((int64_t{1} << 31) - 1) / (3 * hopper::kChunk) / forward.value_heads)  // rows of `tiles` are counted in 32 bits
     return fail(KDA_UNSUPPORTED, "the bfloat16 backward takes fewer than 2^31 / 192 chunks of value heads");

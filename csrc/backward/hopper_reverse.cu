@@ -42,16 +42,17 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function that describes a matrix: found at the first call, so that the library needs no driver to be loaded.
-cudaError_t find_encode(Encode& encode) {
+// The driver's function that describes a matrix, found at the first call, so that the library needs no driver to be loaded; or null.
+Encode find_encode() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result{};
   const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-  encode = reinterpret_cast<Encode>(found);
-  return status != cudaSuccess ? status : result == cudaDriverEntryPointSuccess && found ? cudaSuccess : cudaErrorNotSupported;
+  return status == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
 }
 
-cudaError_t describe(Encode encode, Matrix& matrix, const void* data, int64_t rows, int columns, int piece_rows) {
+cudaError_t describe(Matrix& matrix, const void* data, int64_t rows, int columns, int piece_rows) {
+  static const Encode encode = find_encode();
+  if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
   const cuuint32_t piece[2] = {64, static_cast<cuuint32_t>(piece_rows)}, steps[2] = {1, 1};
@@ -75,19 +76,18 @@ cudaError_t launch(const HopperReverse& p, const ReverseMatrices& matrices, cuda
 }  // namespace
 
 cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t stream) {
-  Encode encode = nullptr;
   ReverseMatrices matrices;
   const int64_t items = slots * p.in.HV;
   int device = 0, processors = 0;
-  cudaError_t status = find_encode(encode);
-  if (status == cudaSuccess) status = describe(encode, matrices.tiles, p.tiles, items * 3 * kChunk, kHead, 3 * kChunk);
-  if (status == cudaSuccess) status = describe(encode, matrices.solved, p.solved, items * kChunk, kChunk, kChunk);
-  if (status == cudaSuccess) status = describe(encode, matrices.d_states, p.d_states, items * kHead, kHead, 16);
+  cudaError_t status = describe(matrices.tiles, p.tiles, items * 3 * kChunk, kHead, 3 * kChunk);
+  if (status == cudaSuccess) status = describe(matrices.solved, p.solved, items * kChunk, kChunk, kChunk);
+  if (status == cudaSuccess) status = describe(matrices.d_states, p.d_states, items * kHead, kHead, 16);
   if (status == cudaSuccess) status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
   // A block per head moves fewer bytes; two per head fill the chip where there are few.
-  if (p.in.N * p.in.HV * 2 > processors) return p.half_solved ? launch<2, true>(p, matrices, stream) : launch<2, false>(p, matrices, stream);
+  const bool wide = p.channels ? p.channels == kHead : p.in.N * p.in.HV * 2 > processors;
+  if (wide) return p.half_solved ? launch<2, true>(p, matrices, stream) : launch<2, false>(p, matrices, stream);
   return p.half_solved ? launch<1, true>(p, matrices, stream) : launch<1, false>(p, matrices, stream);
 }
 #endif

@@ -19,6 +19,7 @@ struct HopperReverse {
   float* d_initial;       // [N, HV, K, V], or [N, HV, V, K] with state_v_first, or null
   int half_solved;
   int group_bits;  // rows of tiles, solved and factors, as in HopperGradient
+  int channels;    // of a block: 64 or 128; 0: two blocks a head where that many have a multiprocessor each
 };
 
 cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t stream);

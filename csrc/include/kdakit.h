@@ -190,6 +190,8 @@ typedef struct kda_reverse_args {
 
   int32_t k_solved_dtype; /* KDA_BFLOAT16, or KDA_FLOAT16 in the place of bfloat16 */
   int32_t group;          /* as kda_gradient_args.group, of the rows of tiles and factors, rows and columns of solved */
+  int32_t channels;       /* value channels of a block, 64 or 128; 0: the library's choice. Bits do not depend on it */
+  int32_t reserved;       /* 0 */
 } kda_reverse_args;
 
 #define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}
