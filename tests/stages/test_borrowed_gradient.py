@@ -60,8 +60,8 @@ def calls(monkeypatch):
         calls.append("rebuild")
         rebuilding.kda_emulate_rebuild_bf16(ctypes.byref(args), 1)
 
-    monkeypatch.setenv(borrowed.VARIABLE, "1")
-    monkeypatch.setenv(borrowed.REBUILD, "1")
+    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
+    monkeypatch.setenv(borrowed.VARIABLES["rebuild"], "1")
     monkeypatch.setattr(library, "gradient", run)
     monkeypatch.setattr(library, "rebuild", rebuild)
     monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
@@ -87,7 +87,7 @@ def problem_of(T=262144, bounded=False, **changes):
 @pytest.fixture
 def taken(monkeypatch):
     """A function: whether a problem's gradients come from a lender that can always run."""
-    monkeypatch.delenv(borrowed.VARIABLE, raising=False)
+    monkeypatch.delenv(borrowed.VARIABLES["gradient"], raising=False)
     able = SimpleNamespace(chunk_gradient=lambda problem, device: (print, None), library=SimpleNamespace(missing=lambda: None))
     monkeypatch.setattr(borrowed, "lender", able)
     return lambda problem: borrowed.gradient(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
@@ -99,23 +99,23 @@ def test_taken_where_it_is_faster(taken, monkeypatch):
     assert not taken(problem_of(T=262144 - 64)), "a launch more by the host, for little"
     assert not taken(problem_of(deterministic=True)), "a number of chunks would decide"
     assert not taken(problem_of(dtype="float16")), "chunks of 32"
-    monkeypatch.setenv(borrowed.VARIABLE, "1")
+    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
     assert taken(problem_of(T=64))
-    monkeypatch.setenv(borrowed.VARIABLE, "0")
+    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "0")
     assert not taken(problem_of())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 def test_who_lends(monkeypatch):
     """The CUDA library, brought by dispatch; where it is missing, Triton's kernels run, or, where it was asked for, an error does."""
-    monkeypatch.delenv(borrowed.VARIABLE, raising=False)
+    monkeypatch.delenv(borrowed.VARIABLES["gradient"], raising=False)
     assert dispatch.load("triton_gpu") is triton_gpu and borrowed.lender is cuda
     monkeypatch.setattr(cuda, "_old_device", lambda device, hopper: None)
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
     problem = problem_of()
     config = choose(problem, CHIPS["sm_90"])
     assert borrowed.gradient(problem, config, 4096, "cuda") is None
-    monkeypatch.setenv(borrowed.VARIABLE, "1")
+    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
     with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
         borrowed.gradient(problem, config, 4096, "cuda")
     monkeypatch.setattr(library, "missing", lambda: None)

@@ -162,5 +162,4 @@ def rebuild_normed_kernel(
 @lru_cache(maxsize=1024)
 def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
     grid = chunk_slots(problem, config.chunk) * problem.HV
-    options = dict(num_warps=config.rebuild_warps, num_stages=1, registers=config.rebuild_registers)
-    return Launch(rebuild_normed_kernel, grid, arguments(problem, config, layout), **options)
+    return Launch(rebuild_normed_kernel, grid, arguments(problem, config, layout), num_warps=config.rebuild_warps, num_stages=1)

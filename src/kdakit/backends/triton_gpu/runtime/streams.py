@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from contextvars import ContextVar
 
 import torch
 
 FORK, JOIN = "fork", "join"
-DELAY = "KDAKIT_REPLAY_DELAY"  # cycles that the second stream begins later, to measure what it takes from the first; 0: not
 seen_here: ContextVar[list | None] = ContextVar("seen", default=None)
 aside_here: ContextVar[bool] = ContextVar("aside", default=False)
 
@@ -23,9 +21,6 @@ class Fork:
     def fork(self) -> None:
         self.forked.record(self.main)
         self.second.wait_event(self.forked)
-        if cycles := int(os.environ.get(DELAY, "0")):
-            with torch.cuda.stream(self.second):
-                torch.cuda._sleep(cycles)
 
     def join(self) -> None:
         self.joined.record(self.second)
