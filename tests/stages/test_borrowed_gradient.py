@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import emulated
@@ -22,7 +23,7 @@ from kdakit import dispatch
 from kdakit.backends import cuda, triton_gpu
 from kdakit.backends.cuda import library, op
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import CHIPS, choose
+from kdakit.backends.triton_gpu.config import CHIPS, choose, exact_q
 from kdakit.backends.triton_gpu.runtime import launch, repeat
 from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
@@ -84,24 +85,33 @@ def problem_of(T=262144, bounded=False, **changes):
     return case.problem("bfloat16", needs_grad=True).replace(T=T, **changes)
 
 
+STAGES = "gradient", "rebuild", "reverse"
+
+
 @pytest.fixture
 def taken(monkeypatch):
-    """A function: whether a problem's gradients come from a lender that can always run."""
-    monkeypatch.delenv(borrowed.VARIABLES["gradient"], raising=False)
-    able = SimpleNamespace(chunk_gradient=lambda problem, device: (print, None), library=SimpleNamespace(missing=lambda: None))
-    monkeypatch.setattr(borrowed, "lender", able)
-    return lambda problem: borrowed.gradient(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
+    """A function: whether a stage of a problem's backward comes from a lender that can always run."""
+    able = {borrowed.LENT[stage]: lambda problem, device: (print, None) for stage in STAGES}
+    for stage in STAGES:
+        monkeypatch.delenv(borrowed.VARIABLES[stage], raising=False)
+    monkeypatch.setattr(borrowed, "lender", SimpleNamespace(**able, library=SimpleNamespace(missing=lambda: None)))
+    lend = lambda stage: getattr(borrowed, stage)
+    return lambda stage, problem: lend(stage)(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-def test_taken_where_it_is_faster(taken, monkeypatch):
+@pytest.mark.parametrize("stage", STAGES)
+def test_taken_where_it_is_faster(stage, taken, monkeypatch):
+    taken = partial(taken, stage)
     assert taken(problem_of()) and taken(problem_of(bounded=True))
     assert not taken(problem_of(T=262144 - 64)), "a launch more by the host, for little"
     assert not taken(problem_of(deterministic=True)), "a number of chunks would decide"
     assert not taken(problem_of(dtype="float16")), "chunks of 32"
-    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
-    assert taken(problem_of(T=64))
-    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "0")
+    exact = problem_of(l2norm=False, scale=0.5)  # what rounding takes from q counts: Triton keeps it
+    assert exact_q(exact) and taken(exact) == (stage == "gradient")
+    monkeypatch.setenv(borrowed.VARIABLES[stage], "1")
+    assert taken(problem_of(T=64)) and taken(exact) == (stage == "gradient")
+    monkeypatch.setenv(borrowed.VARIABLES[stage], "0")
     assert not taken(problem_of())
 
 
