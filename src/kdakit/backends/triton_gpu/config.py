@@ -181,11 +181,18 @@ def exact_q(problem: Problem) -> bool:
 
 
 def exact_pairs(problem: Problem, config: Config) -> bool:
-    """Pairs' gradients are kept in float32 beside half-precision operands. Write strengths above 1 have inverses whose entries change
-    signs: where keys are alike, gradients of pairs cancel in every gate's, and once more in those of the gate's parameters. Not where
-    `gradient_normed` takes them, whose speed is what it is for."""
+    """Pairs' gradients are kept in float32 beside half-precision operands. Where keys are alike and strengths 1 or more, a token takes
+    back what the one before it wrote: gradients of pairs cancel in every gate's, and once more in those of the gate's parameters. A given
+    beta may be 1, a sigmoid is less. Not where `gradient_normed` takes them, nor in the other forms of its head size with normalised keys,
+    whose speed is what they are for."""
     o = problem.options
-    return config.gradient_dtype == "float32" or (o.beta == "double_sigmoid" and o.gate != "log_decay" and not config.by_token)
+    fast = config.by_token or (o.beta == "given" and o.l2norm and padded(problem.K) == 128)
+    return config.gradient_dtype == "float32" or (o.beta != "sigmoid" and o.gate != "log_decay" and not fast)
+
+
+def exact_steps(problem: Problem) -> bool:
+    """Steps have decays to a rounding: all but those of the form that decodes in models, whose code is what was timed."""
+    return not (problem.dtype == "bfloat16" and problem.options.l2norm and padded(problem.K) == 128)
 
 
 def by_rows(problem: Problem, config: Config) -> bool:

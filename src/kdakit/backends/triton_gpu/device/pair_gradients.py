@@ -37,6 +37,15 @@ def with_pairs(b_x, b_M, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def whole_with_pairs(b_x, b_lost, b_M, PRECISION: tl.constexpr):
+    """`with_pairs`; b_lost, if it is there: what rounding took from b_x."""
+    b_y = with_pairs(b_x, b_M, PRECISION)
+    if b_lost is not None:
+        b_y = product_add(b_lost, round_to(b_M.to(tl.float32), b_x.dtype), b_y, PRECISION)
+    return b_y
+
+
+@triton.jit
 def level_pairs(b_dA, b: tl.constexpr):
     """b_dA [64, 32], the span's rows twice (q, k) and its columns -> the pairs of level b; level 0: all inside blocks of 16, and
     the diagonal of q."""

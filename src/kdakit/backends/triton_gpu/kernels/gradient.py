@@ -22,8 +22,8 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     to_end,
 )
 from kdakit.backends.triton_gpu.device.gate import gate_backward, gate_decay, gate_slope
-from kdakit.backends.triton_gpu.device.matrix import product, round_to
-from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs, with_pairs
+from kdakit.backends.triton_gpu.device.matrix import product, round_to, rounded_off
+from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs, whole_with_pairs
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -91,13 +91,13 @@ def load_d_columns(p_d_tiles, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.co
 
 @triton.jit
 def span_gradient(
-    b_q, b_k, b_e, d, b_extra, b_top, b_other, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k,
+    b_q, b_k, b_e, d, b_extra, b_lost, b_top, b_other, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k,
     KP: tl.constexpr, R: tl.constexpr, PLACE: tl.constexpr, BOUNDED: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, the 'first' of a chunk (or the only one) or its 'second'. d: its `octet_decays`. For the first
-    b_extra is the gradient of its columns, k decayed to its end. For the second it is the first's columns decayed to its start, with b_top
-    the pairs with them, and b_other [BK, 1] is the first's decay.
+    b_extra is the gradient of its columns, k decayed to its end. For the second it is the first's columns decayed to its start, with b_lost
+    what rounding took from them, or None, b_top the pairs with them, and b_other [BK, 1] is the first's decay.
 
     Returns d_q, d_k, d_g [BK, 32], d_g without what the other span and the state give to all its gates; and what the second gives to all
     gates of the first, [BK, 1].
@@ -117,7 +117,7 @@ def span_gradient(
     if PLACE == "second":
         b_dqd, b_dki = b_dqd * b_other, b_dki * b_other
         b_ahead = tl.sum(b_from * (b_q * b_dqd + b_k * b_dki), 1, keep_dims=True)
-        b_Lq, b_Lk = split_sides(with_pairs(b_extra, tl.trans(b_top), PRECISION))
+        b_Lq, b_Lk = split_sides(whole_with_pairs(b_extra, b_lost, tl.trans(b_top), PRECISION))
         b_dqd, b_dki = b_dqd + b_Lq, b_dki + b_Lk
     b_dqd, b_dki = b_from * b_dqd, b_from * b_dki
     b_d_g += span_sums(b_q * b_dqd + b_k * b_dki, b_col)
@@ -188,6 +188,8 @@ def slice_gradient(
     """Channels o_k [BK] of a chunk: its second span, if it has one, then its first, with operands of DTYPE. Stores the gradients of
     q, k and g; returns the chunk's share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
     R: tl.constexpr = C if C > 32 else 32
+    # Pairs in float32 beside operands that are not: rounding alike keys, decayed, each in its way takes as much from sums over them.
+    WHOLE: tl.constexpr = p_pairs.dtype.element_ty != DTYPE and not (L2NORM and KP == 128)  # the forms whose speed counts
     o_0, b_I1, b_I2 = span_tokens(32), identity_matrix(32), identity_matrix(64)
     b_d_decay = tl.load(p_d_decay + o_k, mask=o_k < KP, other=0.0)[:, None]
     if C > 32:
@@ -197,18 +199,21 @@ def slice_gradient(
         b_right = load_span(p_k, o_0, s_kt, o_k, length, b_I1, K, KP, ALIGN) * to_end(d[1], d[2])
         b_dkd = load_d_columns(p_d_tiles, p_scales, 0, o_k, b_I1, KP, R)
         b_behind = tl.sum(b_right * b_dkd, 1, keep_dims=True)  # what columns of the first span give to every gate of the second
+        b_right_lost = rounded_off(b_right, DTYPE) if WHOLE else None
         b_right = round_to(b_right, DTYPE)
         b_x, b_lost = load_gate_input(p_g, p_dt_bias, o_0 + 32, s_gt, o_k, length, b_I1, K, KP, ALIGN, HAS_DT_BIAS)
         b_e = decay_of(b_x, a, lower_bound, o_0 + 32, length, GATE, EXACT, PTX)
         d = octet_decays(b_e)
         b_after = d[3]
         b_q, b_k = load_both(p_q, p_k, 32, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
-        b_left = round_to(side_by_side(from_start(b_q * d[0], d[2]), from_start(b_k * d[0], d[2])), DTYPE)
+        b_left = side_by_side(from_start(b_q * d[0], d[2]), from_start(b_k * d[0], d[2]))
+        b_left_lost = rounded_off(b_left, DTYPE) if WHOLE else None
+        b_left = round_to(b_left, DTYPE)
         b_top = load_pairs(p_pairs, 32, 0, R)
-        b_dkd0 = b_after * b_dkd + with_pairs(b_left, b_top, PRECISION)
+        b_dkd0 = b_after * b_dkd + whole_with_pairs(b_left, b_left_lost, b_top, PRECISION)
         b_dq, b_dk, b_d_g, b_ahead = span_gradient(
-            b_q, b_k, b_e, d, b_right, b_top, b_before, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "second",
-            BOUNDED, DTYPE, PTX, PRECISION,
+            b_q, b_k, b_e, d, b_right, b_right_lost, b_top, b_before, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP,
+            R, "second", BOUNDED, DTYPE, PTX, PRECISION,
         )  # fmt: skip
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
@@ -223,7 +228,7 @@ def slice_gradient(
     d = octet_decays(b_e)
     b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
     b_dq, b_dk, b_d_g, _rest = span_gradient(
-        b_q, b_k, b_e, d, b_dkd0, 0.0, 1.0, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "first", BOUNDED,
+        b_q, b_k, b_e, d, b_dkd0, None, 0.0, 1.0, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "first", BOUNDED,
         DTYPE, PTX, PRECISION,
     )  # fmt: skip
     if C > 32:

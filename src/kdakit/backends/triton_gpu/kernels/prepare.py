@@ -192,6 +192,7 @@ def half_chunk(
     b_g, b_qk, p_tile, b_bias, a, scale, lower_bound, start, eos, b_before, b_r,
     KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr, FLOOR: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, PTX: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    COLS_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The HALF tokens from `start`: A_qk above A_kk / beta [2 HALF, HALF]; rows [2 HALF, KP], q above k, decayed from their start; cols
     [HALF, KP], k decayed to their end; their total decay [KP]; in float32 the chunk's first key (b_r, unless FIRST).
@@ -236,7 +237,7 @@ def half_chunk(
     m_pairs = (o_i[:, None] > o_t[None, :]) & (o_i[:, None] // DIAGONAL == o_t[None, :] // DIAGONAL)  # [2 HALF, HALF]
     b_A = tl.where(m_pairs, pair_products(b_near, b_cols, b_r, PRECISION), b_A)
     if ONE_LEVEL:
-        b_cols = flat_rows(b_k * b_y[None], HALF, KP, DTYPE)
+        b_cols = flat_rows(b_k * b_y[None], HALF, KP, COLS_DTYPE)
         m_pairs = (o_i >= DIAGONAL)[:, None] & (o_t < DIAGONAL)[None, :]
         b_A = tl.where(m_pairs, product(b_near, tl.trans(flat_rows(b_k, HALF, KP, DTYPE)), PRECISION), b_A)
     else:
@@ -248,7 +249,7 @@ def half_chunk(
                 b_A = tl.where(m_pairs, pair_products(b_near, flat_rows(b_k * b_y[None], HALF, KP, DTYPE), b_r, PRECISION), b_A)
                 b_x, b_y, b_total = widen_span(b_x, b_y, b_total, 1 << i_l)
         b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, HALF, KP, FIRST)
-        b_cols = flat_rows(b_k * b_y[None], HALF, KP, DTYPE)
+        b_cols = flat_rows(b_k * b_y[None], HALF, KP, COLS_DTYPE)
     return b_A, b_rows, b_cols, tl.max(b_total, 0), b_r  # the total is equal in all groups
 
 
@@ -281,6 +282,8 @@ def prepare_kernel(
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     IN_ORDER: tl.constexpr = DTYPE.is_fp32()  # of tokens, from the pairs on: where signs change from one to the next, sums stay small
+    # Where keys are alike, k_solved are differences of decayed keys: these keep their digits where the inverse has as many.
+    COLS_DTYPE: tl.constexpr = SOLVE_DTYPE if SOLVE_DTYPE.is_fp32() else DTYPE
     i_p = tl.program_id(0).to(tl.int64)
     i_s, i_h = i_p // HV, i_p % HV
     if VARLEN:
@@ -317,7 +320,7 @@ def prepare_kernel(
     b_g, b_qk, b_beta = load_half(p_q, p_k, p_g, p_beta, start, eos, s_qt, s_kt, s_gt, s_bt, K, KP, HALF, GROUP, ALIGN, VECTOR, BETA, HIP)
     b_A, b_rows, b_cols, b_decay, b_r = half_chunk(
         b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start, eos, b_one, b_one,
-        KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, True, PRECISION,
+        KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, True, PRECISION, COLS_DTYPE,
     )  # fmt: skip
     if C > HALF:  # asked for before the first half is solved, which takes a while and few registers
         b_g, b_qk, b_beta1 = load_half(
@@ -339,13 +342,14 @@ def prepare_kernel(
     if C > HALF:
         b_A, b_rows, b_cols1, b_decay1, _r = half_chunk(
             b_g, b_qk, p_rows, b_bias, a, scale, lower_bound, start + HALF, eos, b_decay, b_r,
-            KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, False, PRECISION,
+            KP, C, HALF, GROUP, DIAGONAL, FLOOR, GATE, L2NORM, PTX, False, PRECISION, COLS_DTYPE,
         )  # fmt: skip
         if IN_ORDER:
             b_A, b_rows, b_cols1 = pairs_by_token(b_A, GROUP), rows_by_token(b_rows, HALF, GROUP), rows_by_token(b_cols1, HALF, GROUP)
             b_beta1 = tl.sum(rows_by_token(b_beta1[:, None], HALF, GROUP), 1)
         b_A_qk, b_A_kk = split_q_above_k(b_A)
-        b_A_qk10, b_A_kk10 = split_q_above_k(pair_products(b_rows, b_cols, b_r, PRECISION))  # rows of the second half, columns of the first
+        b_A = pair_products(b_rows, round_to(b_cols, DTYPE), b_r, PRECISION)  # rows of the second half, columns of the first
+        b_A_qk10, b_A_kk10 = split_q_above_k(b_A)
         b_T1 = inverse_by_doubling(b_A_kk * b_beta1[:, None], o_t, HALF, SOLVE_DTYPE, IN_ORDER, PRECISION)
         b_T1 = round_to(b_T1, SOLVE_DTYPE)
         b_T10 = product(round_to(b_A_kk10 * b_beta1[:, None], SOLVE_DTYPE), b_T, PRECISION)

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
-from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.config import Config, exact_steps
 from kdakit.backends.triton_gpu.device.delta_rule import delta_rule
-from kdakit.backends.triton_gpu.device.gate import log2_decay, write_strength
+from kdakit.backends.triton_gpu.device.gate import gate_decay, gate_slope, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.program import state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
@@ -26,10 +26,11 @@ def step_kernel(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_vb, s_vt, s_vh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """`delta_rule` token by token, with S^T [BV, KP] in float32 registers.
 
+    EXACT: decays to a rounding. The hardware's 2^x is off to one side, and where every gate is slow, a state keeps that of all its tokens.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -59,7 +60,7 @@ def step_kernel(
     b_S = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
         b_S = tl.load(p_initial + o_state, mask=m_state, other=0.0).to(tl.float32)
-    a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
+    a = gate_slope(p_A_log, i_h, True, HAS_A_LOG) if EXACT else tl.exp(tl.load(p_A_log + i_h).to(tl.float32)) if HAS_A_LOG else 1.0
     b_bias = tl.zeros([KP], tl.float32)
     if HAS_DT_BIAS:
         b_bias = tl.load(p_dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
@@ -69,7 +70,10 @@ def step_kernel(
         b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)  # [KP]
         b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
         b_beta = write_strength(tl.load(p_beta).to(tl.float32), BETA)
-        b_decay = tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))
+        if EXACT:
+            b_decay = gate_decay(b_g + b_bias, a, lower_bound, GATE, True, False)
+        else:
+            b_decay = tl.exp2(log2_decay(b_g, b_bias, a, lower_bound, GATE, True, False))
         b_o, b_S = delta_rule(b_S, b_q, b_k, b_v, b_beta, b_decay, scale, L2NORM)
         tl.store(p_o, round_to(b_o, p_o.dtype.element_ty), mask=m_v)
         p_q += tl.cast(s_qt, tl.int64) * ALIGN
@@ -85,5 +89,5 @@ def step_kernel(
 @lru_cache(maxsize=1024)
 def launch(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
     grid = problem.N * problem.HV * -(-problem.V // config.step_block_v)
-    values = dict(KP=triton.next_power_of_2(problem.K), BV=config.step_block_v, HAS_FINAL=has_final)
+    values = dict(KP=triton.next_power_of_2(problem.K), BV=config.step_block_v, HAS_FINAL=has_final, EXACT=exact_steps(problem))
     return Launch(step_kernel, grid, arguments(problem, config, layout) | values, num_warps=config.step_warps)
