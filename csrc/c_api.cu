@@ -218,11 +218,29 @@ extern "C" kda_status kda_gradient_bf16(const kda_gradient_args *given) {
   KDA_TRY(read_args(args.forward, BF16, 1, EITHER, 2, false, forward));
   return gradient_bf16(args, forward);
 }
+
+extern "C" kda_status kda_rebuild_bf16(const kda_rebuild_args *given) {
+  kda_rebuild_args args;
+  kda_prefill_args forward;
+  KDA_TRY(read_struct(given, offsetof(kda_rebuild_args, lower_dtype), "kda_rebuild_args", args));
+  KDA_TRY(read_args(args.forward, BF16, 1, EITHER, 2, false, forward));
+  return rebuild_bf16(args, forward);
+}
+
+extern "C" kda_status kda_reverse_bf16(const kda_reverse_args *given) {
+  kda_reverse_args args;
+  kda_prefill_args forward;
+  KDA_TRY(read_struct(given, offsetof(kda_reverse_args, k_solved_dtype), "kda_reverse_args", args));
+  KDA_TRY(read_args(args.forward, BF16, 1, EITHER, 2, false, forward));
+  return reverse_bf16(args, forward);
+}
 #else
 static kda_status no_bf16() { return fail(KDA_NOT_BUILT, "this library was built without the bfloat16 kernel"); }
 extern "C" kda_status kda_prefill_workspace_bf16(const kda_prefill_args *, size_t *) { return no_bf16(); }
 extern "C" kda_status kda_prefill_bf16(const kda_prefill_args *) { return no_bf16(); }
 extern "C" kda_status kda_gradient_bf16(const kda_gradient_args *) { return no_bf16(); }
+extern "C" kda_status kda_rebuild_bf16(const kda_rebuild_args *) { return no_bf16(); }
+extern "C" kda_status kda_reverse_bf16(const kda_reverse_args *) { return no_bf16(); }
 #endif
 
 extern "C" const char *kda_last_error(void) { return last_error; }

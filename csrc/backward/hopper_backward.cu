@@ -1,17 +1,29 @@
 // Host side of the bfloat16 backward over chunks: what it refuses, its launch.
 #include "backward.h"
 #include "hopper_gradient_arguments.h"
+#include "hopper_reverse_arguments.h"
 
 namespace kda {
 namespace {
 
+struct Pointer {
+  const char *name;
+  const void *data;
+  bool needed;
+};
+
+template <size_t COUNT>
+kda_status check_pointers(const Pointer (&tensors)[COUNT]) {
+  for (const auto &x : tensors) {
+    if (x.needed && x.data == nullptr) return fail(KDA_INVALID_ARGUMENT, "%s must not be NULL", x.name);
+    if (reinterpret_cast<uintptr_t>(x.data) % 16) return fail(KDA_UNSUPPORTED, "%s must start at 16 bytes", x.name);
+  }
+  return KDA_OK;
+}
+
 // Every tensor but those of q, k, g and beta, which the forward describes.
-kda_status check_pointers(const kda_gradient_args &args, const kda_prefill_args &forward) {
-  const struct {
-    const char *name;
-    const void *data;
-    bool needed;
-  } tensors[] = {
+kda_status check_gradient(const kda_gradient_args &args, const kda_prefill_args &forward) {
+  const Pointer tensors[] = {
       {"lower", args.lower, true},   {"factors", args.factors, true},         {"states", args.states, true},
       {"d_states", args.d_states, true}, {"r", args.r, true},                 {"d_o", args.d_o, true},
       {"d_v", args.d_v, true},       {"alone", args.alone, false},            {"d_final", args.d_final, false},
@@ -19,10 +31,29 @@ kda_status check_pointers(const kda_gradient_args &args, const kda_prefill_args 
       {"d_beta", args.d_beta, true}, {"A_shares", args.A_shares, forward.A_log != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
       {"bias_shares", args.bias_shares, forward.dt_bias != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
   };
-  for (const auto &x : tensors) {
-    if (x.needed && x.data == nullptr) return fail(KDA_INVALID_ARGUMENT, "%s must not be NULL", x.name);
-    if (reinterpret_cast<uintptr_t>(x.data) % 16) return fail(KDA_UNSUPPORTED, "%s must start at 16 bytes", x.name);
-  }
+  return check_pointers(tensors);
+}
+
+kda_status check_reverse(const kda_reverse_args &args) {
+  const Pointer tensors[] = {
+      {"tiles", args.tiles, true}, {"solved", args.solved, true},      {"decay", args.decay, true},       {"factors", args.factors, true},
+      {"d_o", args.d_o, true},     {"d_final", args.d_final, false},   {"d_states", args.d_states, true}, {"d_v", args.d_v, true},
+      {"alone", args.alone, false}, {"y_lost", args.y_lost, false},    {"d_initial", args.d_initial, false},
+  };
+  return check_pointers(tensors);
+}
+
+kda_status check_group(int32_t group) {
+  if (group >= 0 && group <= 8 && (group & (group - 1)) == 0) return KDA_OK;
+  return fail(KDA_INVALID_ARGUMENT, "group must be 0, 1, 2, 4 or 8, got %d", group);
+}
+
+kda_status check_sizes(const kda_prefill_args &forward) {
+  if (forward.key_dim != 128 || forward.value_dim != 128)
+    return fail(KDA_UNSUPPORTED, "the bfloat16 backward needs key_dim = value_dim = 128, got %lld and %lld", (long long)forward.key_dim,
+                (long long)forward.value_dim);
+  if (forward.tokens >= int64_t{1} << 30 || hopper::slots_of(forward) >= int64_t{1} << 31)
+    return fail(KDA_UNSUPPORTED, "the bfloat16 backward takes fewer than 2^30 tokens and 2^31 chunks");
   return KDA_OK;
 }
 
@@ -36,18 +67,12 @@ kda_status check_rows(const char *name, const kda_tensor &x) {
 }  // namespace
 
 kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &forward) {
-  if (forward.key_dim != 128 || forward.value_dim != 128)
-    return fail(KDA_UNSUPPORTED, "the bfloat16 backward needs key_dim = value_dim = 128, got %lld and %lld", (long long)forward.key_dim,
-                (long long)forward.value_dim);
-  const int64_t slots = hopper::slots_of(forward);
-  if (forward.tokens >= int64_t{1} << 30 || slots >= int64_t{1} << 31)
-    return fail(KDA_UNSUPPORTED, "the bfloat16 backward takes fewer than 2^30 tokens and 2^31 chunks");
+  KDA_TRY(check_sizes(forward));
   if (args.lower_dtype != KDA_FLOAT16 && args.lower_dtype != KDA_FLOAT32)
     return fail(KDA_INVALID_ARGUMENT, "lower_dtype must be %d or %d, got %d", KDA_FLOAT16, KDA_FLOAT32, args.lower_dtype);
   if (args.d_q_dtype != KDA_BFLOAT16 && args.d_q_dtype != KDA_FLOAT32)
     return fail(KDA_INVALID_ARGUMENT, "d_q_dtype must be %d or %d, got %d", KDA_BFLOAT16, KDA_FLOAT32, args.d_q_dtype);
-  if (args.group < 0 || args.group > 8 || (args.group & (args.group - 1)))
-    return fail(KDA_INVALID_ARGUMENT, "group must be 0, 1, 2, 4 or 8, got %d", args.group);
+  KDA_TRY(check_group(args.group));
   if (args.group > 1 && args.lower_dtype != KDA_FLOAT32)
     return fail(KDA_UNSUPPORTED, "group must be 0 or 1 where lower is float16, got %d", args.group);
   if (forward.batch * forward.tokens == 0) return KDA_OK;
@@ -56,9 +81,28 @@ kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &
   KDA_TRY(check_rows("g", forward.g));
   if (forward.beta.data == nullptr) return fail(KDA_INVALID_ARGUMENT, "forward->beta.data must not be NULL");
   if (reinterpret_cast<uintptr_t>(forward.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
-  KDA_TRY(check_pointers(args, forward));
+  KDA_TRY(check_gradient(args, forward));
   KDA_TRY(check_hopper());
-  KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), slots, static_cast<cudaStream_t>(forward.stream)));
+  const auto stream = static_cast<cudaStream_t>(forward.stream);
+  KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), hopper::slots_of(forward), stream));
+  return KDA_OK;
+}
+
+kda_status reverse_bf16(const kda_reverse_args &args, const kda_prefill_args &forward) {
+  KDA_TRY(check_sizes(forward));
+  if (args.k_solved_dtype != KDA_BFLOAT16 && args.k_solved_dtype != KDA_FLOAT16)
+    return fail(KDA_INVALID_ARGUMENT, "k_solved_dtype must be %d or %d, got %d", KDA_BFLOAT16, KDA_FLOAT16, args.k_solved_dtype);
+  KDA_TRY(check_group(args.group));
+  if (args.channels != 0 && args.channels != 64 && args.channels != 128)
+    return fail(KDA_INVALID_ARGUMENT, "channels must be 0, 64 or 128, got %d", args.channels);
+  const int64_t slots = hopper::slots_of(forward);
+  if (slots > ((int64_t{1} << 31) - 1) / (3 * hopper::kChunk) / forward.value_heads)  // rows of `tiles` are counted in 32 bits
+    return fail(KDA_UNSUPPORTED, "the bfloat16 backward takes fewer than 2^31 / 192 chunks of value heads");
+  if (forward.batch * forward.tokens == 0 && args.d_initial == nullptr) return KDA_OK;
+  if (slots == 0) return fail(KDA_UNSUPPORTED, "the bfloat16 backward needs at least one chunk");
+  KDA_TRY(check_reverse(args));
+  KDA_TRY(check_hopper());
+  KDA_CUDA(hopper::launch_reverse(hopper::reverse_of(args, forward), slots, static_cast<cudaStream_t>(forward.stream)));
   return KDA_OK;
 }
 

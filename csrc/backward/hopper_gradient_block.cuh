@@ -100,16 +100,6 @@ __device__ __forceinline__ Chunk& chunk_at(int turn, const Seat& at) {
   return *reinterpret_cast<Chunk*>(at.bytes + kAtChunk + turn * kChunkBytes);
 }
 
-__device__ __forceinline__ int64_t sequence_of(const HopperForward& p, int64_t batch, int64_t first) {
-  if (!p.cu_seqlens) return batch;
-  int64_t low = 0, high = p.N;  // boundary(low) <= first < boundary(high)
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (boundary(p, middle) <= first ? low : high) = middle;
-  }
-  return low;
-}
-
 // One warp: the next chunk from `item` on that holds tokens; item >= items: there is none. Of those that hold none, shares are zero.
 __device__ __forceinline__ void find_chunk(const HopperGradient& p, int64_t item, int64_t items, int64_t step, int turn, const Seat& at) {
   Chunk c{};

@@ -163,6 +163,65 @@ typedef struct kda_gradient_args {
 
 KDA_API kda_status kda_gradient_bf16(const kda_gradient_args *args);
 
+/* The stage before all others of a backward: what a forward in chunks of 64 makes of its inputs, once more. Slots, order of rows and sizes
+ * as above.
+ */
+typedef struct kda_rebuild_args {
+  size_t size; /* sizeof(kda_rebuild_args) where the caller was compiled */
+
+  const kda_prefill_args *forward; /* the call that is differentiated: inputs but v, sizes, options, stream */
+
+  const void *lower; /* as in kda_gradient_args */
+
+  void *tiles;    /* [slots, HV, 3, 64, K], written: k and scale q decayed from the chunk's start, bfloat16; and (I + A_kk)^-T k decayed to
+                     its end, float16 where lower is float16, else bfloat16 */
+  float *decay;   /* [slots, HV, K], written: of the whole chunk */
+  float *factors; /* [slots, HV, 3, 64], written: as in kda_gradient_args */
+  void *first;    /* [N, HV, 2, 64, K] bfloat16, written: what rounding took from the first two tiles of each sequence; or NULL */
+
+  int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
+  int32_t group;       /* as in kda_gradient_args */
+} kda_rebuild_args;
+
+#define KDA_REBUILD_ARGS_INIT {sizeof(kda_rebuild_args)}
+
+KDA_API kda_status kda_rebuild_bf16(const kda_rebuild_args *args);
+
+/* Another stage of the backward, before that one: from the last chunk of a sequence to its first, with dS' the gradient of the state after
+ * a chunk,
+ *
+ *     y = solved^T d_o + k_solved dS'     d_v = beta y     dS = Diag(decay) dS' + q_decayed^T d_o - k_in^T d_v
+ *
+ * K = V = 128, sm_90a; slots and the order of rows as above.
+ */
+typedef struct kda_reverse_args {
+  size_t size; /* sizeof(kda_reverse_args) where the caller was compiled */
+
+  const kda_prefill_args *forward; /* the call that is differentiated: sizes, cu_seqlens, beta_kind, state_v_first, stream */
+
+  const void *tiles;    /* [slots, HV, 3, 64, K] bfloat16: k_in, q_decayed with the scale, k_solved = (I + A_kk)^-T k_decayed */
+  const void *solved;   /* [slots, HV, 64, 64] bfloat16: A_qk (I + A_kk)^-1, with the scale */
+  const float *decay;   /* [slots, HV, K]: over the chunk */
+  const float *factors; /* [slots, HV, 3, 64]: beta, and two that are not read; beta is 0 past a sequence's end */
+  const void *d_o;      /* [B, T, HV, V] bfloat16 */
+  const float *d_final; /* [N, HV, K, V], or [N, HV, V, K] with state_v_first: the final state's gradient, or NULL */
+
+  void *d_states;   /* [slots, HV, V, K] bfloat16, written: dS' of each chunk */
+  void *d_v;        /* [B, T, HV, V] bfloat16, written */
+  void *alone;      /* [slots, HV, 64, V] bfloat16, written by token where |beta| < 2^-64, with KDA_BETA_GIVEN: y; or NULL */
+  void *y_lost;     /* [N, HV, 64, V] bfloat16, written by token: what rounding took from d_v, or y there, in the last chunks; or NULL */
+  float *d_initial; /* as d_final, written; or NULL */
+
+  int32_t k_solved_dtype; /* KDA_BFLOAT16, or KDA_FLOAT16 in the place of bfloat16 */
+  int32_t group;          /* as kda_gradient_args.group, of the rows of tiles and factors, rows and columns of solved */
+  int32_t channels;       /* value channels of a block, 64 or 128; 0: the library's choice. Bits do not depend on it */
+  int32_t reserved;       /* 0 */
+} kda_reverse_args;
+
+#define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}
+
+KDA_API kda_status kda_reverse_bf16(const kda_reverse_args *args);
+
 /* What went wrong in this thread's last call that did not return KDA_OK. */
 KDA_API const char *kda_last_error(void);
 KDA_API const char *kda_status_name(kda_status status);

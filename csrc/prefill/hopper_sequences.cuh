@@ -43,4 +43,15 @@ __device__ __forceinline__ Span chunk_span(const HopperForward& p, uint32_t slot
   return {0, first, min(boundary(p, low + 1) - first, static_cast<int64_t>(kChunk))};
 }
 
+// The sequence that holds token `first` of a batch row.
+__device__ __forceinline__ int64_t sequence_of(const HopperForward& p, int64_t batch, int64_t first) {
+  if (!p.cu_seqlens) return batch;
+  int64_t low = 0, high = p.N;  // boundary(low) <= first < boundary(high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (boundary(p, middle) <= first ? low : high) = middle;
+  }
+  return low;
+}
+
 }  // namespace kda::hopper

@@ -52,7 +52,7 @@ def calls(monkeypatch):
         calls.append((args.group, args.lower_dtype))
         hopper_records.run_call(kernels, args)
 
-    monkeypatch.setenv(borrowed.TRAINING, "1")
+    monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     monkeypatch.setattr(library, "prefill", prefill)
     monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 0)
     monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
@@ -75,7 +75,7 @@ def test_what_is_kept(calls, case, monkeypatch):
     config = replace(triton_gpu.default_config(problem, "cpu"), checkpoint=1)  # so that every state is kept
     result, kept = triton_gpu.forward(problem, given, config)
     assert calls == [(4, library.FLOAT32) if plain else (1, library.FLOAT16)]
-    monkeypatch.setenv(borrowed.TRAINING, "0")
+    monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")
     own = triton_gpu.forward(problem, given, config)[1]
     assert len(calls) == 1 and [x.dtype for x in kept] == [x.dtype for x in own]
     used = [0, 1, 2] if plain else [0, 1]  # slots that have tokens; in both cases slot 1 is the second of a sequence
@@ -100,7 +100,7 @@ def problem_of(T=262144, **changes):
 def test_taken_where_it_is_faster(monkeypatch):
     able = SimpleNamespace(kept_forward=lambda problem, device: (print, None), library=SimpleNamespace(missing=lambda: None))
     monkeypatch.setattr(borrowed, "lender", able)
-    monkeypatch.delenv(borrowed.TRAINING, raising=False)
+    monkeypatch.delenv(borrowed.VARIABLES["forward"], raising=False)
 
     def taken(problem):
         return borrowed.forward(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
@@ -116,9 +116,9 @@ def test_taken_where_it_is_faster(monkeypatch):
         dict(gate="softplus"),
     ):
         assert not taken(problem_of(**changes)), changes
-    monkeypatch.setenv(borrowed.TRAINING, "1")
+    monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     assert taken(problem_of(T=64)) and taken(problem_of(l2norm=True)) and not taken(problem_of(T=0))
-    monkeypatch.setenv(borrowed.TRAINING, "0")
+    monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")
     assert not taken(problem_of())
 
 
@@ -130,9 +130,9 @@ def test_who_lends(monkeypatch):
     monkeypatch.setattr(borrowed, "lender", cuda)
     monkeypatch.setattr(cuda, "_old_device", lambda device, hopper: None)
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
-    monkeypatch.delenv(borrowed.TRAINING, raising=False)
+    monkeypatch.delenv(borrowed.VARIABLES["forward"], raising=False)
     assert borrowed.forward(problem, config, 4096, "cuda") is None
-    monkeypatch.setenv(borrowed.TRAINING, "1")
+    monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
         borrowed.forward(problem, config, 4096, "cuda")
     monkeypatch.setattr(library, "missing", lambda: None)
@@ -140,4 +140,4 @@ def test_who_lends(monkeypatch):
     assert borrowed.forward(problem, replace(config, chunk=32), 4096, "cuda") is None
     for changes in (dict(V=64), dict(gate="softplus")):
         assert borrowed.forward(problem.replace(**changes), config, 4096, "cuda") is None
-    assert borrowed.replaced(problem, config, 4096, "cuda") == borrowed.REPLACED["forward"] + borrowed.REPLACED["gradient"]
+    assert borrowed.replaced(problem, config, 4096, "cuda") == tuple(name for names in borrowed.REPLACED.values() for name in names)

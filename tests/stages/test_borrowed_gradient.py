@@ -1,5 +1,5 @@
-"""The Triton backward with the CUDA kernel in place of its last two launches over chunks, without a GPU: Triton's stages in its
-interpreter, the kernel thread by thread. What lies between them in memory is what both must agree about.
+"""The Triton backward with CUDA kernels in place of its last two launches over chunks, and of its first, without a GPU: Triton's stages in
+its interpreter, the kernels thread by thread. What lies between them in memory is what both must agree about.
 
 The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
 
@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import emulated
@@ -22,7 +23,7 @@ from kdakit import dispatch
 from kdakit.backends import cuda, triton_gpu
 from kdakit.backends.cuda import library, op
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import CHIPS, choose
+from kdakit.backends.triton_gpu.config import CHIPS, choose, exact_q
 from kdakit.backends.triton_gpu.runtime import launch, repeat
 from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
@@ -49,15 +50,21 @@ def test_in_the_interpreter():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the kernel, which runs wherever it can."""
-    kernels, calls = emulated.load("gradient"), []
+    """Calls of the kernels, which run wherever they can."""
+    kernels, rebuilding, calls = emulated.load("gradient"), emulated.load("rebuild"), []
 
     def run(args):
         calls.append(args.group)
         kernels.kda_emulate_gradient_bf16(ctypes.byref(args), 1, 1)
 
-    monkeypatch.setenv(borrowed.VARIABLE, "1")
+    def rebuild(args):
+        calls.append("rebuild")
+        rebuilding.kda_emulate_rebuild_bf16(ctypes.byref(args), 1)
+
+    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
+    monkeypatch.setenv(borrowed.VARIABLES["rebuild"], "1")
     monkeypatch.setattr(library, "gradient", run)
+    monkeypatch.setattr(library, "rebuild", rebuild)
     monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
     return calls
 
@@ -68,7 +75,7 @@ def test_gradients(calls, case):
     problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
     found = checking.run_case("triton_gpu", case, "bfloat16")
     rows = checking.compare_quickly(problem, arrays, found, cotangents, "bfloat16")
-    assert calls == [4 if case.name == "plain" else 1]
+    assert calls == ["rebuild", 4 if case.name == "plain" else 1]
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 
@@ -78,38 +85,47 @@ def problem_of(T=262144, bounded=False, **changes):
     return case.problem("bfloat16", needs_grad=True).replace(T=T, **changes)
 
 
+STAGES = "gradient", "rebuild", "reverse"
+
+
 @pytest.fixture
 def taken(monkeypatch):
-    """A function: whether a problem's gradients come from a lender that can always run."""
-    monkeypatch.delenv(borrowed.VARIABLE, raising=False)
-    able = SimpleNamespace(chunk_gradient=lambda problem, device: (print, None), library=SimpleNamespace(missing=lambda: None))
-    monkeypatch.setattr(borrowed, "lender", able)
-    return lambda problem: borrowed.gradient(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
+    """A function: whether a stage of a problem's backward comes from a lender that can always run."""
+    able = {borrowed.LENT[stage]: lambda problem, device: (print, None) for stage in STAGES}
+    for stage in STAGES:
+        monkeypatch.delenv(borrowed.VARIABLES[stage], raising=False)
+    monkeypatch.setattr(borrowed, "lender", SimpleNamespace(**able, library=SimpleNamespace(missing=lambda: None)))
+    lend = lambda stage: getattr(borrowed, stage)
+    return lambda stage, problem: lend(stage)(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-def test_taken_where_it_is_faster(taken, monkeypatch):
+@pytest.mark.parametrize("stage", STAGES)
+def test_taken_where_it_is_faster(stage, taken, monkeypatch):
+    taken = partial(taken, stage)
     assert taken(problem_of()) and taken(problem_of(bounded=True))
     assert not taken(problem_of(T=262144 - 64)), "a launch more by the host, for little"
     assert not taken(problem_of(deterministic=True)), "a number of chunks would decide"
     assert not taken(problem_of(dtype="float16")), "chunks of 32"
-    monkeypatch.setenv(borrowed.VARIABLE, "1")
-    assert taken(problem_of(T=64))
-    monkeypatch.setenv(borrowed.VARIABLE, "0")
+    exact = problem_of(l2norm=False, scale=0.5)  # what rounding takes from q counts: Triton keeps it
+    assert exact_q(exact) and taken(exact) == (stage == "gradient")
+    monkeypatch.setenv(borrowed.VARIABLES[stage], "1")
+    assert taken(problem_of(T=64)) and taken(exact) == (stage == "gradient")
+    monkeypatch.setenv(borrowed.VARIABLES[stage], "0")
     assert not taken(problem_of())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 def test_who_lends(monkeypatch):
     """The CUDA library, brought by dispatch; where it is missing, Triton's kernels run, or, where it was asked for, an error does."""
-    monkeypatch.delenv(borrowed.VARIABLE, raising=False)
+    monkeypatch.delenv(borrowed.VARIABLES["gradient"], raising=False)
     assert dispatch.load("triton_gpu") is triton_gpu and borrowed.lender is cuda
     monkeypatch.setattr(cuda, "_old_device", lambda device, hopper: None)
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
     problem = problem_of()
     config = choose(problem, CHIPS["sm_90"])
     assert borrowed.gradient(problem, config, 4096, "cuda") is None
-    monkeypatch.setenv(borrowed.VARIABLE, "1")
+    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
     with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
         borrowed.gradient(problem, config, 4096, "cuda")
     monkeypatch.setattr(library, "missing", lambda: None)

@@ -20,11 +20,11 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
-          "gradient_kernel": 64, "prepare_kept_kernel": 24, "scan_kept_kernel": 0}  # fmt: skip
+          "gradient_kernel": 64, "prepare_kept_kernel": 24, "scan_kept_kernel": 0, "reverse_kernel": 0}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 one of 512.
 HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128, "prepare_kept_kernel": 80,
-                    "scan_kept_kernel": 248}  # fmt: skip
+                    "scan_kept_kernel": 248, "reverse_kernel": 255}  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("build")
 needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.unbuildable() or "")
@@ -71,8 +71,9 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 33, (
-        "16 kinds of chunks, in training four; two widths of the scan, each also in training; one of parts, eight gradients"
+    assert len(found) == 37, (
+        "16 kinds of chunks, in training four; two widths of the scan, each also in training; one of parts, eight gradients, "
+        "four of the state's gradient"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
@@ -144,6 +145,27 @@ def test_gradient_arguments_are_checked(native):
             native.gradient(library.GradientArgs(forward, **right | changes))
     with pytest.raises(library.NativeError, match="key_dim = value_dim = 128, got 64 and 64"):
         native.gradient(library.GradientArgs(arguments(**half), **right))
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_reverse_arguments_are_checked(native):
+    """Before a device is looked for."""
+    half = {name: library.Tensor(None, library.BFLOAT16) for name in ("q", "k", "v", "g", "beta", "o")}
+    forward = arguments(**half | dict(key_dim=128, value_dim=128, chunk_size=64))
+    names = ("tiles", "solved", "decay", "factors", "d_o", "d_states", "d_v")
+    right = dict.fromkeys(names, 4096) | dict(k_solved_dtype=library.FLOAT16)
+    for changes, message in (
+        (dict(tiles=None), "tiles must not be NULL"),
+        (dict(d_initial=4104), "d_initial must start at 16 bytes"),
+        (dict(k_solved_dtype=0), "k_solved_dtype must be 1 or 2, got 0"),
+        (dict(group=3), "group must be 0, 1, 2, 4 or 8, got 3"),
+        (dict(channels=32), "channels must be 0, 64 or 128, got 32"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.reverse(library.ReverseArgs(forward, **right | changes))
+    with pytest.raises(library.NativeError, match="key_dim = value_dim = 128, got 64 and 64"):
+        native.reverse(library.ReverseArgs(arguments(**half), **right))
 
 
 def test_report_is_understood():
@@ -219,9 +241,10 @@ def test_calls_are_checked_before_the_device_is_asked(native):
 
 @needs_nvcc
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc was not found")
-@pytest.mark.parametrize("struct, mirror", [("kda_prefill_args", library.PrefillArgs), ("kda_gradient_args", library.GradientArgs)])
-def test_header_is_c99_and_ctypes_agrees(tmp_path, struct, mirror):
+@pytest.mark.parametrize("mirror", [library.PrefillArgs, library.GradientArgs, library.ReverseArgs])
+def test_header_is_c99_and_ctypes_agrees(tmp_path, mirror):
     """Every field has the same offset in C and in ctypes."""
+    struct = f"kda_{mirror.__name__.removesuffix('Args').lower()}_args"
     names = [name for name, _ in mirror._fields_]
     lines = "".join(f'printf("%zu\\n", offsetof({struct}, {name}));' for name in names)
     source = tmp_path / "offsets.c"

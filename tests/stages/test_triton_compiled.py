@@ -134,6 +134,40 @@ def test_a_beta_in_16_bits_leaves_float32_factors_as_they_are():
     assert len(widths) > 20 and {*widths} == {"1"}
 
 
+SUMS = """
+import sys
+import triton
+import triton.language as tl
+from triton import compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton_offline import offline_driver
+from kdakit.backends.triton_gpu.config import CHIPS
+from kdakit.backends.triton_gpu.device.matrix import rounded_product
+
+@triton.jit
+def rounded_product_kernel(p_a, p_b, p_out):
+    o_m, o_r = tl.arange(0, 32), tl.arange(0, 64)
+    b_a, b_b = tl.load(p_a + o_m[:, None] * 64 + o_r[None, :]), tl.load(p_b + o_r[:, None] * 32 + o_m[None, :])
+    tl.store(p_out + o_m[:, None] * 32 + o_m[None, :], rounded_product(b_a, b_b))
+
+driver.set_active(offline_driver(CHIPS["sm_90"]))
+source = compiler.ASTSource(rounded_product_kernel, {"p_a": "*fp32", "p_b": "*fp32", "p_out": "*fp32"}, {})
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"])
+"""
+
+
+def test_sums_that_round_stay_apart(tmp_path):
+    """Of a sum and a product Triton makes one that begins with the sum, if it can: then a matrix unit cuts it off again."""
+    pytest.importorskip("triton")
+    helpers, script = str(Path(__file__).parents[1] / "helpers"), tmp_path / "sums.py"
+    script.write_text(SUMS)
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, check=True)
+    begun = re.findall(r"tt\.dot %\S+, %\S+, (%\w+)", done.stdout)
+    assert len(begun) == 9 and sum(name.startswith("%cst") for name in begun) == 5, "four of 16 tokens each, and all the smaller parts"
+
+
 def check(target: str, row: dict) -> None:
     assert row["shared"] <= row["limit"], row
     assert row["stack"] <= (TIMED_STACK if target == "sm_90" and TIMED in row["problem"] else STACK), row

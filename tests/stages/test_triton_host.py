@@ -219,11 +219,12 @@ def lent(monkeypatch):
     got = []
     monkeypatch.setattr(borrowed, "lender", cuda)
     monkeypatch.setattr(cuda, "supports", lambda problem, device: cuda.unsupported(problem))
-    for variable in (borrowed.TRAINING, borrowed.VARIABLE):
+    for variable in borrowed.VARIABLES.values():
         monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 512)
     monkeypatch.setattr(library, "prefill", lambda args, dtype: got.append(args))
-    monkeypatch.setattr(library, "gradient", got.append)
+    for stage in ("rebuild", "reverse", "gradient"):
+        monkeypatch.setattr(library, stage, got.append)
     return got
 
 
@@ -232,7 +233,7 @@ def addresses(args, named):
     names = {x.data_ptr(): name for name, x in named.items() if x is not None}
     fields = [(name, getattr(args, name)) for name, *_ in args._fields_ if name != "forward"]
     fields += (
-        [(f"forward {n}", getattr(args.forward.contents, n)) for n, *_ in library.PrefillArgs._fields_] if hasattr(args, "d_q") else []
+        [(f"forward {n}", getattr(args.forward.contents, n)) for n, *_ in library.PrefillArgs._fields_] if hasattr(args, "forward") else []
     )
     values = [(name, x.data if isinstance(x, library.Tensor) else x) for name, x in fields]
     return {name: names[x] for name, x in values if x in names}
@@ -265,12 +266,16 @@ def test_a_plan_repeats_what_is_borrowed(watched, lent, monkeypatch):
         lent.clear()
         grads = run()
         named = z._asdict() | {f"saved {i}": s for i, s in enumerate(saved)} | {f"d_{n}": g for n, g in grads._asdict().items()}
-        return addresses(lent[0], named | {"d_o": d_o, "d_final": d_final})
+        assert [type(args) for args in lent] == [library.RebuildArgs, library.ReverseArgs, library.GradientArgs]
+        return [addresses(args, named | {"d_o": d_o, "d_final": d_final}) for args in lent]
 
     _, repeat = call.planned_backward(problem, x, made[1], d_o, d_final, config)
     first = grads_by(x, made[1], lambda: call.planned_backward(problem, x, made[1], d_o, d_final, config)[0])
     second = grads_by(y, saved, lambda: repeat((*y, *saved, d_o, d_final)))
-    assert first == second and second["d_q"] == "d_q" and second["forward k"] == "k" and second["forward v"] == second["d_v"] == "d_v"
+    assert first == second
+    rebuilt, reversed_, second = second
+    assert rebuilt["forward k"] == "k" and rebuilt["lower"] == "saved 0" and reversed_["d_o"] == "d_o" and reversed_["d_v"] == "d_v"
+    assert second["d_q"] == "d_q" and second["forward k"] == "k" and second["forward v"] == second["d_v"] == "d_v"
     assert second["lower"] == "saved 0" and second["d_final"] == "d_final" and second["forward initial_state"] == "initial_state"
 
     moved_q = x._replace(q=moved(x.q, 1))
@@ -292,9 +297,11 @@ def test_a_plan_widens_parameters_for_who_lends(watched, lent, monkeypatch):
     for _ in range(2):  # compiled by the first, found by the second
         grads, repeat = call.planned_backward(problem, x, saved, x.v.clone(), None, config)
     lent.clear()
-    monkeypatch.setattr(library, "gradient", lambda args: lent.append([widened(args.forward.contents, n) for n in ("A_log", "dt_bias")]))
+    seen = lambda args: lent.append([widened(args.forward.contents, n) for n in ("A_log", "dt_bias")])
+    for stage, got in (("rebuild", seen), ("reverse", lambda args: None), ("gradient", seen)):
+        monkeypatch.setattr(library, stage, got)
     repeat((*y, *saved, x.v.clone(), None))
-    assert lent == [[y.A_log[0].item(), y.dt_bias[0].item()]]
+    assert lent == [[y.A_log[0].item(), y.dt_bias[0].item()]] * 2
     assert [grads.A_log.dtype, grads.dt_bias.dtype] == [torch.bfloat16] * 2
 
 

@@ -28,6 +28,7 @@ from kdakit.backends.triton_gpu import call, widened  # noqa: E402
 from kdakit.backends.triton_gpu import config as configs  # noqa: E402
 from kdakit.backends.triton_gpu.device import gate  # noqa: E402
 from kdakit.backends.triton_gpu.device.matrix import round_to as round_operand  # noqa: E402
+from kdakit.backends.triton_gpu.device.matrix import rounded_product  # noqa: E402
 from kdakit.backends.triton_gpu.device.pair_gradients import with_pairs  # noqa: E402
 from kdakit.backends.triton_gpu.host import forward  # noqa: E402
 from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
@@ -519,22 +520,22 @@ def test_small_heads_are_trained_in_float32():
 
 
 @triton.jit
-def slopes_kernel(p_x, p_d, p_out, a, lower_bound, N: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr):
+def slopes_kernel(p_x, p_lost, p_d, p_out, a, lower_bound, N: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr):
     o = tl.arange(0, N)
     if GATE == "sigmoid":
         b_d_x = gate.write_strength_backward(tl.load(p_x + o), tl.load(p_d + o), GATE, p_d.dtype.element_ty)
         b_d_A = b_d_x
     else:
-        b_d_x, b_d_A = gate.gate_backward(tl.load(p_x + o), 0.0, tl.load(p_d + o), a, lower_bound, GATE, EXACT, False)
+        b_d_x, b_d_A = gate.gate_backward(tl.load(p_x + o), tl.load(p_lost + o), tl.load(p_d + o), a, lower_bound, GATE, EXACT, False)
     tl.store(p_out + o, b_d_x)
     tl.store(p_out + N + o, b_d_A)
 
 
-def slopes(kind, x, d, a=1.0, lower_bound=-5.0, exact=False):
+def slopes(kind, x, d, a=1.0, lower_bound=-5.0, exact=False, lost=None):
     """(d of a gate's input, terms of d_A_log) as the device functions have them, in float64."""
-    x, d = (torch.as_tensor(np.asarray(y, np.float32)) for y in (x, d))
+    x, d, lost = (torch.as_tensor(np.asarray(y, np.float32)) for y in (x, d, np.zeros(len(x)) if lost is None else lost))
     out = torch.empty(2, len(x))
-    slopes_kernel[(1,)](x, d, out, a, lower_bound, len(x), kind, exact)
+    slopes_kernel[(1,)](x, lost, d, out, a, lower_bound, len(x), kind, exact)
     return out.double().numpy(), x.double().numpy(), d.double().numpy()
 
 
@@ -547,6 +548,59 @@ def test_slopes_of_slow_gates(exact):
     (d_x, d_A), x, d = slopes("bounded", np.arange(-640, -576) / 64, np.full(64, 1e15), a=10.5, exact=exact)
     want = -5 * 10.5 * np.exp(10.5 * x) * d
     assert np.abs(d_x / want - 1).max() < (1e-6 if exact else 1e-4) and np.abs(d_A / (want * x) - 1).max() < (1e-6 if exact else 1e-4)
+
+
+@interpreter
+@pytest.mark.parametrize("kind", ["softplus", "bounded"])
+def test_slopes_know_what_rounding_took_from_their_input(kind):
+    """Of x = -12 float32 keeps 2^-21: the slope, which goes as e^x, would be off by as much."""
+    whole = np.linspace(-12.5, -11, 512) + 1e-9
+    x = whole.astype(np.float32)
+    (d_x, _), _, _ = slopes(kind, x, np.ones(512), exact=True, lost=whole - x)
+    want = -1 / (1 + np.exp(-whole)) if kind == "softplus" else -5 * np.exp(whole) / (1 + np.exp(whole)) ** 2
+    rms = lambda off: np.sqrt(np.mean(off**2))
+    assert rms(d_x / want - 1) < 1.6e-7 < 2.5e-7 < rms(np.exp(x.astype(float) - whole) - 1)
+
+
+@triton.jit
+def rounded_product_kernel(p_a, p_b, p_out, M: tl.constexpr, R: tl.constexpr):
+    o_m, o_r = tl.arange(0, M), tl.arange(0, R)
+    b_a, b_b = tl.load(p_a + o_m[:, None] * R + o_r[None, :]), tl.load(p_b + o_r[:, None] * M + o_m[None, :])
+    tl.store(p_out + o_m[:, None] * M + o_m[None, :], rounded_product(b_a, b_b))
+
+
+def cut(x):
+    """float64 -> float32, towards zero."""
+    near = x.astype(np.float32)
+    return np.where(np.abs(near.astype(float)) > np.abs(x), np.nextafter(near, np.float32(0)), near)
+
+
+class MatrixUnit:
+    """Adds 16 products of bfloat16 numbers to a sum and cuts off what does not fit into a float32."""
+
+    def create_dot(self, a, b, d, *rest):
+        a, b = ((x.data.astype(np.uint32) << 16).view(np.float32).astype(float) for x in (a, b))  # the interpreter keeps their bits
+        total = d.data
+        for i in range(0, a.shape[1], 16):
+            total = cut(total.astype(float) + a[:, i : i + 16] @ b[i : i + 16])
+        return triton.runtime.interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+@interpreter
+@pytest.mark.parametrize("R, bias", [(32, 0.2), (64, 0.2), (128, 0.5)])
+def test_sums_of_float32_products_are_not_all_too_small(R, bias, monkeypatch):
+    """On matrix units that cut off, in units of 2^-24 of the sums; begun once and cut off R / 16 times they lose 0.75 and more of them."""
+    monkeypatch.setattr(triton.runtime.interpreter.InterpreterBuilder, "create_dot", MatrixUnit.create_dot)
+    rng = np.random.default_rng(R)
+    a, b = (torch.from_numpy(rng.uniform(1, 2, shape).astype(np.float32)) for shape in ((64, R), (R, 64)))
+    out = torch.empty(64, 64)
+    rounded_product_kernel[(1,)](a, b, out, 64, R)
+    whole = a.double().numpy() @ b.double().numpy()
+    assert abs((out.double().numpy() / whole - 1).mean()) < bias * 2**-24
+    once = np.zeros((64, 64), np.float32)
+    for i in range(0, R, 16):
+        once = cut(once.astype(float) + a[:, i : i + 16].double().numpy() @ b[i : i + 16].double().numpy())
+    assert (once / whole - 1).mean() < -0.75 * 2**-24
 
 
 @interpreter

@@ -93,6 +93,26 @@ def chunk_gradient(problem: Problem, device: Any) -> tuple[Any, str | None]:
     return op.chunk_gradient, None
 
 
+def chunk_rebuild(problem: Problem, device: Any) -> tuple[Any, str | None]:
+    """(`op.chunk_rebuild`, None), for another backend's backward; or (None, why it cannot run such a problem there)."""
+    reason = _not_lent(problem, device)
+    if reason is not None:
+        return None, reason
+    from kdakit.backends.cuda import op
+
+    return op.chunk_rebuild, None
+
+
+def reverse(problem: Problem, device: Any) -> tuple[Any, str | None]:
+    """(`op.reverse`, None), for another backend's backward; or (None, why it cannot run such a problem there)."""
+    reason = _not_lent(problem, device)
+    if reason is not None:
+        return None, reason
+    from kdakit.backends.cuda import op
+
+    return op.reverse, None
+
+
 def kept_forward(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.forward_kept` for the problem, None), before another backend's backward; or (None, why it cannot run such a problem there)."""
     reason = "keeps for a backward what given log-decays leave" if problem.options.gate != "log_decay" else _not_lent(problem, device)

@@ -15,7 +15,7 @@ PLACE = Path(__file__).with_name("libkdakit.so")
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 FUNCTIONS = (
     "kda_abi_version", "kda_last_error", "kda_status_name", "kda_prefill_workspace_f32", "kda_prefill_f32", "kda_prefill_workspace_bf16",
-    "kda_prefill_bf16", "kda_gradient_bf16",
+    "kda_prefill_bf16", "kda_gradient_bf16", "kda_rebuild_bf16", "kda_reverse_bf16",
 )  # fmt: skip
 GATES = {"log_decay": 0, "softplus": 1, "bounded": 2}
 BETAS = {"given": 0, "sigmoid": 1, "double_sigmoid": 2}
@@ -72,6 +72,35 @@ class GradientArgs(Structure):
 
     def __init__(self, forward: PrefillArgs, **fields):
         super().__init__(size=ctypes.sizeof(GradientArgs), forward=ctypes.pointer(forward), **fields)
+
+
+class RebuildArgs(Structure):
+    """kda_rebuild_args: a forward's tiles again. `forward` is kept alive with it."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("forward", POINTER(PrefillArgs)),
+        *((name, c_void_p) for name in ("lower", "tiles", "decay", "factors", "first")),
+        *((name, c_int32) for name in ("lower_dtype", "group")),
+    ]
+
+    def __init__(self, forward: PrefillArgs, **fields):
+        super().__init__(size=ctypes.sizeof(RebuildArgs), forward=ctypes.pointer(forward), **fields)
+
+
+class ReverseArgs(Structure):
+    """kda_reverse_args: the gradient of the state, from the end of each sequence. `forward` is kept alive with it."""
+
+    _fields_ = [
+        ("size", c_size_t),
+        ("forward", POINTER(PrefillArgs)),
+        *((name, c_void_p) for name in ("tiles", "solved", "decay", "factors", "d_o", "d_final")),
+        *((name, c_void_p) for name in ("d_states", "d_v", "alone", "y_lost", "d_initial")),
+        *((name, c_int32) for name in ("k_solved_dtype", "group", "channels", "reserved")),
+    ]
+
+    def __init__(self, forward: PrefillArgs, **fields):
+        super().__init__(size=ctypes.sizeof(ReverseArgs), forward=ctypes.pointer(forward), **fields)
 
 
 class NativeError(RuntimeError):
@@ -132,6 +161,8 @@ def _load(where: str) -> ctypes.CDLL:
         query.argtypes, run.argtypes = [POINTER(PrefillArgs), POINTER(c_size_t)], [POINTER(PrefillArgs)]
         query.restype = run.restype = c_int
     library.kda_gradient_bf16.argtypes, library.kda_gradient_bf16.restype = [POINTER(GradientArgs)], c_int
+    library.kda_reverse_bf16.argtypes, library.kda_reverse_bf16.restype = [POINTER(ReverseArgs)], c_int
+    library.kda_rebuild_bf16.argtypes, library.kda_rebuild_bf16.restype = [POINTER(RebuildArgs)], c_int
     return library
 
 
@@ -150,6 +181,16 @@ def prefill(args: PrefillArgs, dtype: str = "f32") -> None:
 def gradient(args: GradientArgs) -> None:
     """Enqueue the backward over chunks."""
     _check(load().kda_gradient_bf16(ctypes.byref(args)))
+
+
+def rebuild(args: RebuildArgs) -> None:
+    """Enqueue the tiles of every chunk again."""
+    _check(load().kda_rebuild_bf16(ctypes.byref(args)))
+
+
+def reverse(args: ReverseArgs) -> None:
+    """Enqueue the gradient of the state, from the end of each sequence."""
+    _check(load().kda_reverse_bf16(ctypes.byref(args)))
 
 
 def _check(status: int) -> None:

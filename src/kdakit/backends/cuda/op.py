@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,18 +141,9 @@ def chunk_gradient(
     q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
     mine = d_o, d_final
     d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)  # the caller's, which may begin anywhere
-    cu, initial, A_log, dt_bias = _parameters(arrays)
-    o, wide = problem.options, cu is not None and cu.dtype == torch.int64
-    dtypes = dict(q=problem.dtype, k=problem.dtype, v=problem.dtype, g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
-    tensors = dict(q=q, k=k, v=d_v, g=g, beta=arrays.beta, o=d_v)
-    given = dict(zip(GIVEN, (initial, cu, A_log, dt_bias), strict=True))
-    forward_args = PrefillArgs(
-        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V, chunk_size=64,
-        **{name: library.Tensor(None, DTYPES[dtypes[name]], 0, *(x.stride(i) for i in (0, 2, 1))) for name, x in tensors.items()},
-        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
-        safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first, sequences=problem.N,
-        cu_seqlens_64=wide,
-    )  # fmt: skip
+    tensors: dict[str, torch.Tensor | None] = dict(q=q, k=k, v=d_v, g=g, beta=arrays.beta, o=d_v)
+    given = dict(zip(GIVEN, _given(arrays), strict=True))
+    forward_args = _differentiated(problem, given["cu_seqlens"], tensors)
     pointers = dict(
         lower=lower, factors=factors, states=states, d_states=d_states, r=r, d_o=d_o, d_v=d_v, alone=alone, d_final=d_final,
         d_q=d_q, d_k=d_k, d_g=d_g, d_beta=d_beta, A_shares=d_A_log, bias_shares=d_dt_bias,
@@ -163,18 +155,55 @@ def chunk_gradient(
         group=group,
     )
     every = (*tensors.values(), *given.values(), *pointers.values())
-    again = partial(_gradient_again, forward_args, args, tuple(pointers), d_v.device.index)
+    again = partial(_stage_again, "gradient", forward_args, args, tuple(pointers), d_v.device.index)
     again([_pointer(x) for x in every])
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
     own = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
     return _repeat(again, every, own)
 
 
-def _gradient_again(
-    forward_template: PrefillArgs, template: library.GradientArgs, names: tuple[str, ...], index: int | None,
+def chunk_rebuild(problem: Problem, arrays: Arrays, *, lower, tiles, decay, factors, first, group: int) -> Repeat | None:
+    """Of every chunk of 64 tokens, bfloat16, from its inputs and `lower`, what a backward needs of its forward (kda_rebuild_args in
+    kdakit.h): writes tiles, decay, factors and, if it is not None, first. Returns how to repeat it; None: something had to be copied."""
+    q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
+    tensors: dict[str, torch.Tensor | None] = dict(q=q, k=k, v=None, g=g, beta=arrays.beta, o=None)
+    given = dict(zip(GIVEN, _given(arrays), strict=True))
+    forward_args = _differentiated(problem, given["cu_seqlens"], tensors)
+    pointers = dict(lower=lower, tiles=tiles, decay=decay, factors=factors, first=first)
+    args = library.RebuildArgs(forward_args, lower_dtype=LOWER_DTYPES[lower.dtype], group=group)
+    every = (*tensors.values(), *given.values(), *pointers.values())
+    again = partial(_stage_again, "rebuild", forward_args, args, tuple(pointers), lower.device.index)
+    again([_pointer(x) for x in every])
+    own = arrays.q, arrays.k, None, arrays.g, arrays.beta, None, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
+    return _repeat(again, every, own)
+
+
+def _given(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
+    """GIVEN of a call, as the library takes them."""
+    cu, initial, A_log, dt_bias = _parameters(arrays)
+    return initial, cu, A_log, dt_bias
+
+
+def _differentiated(problem: Problem, cu_seqlens: torch.Tensor | None, tensors: dict[str, torch.Tensor | None]) -> PrefillArgs:
+    """The forward that a stage of the backward belongs to, but for its addresses. None: a tensor that the stage does not look at."""
+    o = problem.options
+    strides = {name: (0, 0, 0) if x is None else (x.stride(0), x.stride(2), x.stride(1)) for name, x in tensors.items()}
+    dtypes = dict(q=problem.dtype, k=problem.dtype, v=problem.dtype, g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
+    return PrefillArgs(
+        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V, chunk_size=64,
+        **{name: library.Tensor(None, DTYPES[dtypes[name]], 0, *of) for name, of in strides.items()},
+        scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
+        safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first, sequences=problem.N,
+        cu_seqlens_64=cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
+    )  # fmt: skip
+
+
+def _stage_again(
+    stage: str, forward_template: PrefillArgs, template: Any, names: tuple[str, ...], index: int | None,
     addresses: Sequence[int | None],
 ) -> None:  # fmt: skip
-    forward_args, args = PrefillArgs.from_buffer_copy(forward_template), library.GradientArgs.from_buffer_copy(template)
+    """A stage of the backward, by its name in `library`, with these addresses."""
+    forward_args, args = PrefillArgs.from_buffer_copy(forward_template), type(template).from_buffer_copy(template)
     for name, address in zip(TENSORS, addresses, strict=False):
         getattr(forward_args, name).data = address
     for name, address in zip(GIVEN, addresses[len(TENSORS) :], strict=False):
@@ -182,7 +211,46 @@ def _gradient_again(
     for name, address in zip(names, addresses[len(TENSORS) + len(GIVEN) :], strict=True):
         setattr(args, name, address)
     forward_args.stream, args.forward = _stream(index), ctypes.pointer(forward_args)
-    library.gradient(args)
+    getattr(library, stage)(args)
+
+
+def reverse(
+    problem: Problem, arrays: Arrays, *, tiles, k_solved, solved, decay, factors, d_o, d_final, d_states, d_v, y_lost, alone, d_initial,
+    group: int,
+) -> Repeat | None:  # fmt: skip
+    """The gradient of the state in chunks of 64 tokens, bfloat16, from the end of each sequence (kda_reverse_args in kdakit.h): writes
+    d_states, d_v, y_lost, alone and d_initial. Returns how to repeat it; None: something had to be copied."""
+    mine = d_o, d_final
+    d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)
+    cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
+    o, packed = problem.options, library.Tensor(None, BFLOAT16)
+    forward_args = PrefillArgs(
+        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V, chunk_size=64,
+        **dict.fromkeys(TENSORS, packed), beta_kind=BETAS[o.beta], state_v_first=o.state_v_first, sequences=problem.N,
+        cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
+    )  # fmt: skip
+    args = library.ReverseArgs(forward_args, k_solved_dtype=FLOAT16 if k_solved.dtype == torch.float16 else BFLOAT16, group=group)
+    pointers = dict(
+        tiles=tiles, solved=solved, decay=decay, factors=factors, d_o=d_o, d_final=d_final, d_states=d_states, d_v=d_v, alone=alone,
+        y_lost=y_lost, d_initial=d_initial,
+    )  # fmt: skip
+    again = partial(_reverse_again, forward_args, args, tuple(pointers), d_v.device.index)
+    every = cu, *pointers.values()
+    again([_pointer(x) for x in every])
+    pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
+    return _repeat(again, every, (arrays.cu_seqlens, *pointers.values()))
+
+
+def _reverse_again(
+    forward_template: PrefillArgs, template: library.ReverseArgs, names: tuple[str, ...], index: int | None,
+    addresses: Sequence[int | None],
+) -> None:  # fmt: skip
+    forward_args, args = PrefillArgs.from_buffer_copy(forward_template), library.ReverseArgs.from_buffer_copy(template)
+    forward_args.cu_seqlens = addresses[0]
+    for name, address in zip(names, addresses[1:], strict=True):
+        setattr(args, name, address)
+    forward_args.stream, args.forward = _stream(index), ctypes.pointer(forward_args)
+    library.reverse(args)
 
 
 def _stream(index: int | None) -> int | None:

@@ -3,7 +3,7 @@
     call        forward, backward and step; how to repeat one; what a first one compiles ahead
     config      how a problem is cut on a chip, from the data in tiles
     host        forward, backward, pool: buffers and launches
-    borrowed    a kernel of another backend in place of two of these
+    borrowed    kernels of another backend in place of these
     kernels     a file per kernel
     device      what kernels call
     runtime     Triton without KDA

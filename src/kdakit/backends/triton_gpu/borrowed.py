@@ -1,12 +1,16 @@
-"""A kernel of another backend inside this one's calls: gradients of chunks in CUDA C++ (csrc/backward), for `products` and `gradient`.
+"""Kernels of another backend inside this one's calls: stages of a backward in CUDA C++ (csrc/backward), and a forward (csrc/prefill).
 
-`dispatch.load` brings the lender. Its kernel is taken where GPUs have shown it to be right and faster: any gate, and chunks enough to keep
-a chip busy.
+`dispatch.load` brings the lender. Its kernels are taken where GPUs have shown them to be right and faster, with chunks enough to keep a
+chip busy:
 
-KDAKIT_CUDA_GRADIENT=0: never; 1: wherever it can run, to measure it.
+    gradient   gradients of chunks, for `products` and `gradient`        KDAKIT_CUDA_GRADIENT
+    rebuild    the tiles of every chunk again                            KDAKIT_CUDA_REBUILD
+    reverse    the gradient of the state, from each sequence's end       KDAKIT_CUDA_REVERSE
+    forward    `prepare` and `scan`, which leave what the backward       KDAKIT_CUDA_TRAINING
+               here begins with: for given log-decays without a bound,
+               of keys that are not normalised here
 
-And a whole forward, `prepare` and `scan`, which leaves what the backward here begins with (csrc/prefill, `Kept`): for given log-decays
-without a bound, of keys that are not normalised here. KDAKIT_CUDA_TRAINING=0: never; 1: for all given log-decays.
+The variables: 0: never; 1: wherever it can run (forward: all given log-decays), to measure it.
 """
 
 from __future__ import annotations
@@ -16,15 +20,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.config import Config, exact_q
 from kdakit.problem import Problem
 
-VARIABLE = "KDAKIT_CUDA_GRADIENT"
-TRAINING = "KDAKIT_CUDA_TRAINING"
-ENOUGH = 4096  # chunks times value heads, from which on a GPU has shown it to be faster
+VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
+ENOUGH = 4096  # chunks times value heads, from which on a GPU has shown them to be faster
 # By what is lent, the kernels that it is in place of.
 REPLACED = {
     "forward": ("prepare_kernel", "prepare_normed_kernel", "scan_kernel", "staged_scan_kernel", "parts_kernel", "combine_kernel"),
+    "rebuild": ("rebuild_kernel", "rebuild_normed_kernel"),
+    "reverse": ("reverse_kernel",),
     "gradient": ("products_kernel", "gradient_kernel", "gradient_normed_kernel"),
 }
 
@@ -33,23 +38,43 @@ lender: ModuleType | None = None
 
 def gradient(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
     """The lender's kernel for the gradients of so many chunks; None: Triton's."""
-    asked = os.environ.get(VARIABLE, "")
-    if lender is None or asked == "0" or config.chunk != 64:
-        return None
-    if asked != "1" and not enough(problem, chunks):
-        return None
-    return found(VARIABLE, asked, *lender.chunk_gradient(problem, device))
+    return lent("gradient", problem, config, chunks, device, config.chunk == 64)
+
+
+def rebuild(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
+    """The lender's kernel for the tiles of so many chunks; None: Triton's, and where what rounding takes from q counts."""
+    half = config.solve_dtype == "float16"
+    fits = config.chunk == 64 and config.half == 32 and not exact_q(problem) and not (half and not config.normed)
+    return lent("rebuild", problem, config, chunks, device, fits)
+
+
+def reverse(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
+    """The lender's kernel for the gradient of the state; None: Triton's, and where what rounding takes from q counts."""
+    fits = config.chunk == 64 and config.half == 32 and chunks > 0 and not exact_q(problem)
+    return lent("reverse", problem, config, chunks, device, fits)
 
 
 def forward(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
     """The lender's forward of a call that will be differentiated; None: Triton's."""
-    asked = os.environ.get(TRAINING, "")
-    if lender is None or asked == "0" or config.chunk != 64 or config.half != 32 or not chunks:
-        return None
     given = problem.options.gate == "log_decay" and not config.bounded and not problem.options.l2norm
-    if asked != "1" and not (given and enough(problem, chunks)):
+    fits = config.chunk == 64 and config.half == 32 and chunks > 0
+    return lent("forward", problem, config, chunks, device, fits, given)
+
+
+LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "reverse", "forward": "kept_forward"}  # by the lender
+
+
+def lent(
+    what: str, problem: Problem, config: Config, chunks: int, device: Any, fits: bool, faster: bool = True
+) -> Callable[..., Any] | None:
+    """fits: such a call can have it; faster: and gains by it."""
+    asked = os.environ.get(VARIABLES[what], "")
+    if lender is None or asked == "0" or not fits or not (asked == "1" or (faster and enough(problem, chunks))):
         return None
-    return found(TRAINING, asked, *lender.kept_forward(problem, device))
+    kernel, reason = getattr(lender, LENT[what])(problem, device)
+    if asked == "1" and reason is not None and reason == lender.library.missing():
+        raise FileNotFoundError(f"{VARIABLES[what]}=1: {reason}")
+    return kernel
 
 
 def enough(problem: Problem, chunks: int) -> bool:
@@ -57,14 +82,8 @@ def enough(problem: Problem, chunks: int) -> bool:
     return not problem.options.deterministic and chunks * problem.HV >= ENOUGH
 
 
-def found(variable: str, asked: str, kernel: Callable[..., Any] | None, reason: str | None) -> Callable[..., Any] | None:
-    """The kernel; an error where it was asked for and nothing but the library is missing."""
-    if asked == "1" and reason is not None and lender is not None and reason == lender.library.missing():
-        raise FileNotFoundError(f"{variable}=1: {reason}")
-    return kernel
-
-
 def replaced(problem: Problem, config: Config, chunks: int, device: Any) -> tuple[str, ...]:
     """Names of the kernels that a call that will be differentiated, and its backward, do not launch."""
-    lent = {"forward": forward(problem, config, chunks, device), "gradient": gradient(problem, config, chunks, device)}
-    return tuple(name for what, kernel in lent.items() if kernel is not None for name in REPLACED[what])
+    lenders = dict(forward=forward, rebuild=rebuild, reverse=reverse, gradient=gradient)
+    taken = [what for what, lend in lenders.items() if lend(problem, config, chunks, device) is not None]
+    return tuple(name for what in taken for name in REPLACED[what])

@@ -76,9 +76,9 @@ def rounded_product(a, b):
     b_sum = tl.dot(x[0], y[2], b_sum)
     b_sum = tl.dot(x[1], y[0], b_sum)
     b_sum = tl.dot(x[0], y[1], b_sum)
-    o_r = tl.arange(0, R) // AT_A_TIME
+    o_r, b_minus = tl.arange(0, R) // AT_A_TIME, round_to(-a, tl.bfloat16)
     for i in tl.static_range(R // AT_A_TIME):
-        b_sum += tl.dot(tl.where(o_r == i, x[0], 0.0), y[0])
+        b_sum -= tl.dot(tl.where(o_r == i, b_minus, 0.0), y[0])  # of + and a product the compiler makes one sum, which is cut off again
     return b_sum
 
 

@@ -83,8 +83,13 @@ def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[st
 
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
     """First launch: the tiles of every chunk again."""
-    out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=arrays.q.device) for s, d in replayed_specs(problem, config)))
-    if lower.shape[0] * problem.HV:
+    device = arrays.q.device
+    out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in replayed_specs(problem, config)))
+    if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, lower.shape[0], device)) is not None:
+        own, first = arrays._replace(q=x.q, k=x.k, g=x.g), out.first if corrected(problem) else None
+        group = 1 if config.normed else config.group
+        note_lent(lent(problem, own, lower=lower, tiles=out.tiles, decay=out.decay, factors=out.factors, first=first, group=group))
+    elif lower.shape[0] * problem.HV:
         kernel = rebuild_normed if config.normed else rebuild_plain
         kernel.launch(problem, config, x.layout)(
             q=x.q,
@@ -144,23 +149,13 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
         alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
-    if problem.N * problem.HV * problem.V:
-        reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)(
-            d_o=d_o,
-            tiles=y.tiles,
-            k_solved=k_solved(y, config),
-            solved=solved,
-            q_lost=y.q_lost,
-            decay=y.decay,
-            factors=y.factors,
-            cu_seqlens=arrays.cu_seqlens,
-            d_final=d_final,
-            d_states=d_states,
-            d_v=d_v,
-            y_lost=y_lost,
-            alone=alone,
-            d_initial=d_initial,
-        )
+    given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
+    written = dict(d_states=d_states, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
+    if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, y.tiles.shape[0], device)) is not None:
+        note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
+    elif problem.N * problem.HV * problem.V:
+        launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
+        launch(q_lost=y.q_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
     return Reversed(d_states, d_v, y_lost, alone, d_initial)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off
-from kdakit.backends.triton_gpu.device.program import locate_chunk, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.device.program import first_slot, locate_chunk, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -62,7 +62,7 @@ def replay_states(
 @kernel
 def replay_kernel(
     p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, p_r_lost,
-    T, N, NT, HV, CHECKPOINT, s_vb, s_vt, s_vh,
+    T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -70,15 +70,22 @@ def replay_kernel(
     """One segment of one head: the chunks from a checkpoint, or from the sequence's start, to the next checkpoint or the end. The states
     before every chunk and r = v - k_in S, serial only within the segment.
 
-    Grid: (slots * HV * cdiv(V, BV),), blocks of V fastest, then heads; programs whose slot begins no segment have nothing to do.
+    Grid: ((POINTS + N) * HV * cdiv(V, BV),), blocks of V fastest, then heads, then places where a segment may begin: the POINTS slots that
+    CHECKPOINT divides, then the first slot of every sequence, which begins none of its own where it is one of those.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_p = i_p % NV, i_p // NV
-    i_s, i_h = i_p // HV, i_p % HV
+    i_place, i_h = i_p // HV, i_p % HV
+    i_s = i_place * CHECKPOINT
+    if i_place >= POINTS:
+        i_s = first_slot(p_cu_seqlens, i_place - POINTS, C) if VARLEN else (i_place - POINTS) * NT
+        if i_s % CHECKPOINT == 0:
+            return
+    i_p = i_s * HV + i_h
     i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C
-    if (start >= eos) | ((i_c > 0) & (i_s % CHECKPOINT > 0)):
+    if start >= eos:
         return
     chunks = tl.minimum(CHECKPOINT - i_s % CHECKPOINT, tl.cdiv(eos - start, C)).to(tl.int32)
     o_k = tl.arange(0, KP)
@@ -102,6 +109,7 @@ def replay_kernel(
 
 @lru_cache(maxsize=1024)
 def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
-    grid = chunk_slots(problem, config.chunk) * problem.HV * -(-problem.V // config.replay_block_v)
-    values = arguments(problem, config, layout) | dict(BV=config.replay_block_v, STAGES=config.replay_stages)
+    points = -(-chunk_slots(problem, config.chunk) // config.checkpoint)
+    grid = (points + problem.N) * problem.HV * -(-problem.V // config.replay_block_v)
+    values = arguments(problem, config, layout) | dict(POINTS=points, BV=config.replay_block_v, STAGES=config.replay_stages)
     return Launch(replay_kernel, grid, values, num_warps=config.replay_warps, registers=config.registers)

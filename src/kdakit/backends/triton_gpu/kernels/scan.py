@@ -80,6 +80,8 @@ def scan_kernel(
                 m_cv = (o_t + i_c * C < length) & m_v[None, :]
                 tl.store(p_o + tl.cast(i_c, tl.int64) * C * HV * V, tl.zeros([C, BV], p_o.dtype.element_ty), mask=m_cv)
         chunks = tl.where(real, chunks, 0)
+    if HAS_CHECKPOINTS:  # counted along, since a division of 64-bit numbers takes longer than what waits for it
+        i_point, beyond = i_chunks // CHECKPOINT, (i_chunks % CHECKPOINT).to(tl.int32)
     if p_marks is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
         if (mark >= 0) & real:
             store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, False)
@@ -93,10 +95,12 @@ def scan_kernel(
         if p_marks is not None:
             mark = mark_at(p_marks + i_chunks + i_c + 1, i_c + 1 < chunks, FIRST, CAPACITY)
         if HAS_CHECKPOINTS:
-            i_at = i_chunks + i_c
-            if (i_at % CHECKPOINT == 0) & (i_c > 0):
-                p_point = p_checkpoints + ((i_at // CHECKPOINT * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
+            if (beyond == 0) & (i_c > 0):
+                p_point = p_checkpoints + ((i_point * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
                 tl.store(p_point, round_to(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
+            beyond += 1
+            i_point += (beyond == CHECKPOINT).to(tl.int64)
+            beyond = tl.where(beyond == CHECKPOINT, 0, beyond)
         b_k_in = tl.load(p_tile)  # [C, KP]
         b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]

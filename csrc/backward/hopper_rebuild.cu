@@ -1,0 +1,189 @@
+// Backward, first launch: the tiles of every chunk again, from its inputs and `lower`. One block of eight warps per chunk and value head.
+//
+// With d(j, i) the product of the decays of tokens j+1 .. i, and X = (I + A_kk)^-1 = I - Diag(beta) lower:
+//
+//   k_in = k d(start, i)    q_decayed = scale q d(start, i)    decay = d(start, end)    k_solved = X^T (k d(i, end))
+//
+// A warp owns eight tokens and each of its lanes four channels, as in the prepare kernel (../prefill/hopper_tokens.cuh): k_in and q_decayed
+// leave by whole rows as they are made. Decayed keys take the place of the rows that they were made from, and eight warps multiply them by
+// X (hopper_rebuild_solve.cuh).
+#include "../prefill/hopper_tokens.cuh"
+#include "hopper_rebuild_solve.cuh"
+
+namespace kda::hopper {
+namespace {
+
+constexpr uint32_t kRebuildRows = 32768;  // slots along the grid's second axis
+constexpr float kRowFloor = -100.0f;  // log2-decays below are raised to it: nothing of a bfloat16 number is left of either
+
+// Shared memory: of every warp its eight rows of q and of k, in whose place its decayed keys come; X; sums of log2-decays over eight
+// tokens; strengths.
+constexpr int kAtInverse = 8 * kOwn;
+template <bool LOWER32>
+struct RebuildPlaces {
+  static constexpr int sums = kAtInverse + kChunk * kChunk * (LOWER32 ? 4 : 2), betas = sums + 8 * kHead * 4, bytes = betas + kChunk * 4;
+};
+static_assert(3 * (RebuildPlaces<true>::bytes + 1024) <= 228 * 1024, "three blocks on a multiprocessor");
+
+// To a rounding or two: the scan's own strengths round to the same numbers.
+__device__ __forceinline__ float exact_strength(const HopperForward& p, int64_t at) {
+  const float x = p.beta_float32 ? static_cast<const float*>(p.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
+  if (p.beta_kind == Beta::given) return x;
+  const float s = 1.0f / (1.0f + expf(-x));
+  return p.beta_kind == Beta::double_sigmoid ? 2.0f * s : s;
+}
+
+// scale q and k of a token, decayed from the chunk's start, and k. `sum`: the log2-decay to the token before, becomes that to this one.
+__device__ __forceinline__ void decay_token(float (&q_decayed)[4], float (&k)[4], float (&k_in)[4], float (&sum)[4], const Inputs& x, int t,
+                                            float scale, uint32_t place) {
+  float e[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] += x.g[t][c], e[c] = exp2_fast(sum[c]);
+  scaled(q_decayed, load_shared_pair(place), x.norm_q(t) * scale), multiply(q_decayed, e);
+  scaled(k, load_shared_pair(place + kTokens * 256), x.norm_k(t));
+#pragma unroll
+  for (int c = 0; c < 4; ++c) k_in[c] = k[c] * e[c];
+}
+
+__device__ __forceinline__ uint2 lost_of(const float (&y)[4]) {
+  const uint2 rounded = packed(y);
+  const float lost[4] = {y[0] - low(rounded.x), y[1] - high(rounded.x), y[2] - low(rounded.y), y[3] - high(rounded.y)};
+  return packed(lost);
+}
+
+// What rounding takes from k_in and q_decayed, in a sequence's first chunk. `row`: of the warp's first token.
+template <bool LOWER32>
+__device__ __forceinline__ void keep_lost(const HopperRebuild& p, const Span& span, int head, int row, const Inputs& x,
+                                          const float (&before)[4], uint32_t own, int lane) {
+  const int64_t n = sequence_of(p.in, span.batch, span.first);
+  if (span.first != sequence_span(p.in, n).first) return;
+  uint8_t* first = static_cast<uint8_t*>(p.first) + (n * p.in.HV + head) * (2 * kChunk * 256) + row;
+  float sum[4] = {before[0], before[1], before[2], before[3]};
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    uint8_t* to = first + row_of(t, LOWER32 ? p.group_bits : 0) * 256;
+    float q_decayed[4], k[4], k_in[4];
+    decay_token(q_decayed, k, k_in, sum, x, t, p.in.scale, own + lane_offset(t, lane));
+    *reinterpret_cast<uint2*>(to) = lost_of(k_in);
+    *reinterpret_cast<uint2*>(to + kChunk * 256) = lost_of(q_decayed);
+  }
+}
+
+}  // namespace
+
+template <Gate GATE, bool G32, bool LOWER32>
+__global__ void __launch_bounds__(kRebuildThreads, 3) rebuild_kernel(const __grid_constant__ HopperRebuild p) {
+#ifdef KDA_EMULATE
+  uint8_t* bytes = memory;
+#else
+  extern __shared__ __align__(1024) uint8_t bytes[];
+#endif
+  const int bits = LOWER32 ? p.group_bits : 0;
+  const int thread = threadIdx.x, lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
+  const uint32_t smem = shared_address(bytes);
+  float* sums = reinterpret_cast<float*>(bytes + RebuildPlaces<LOWER32>::sums);    // [8][128]
+  float* betas = reinterpret_cast<float*>(bytes + RebuildPlaces<LOWER32>::betas);  // [64], by token
+  const uint32_t slot = blockIdx.z * kRebuildRows + blockIdx.y;
+  const int head = blockIdx.x;
+  const Span span = chunk_span(p.in, slot, lane);
+  if (span.length <= 0) return;
+  const int64_t item = slot * p.in.HV + head;
+  fetch_lower<LOWER32>(p, item, thread, smem + kAtInverse);
+
+  Inputs x;
+  const uint32_t own = smem + warp * kOwn;  // rows of q, then rows of k
+  load_tokens<GATE, G32>(p.in, span, head, warp, lane, own, own + kTokens * 256, x);
+  if (!p.in.l2norm) x.inverse_norm = 1.0f;
+  float* factors = p.factors + item * 3 * kChunk;
+  if (lane < kTokens) {
+    const int token = warp * kTokens + lane;
+    const TokenStrides& s = p.in.beta_strides;
+    const float strength =
+        token < span.length ? exact_strength(p.in, span.batch * s.batch + (span.first + token) * s.token + head * s.head) : 0.0f;
+    betas[token] = strength, factors[row_of(token, bits)] = strength;
+  }
+  if (lane % 2 == 0) factors[(1 + lane / 16) * kChunk + row_of(warp * kTokens + lane / 2 % kTokens, bits)] = x.inverse_norm;
+  float rest[4] = {};  // the log2-decay from a token to the chunk's end
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (GATE != Gate::bounded) x.g[t][c] = max_or_nan(x.g[t][c], kRowFloor);
+      rest[c] += x.g[t][c];
+    }
+  *reinterpret_cast<float4*>(sums + warp * kHead + 4 * lane) = make_float4(rest[0], rest[1], rest[2], rest[3]);
+  __syncthreads();
+
+  make_inverse<LOWER32>(p, betas, thread, smem + kAtInverse);
+  float sum[4] = {};  // from the chunk's start to a token
+#pragma unroll
+  for (int w = 0; w < 8; ++w) {
+    const float4 y = *reinterpret_cast<const float4*>(sums + w * kHead + 4 * lane);
+    if (w < warp) sum[0] += y.x, sum[1] += y.y, sum[2] += y.z, sum[3] += y.w;
+    if (w > warp) rest[0] += y.x, rest[1] += y.y, rest[2] += y.z, rest[3] += y.w;
+  }
+  if (warp == 0) {
+    float y[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) y[c] = exp2_fast(rest[c]);
+    *reinterpret_cast<float4*>(p.decay + item * kHead + 4 * lane) = make_float4(y[0], y[1], y[2], y[3]);
+  }
+  // Rows of a chunk are its tokens' numbers with their bits in another order, so that those of eight tokens are sums.
+  const int row = row_of(warp * kTokens, bits) * 256 + 8 * lane;
+  if (p.first) keep_lost<LOWER32>(p, span, head, row, x, sum, own, lane);
+  uint8_t* tile = static_cast<uint8_t*>(p.tiles) + item * (3 * kChunk * 256) + row;
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) {
+    uint8_t* to = tile + row_of(t, bits) * 256;
+    float q_decayed[4], k[4], k_in[4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) rest[c] -= x.g[t][c];
+    decay_token(q_decayed, k, k_in, sum, x, t, p.in.scale, own + lane_offset(t, lane));
+    *reinterpret_cast<uint2*>(to) = packed(k_in);
+    *reinterpret_cast<uint2*>(to + kChunk * 256) = packed(q_decayed);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x.g[t][c] = k[c] * exp2_fast(rest[c]);
+  }
+  __syncwarp();  // all rows are read
+#pragma unroll
+  for (int t = 0; t < kTokens; ++t) store_decayed<LOWER32>(own, t, lane, x.g[t]);
+  __syncthreads();
+  // Warps w and w + 4 take turns at one scheduler: blocks 0 and 3, or 1 and 2, of which the first has most tokens to meet.
+  const int block = warp < 4 ? warp / 2 : 5 - warp / 2;
+  solve_keys<LOWER32>(p, item, block, warp % 2, lane, smem + kAtInverse, smem);
+}
+
+#ifndef KDA_EMULATE
+namespace {
+
+template <Gate GATE, bool G32, bool LOWER32>
+cudaError_t launch(const HopperRebuild& p, int64_t slots, cudaStream_t stream) {
+  const auto kernel = rebuild_kernel<GATE, G32, LOWER32>;
+  constexpr int bytes = RebuildPlaces<LOWER32>::bytes;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  const auto rows = static_cast<unsigned>(slots);
+  const dim3 grid(static_cast<unsigned>(p.in.HV), rows < kRebuildRows ? rows : kRebuildRows, (rows + kRebuildRows - 1) / kRebuildRows);
+  kernel<<<grid, kRebuildThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+template <Gate GATE>
+cudaError_t with_dtypes(const HopperRebuild& p, int64_t slots, cudaStream_t stream) {
+  if (p.in.gate_float32)
+    return p.lower_float32 ? launch<GATE, true, true>(p, slots, stream) : launch<GATE, true, false>(p, slots, stream);
+  return p.lower_float32 ? launch<GATE, false, true>(p, slots, stream) : launch<GATE, false, false>(p, slots, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_rebuild(const HopperRebuild& p, int64_t slots, cudaStream_t stream) {
+  switch (p.in.gate) {
+    case Gate::bounded: return with_dtypes<Gate::bounded>(p, slots, stream);
+    case Gate::softplus: return with_dtypes<Gate::softplus>(p, slots, stream);
+    case Gate::log_decay: return with_dtypes<Gate::log_decay>(p, slots, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+#endif
+
+}  // namespace kda::hopper

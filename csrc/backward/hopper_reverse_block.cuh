@@ -1,0 +1,89 @@
+// A block of the reverse kernel: its shared memory, which chunks it walks along, and the threads that fetch them, the last one first.
+#pragma once
+#include "../prefill/hopper_kept.cuh"
+#include "../prefill/hopper_sequences.cuh"
+#include "hopper_reverse.h"
+#include "hopper_tensor.cuh"
+
+namespace kda::hopper {
+
+struct ReverseMatrices {  // of 16-bit elements, and the rows of a piece
+  Matrix tiles;           // [slots HV 3 64, 128]: 192
+  Matrix solved;          // [slots HV 64, 64]: 64
+  Matrix d_states;        // [slots HV 128, 128]: 16
+};
+
+// A stage: the three tiles in halves of 64 channels, A_solved, d_o by rows, and small arrays.
+constexpr int kBackSlice = 64;                      // value channels of a warp group
+constexpr int kHalfTiles = 3 * kChunk * 128;        // bytes of a half of the three tiles
+constexpr int kBackKIn = 0, kBackQ = kChunk * 128, kBackKSolved = 2 * kChunk * 128;
+constexpr int kBackSolved = 2 * kHalfTiles, kBackDO = kBackSolved + kChunk * 128;
+constexpr int kBackBytes = kBackDO + kHead * 4 + kChunk * 4;  // what the copy engine brings: without d_o
+constexpr int kStatesOut = 16 * kHead * 2;                    // of a warp: dS' of 16 value channels
+
+template <int GROUPS>
+struct BackLayout {
+  static constexpr int pitch = GROUPS * kBackSlice * 2 + 16;  // bytes per token of d_o, in whose place d_v will be
+  static constexpr int decay = kBackDO + kChunk * pitch, beta = decay + kHead * 4;
+  static constexpr int stage = (beta + kChunk * 4 + 1023) / 1024 * 1024;
+  static constexpr int stages = GROUPS == 2 ? 2 : 3;
+  static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
+  static constexpr int states = stages * stage;
+  static constexpr int barriers = states + GROUPS * 4 * kStatesOut;
+  static constexpr int bytes = barriers + 2 * stages * 8;
+  static constexpr int threads = GROUPS * 128 + fetchers;  // whole warp groups where they trade registers
+};
+static_assert(BackLayout<1>::bytes <= 232448 && BackLayout<2>::bytes <= 232448, "");
+
+struct BackTask {
+  Span span;
+  int64_t last;   // slot HV + head of the last chunk
+  int64_t state;  // n HV + head
+  int64_t head;
+  int chunks, channel;  // first value channel of the block
+};
+
+template <int GROUPS>
+__device__ __forceinline__ BackTask back_task(const HopperReverse& p) {
+  constexpr int kBlocks = kHead / (GROUPS * kBackSlice);
+  const int64_t i = blockIdx.x / kBlocks, n = i / p.in.HV, head = i - n * p.in.HV;
+  const Span span = sequence_span(p.in, n);
+  const int chunks = static_cast<int>((span.length + kChunk - 1) / kChunk);
+  return {span, (first_slot(p.in, n) + chunks - 1) * p.in.HV + head, i, head, chunks,
+          static_cast<int>(blockIdx.x % kBlocks) * GROUPS * kBackSlice};
+}
+
+// The fetching threads: the first asks for what the copy engine brings, all for d_o, with zeros past the sequence's end.
+template <int GROUPS>
+__device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matrices, const BackTask& task, uint32_t smem, int thread) {
+  using L = BackLayout<GROUPS>;
+  constexpr int kRowUnits = GROUPS * kBackSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; tokens per round
+  const int unit = thread % kRowUnits, row = thread / kRowUnits;
+  const int64_t token_bytes = p.in.HV * kHead * 2;
+  const auto* rows = static_cast<const uint8_t*>(p.d_o) + (task.span.batch * p.in.T + task.span.first) * token_bytes +
+                     2 * (task.head * kHead + task.channel + unit * 8);
+  int64_t item = task.last;
+  for (int i = 0; i < task.chunks; ++i, item -= p.in.HV) {
+    const int stage = i % L::stages, chunk = task.chunks - 1 - i;
+    const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
+    if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
+    if (thread == 0) {
+      const int y = static_cast<int>(item);
+      barrier_arrive_expect(full, kBackBytes);
+      load_piece(at, matrices.tiles, 0, y * 3 * kChunk, full);
+      load_piece(at + kHalfTiles, matrices.tiles, 64, y * 3 * kChunk, full);
+      load_piece(at + kBackSolved, matrices.solved, 0, y * kChunk, full);
+      bulk_load(at + L::decay, p.decay + item * kHead, kHead * 4, full);
+      bulk_load(at + L::beta, p.factors + item * 3 * kChunk, kChunk * 4, full);
+    }
+    const uint8_t* from = rows + (static_cast<int64_t>(chunk) * kChunk + row) * token_bytes;
+    const int left = static_cast<int>(min(task.span.length - static_cast<int64_t>(chunk) * kChunk, static_cast<int64_t>(kChunk))) - row;
+    const uint32_t to = at + kBackDO + unit * 16;
+#pragma unroll
+    for (int t = 0; t < kChunk; t += kStep, from += kStep * token_bytes)
+      copy_async(to + row_of(row + t, p.group_bits) * L::pitch, t < left ? from : rows, t < left ? 16 : 0);
+    copy_async_arrive(full);
+  }
+}
+
+}  // namespace kda::hopper

@@ -1,0 +1,31 @@
+// The bfloat16 kernel that makes a forward's tiles again, on a CPU: `kda_emulate_rebuild_bf16(args, order)`.
+//
+//     g++ -O2 -std=c++17 -shared -fPIC -DKDA_EMULATE -o libkdakit_rebuild_emulated.so csrc/tests/emulate_rebuild.cpp
+#include "emulate_hopper.h"
+
+#include "../backward/hopper_rebuild_arguments.h"
+#include "../backward/hopper_rebuild.cu"
+
+using namespace kda;
+using namespace kda::hopper;
+
+template <Gate GATE>
+static void run(const HopperRebuild &p) {
+  if (p.in.gate_float32) return p.lower_float32 ? rebuild_kernel<GATE, true, true>(p) : rebuild_kernel<GATE, true, false>(p);
+  p.lower_float32 ? rebuild_kernel<GATE, false, true>(p) : rebuild_kernel<GATE, false, false>(p);
+}
+
+// `args` complete, the forward's strides, scale and sequences too.
+extern "C" void kda_emulate_rebuild_bf16(const kda_rebuild_args *args, int order) {
+  const HopperRebuild p = rebuild_of(*args, *args->forward);
+  gridDim = {unsigned(p.in.HV), unsigned(slots_of(*args->forward)), 1};
+  for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
+    for (unsigned head = 0; head < gridDim.x; ++head)
+      emulate::run_block(head, kRebuildThreads, order, [&] {
+        switch (p.in.gate) {
+          case Gate::bounded: return run<Gate::bounded>(p);
+          case Gate::softplus: return run<Gate::softplus>(p);
+          case Gate::log_decay: return run<Gate::log_decay>(p);
+        }
+      });
+}

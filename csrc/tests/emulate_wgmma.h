@@ -1,0 +1,148 @@
+// Warp groups' products and the copy engine on a CPU: what the walks along a sequence use of hopper_ptx.cuh, hopper_wgmma.cuh and
+// hopper_tensor.cuh.
+//
+// Copies land when their barrier is waited for, and leave when they are waited for: as late as they may. Products are done at once.
+#pragma once
+
+#include <map>
+
+#include "emulate_hopper.h"
+
+using std::max;
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int lanes) { return kda::hopper::gather(x).of[threadIdx.x % 32 ^ lanes]; }
+
+namespace kda::hopper {
+
+struct Barrier {
+  int expected, arrived = 0;
+  int64_t bytes = 0;  // to come
+  unsigned phase = 0;
+  std::vector<std::function<void()>> late;
+  void check() {
+    if (arrived == expected && bytes == 0) ++phase, arrived = 0;
+  }
+};
+inline std::map<uint32_t, Barrier> barriers;
+
+inline void barrier_init(uint32_t barrier, uint32_t count) { barriers[barrier] = Barrier{int(count)}; }
+inline void barriers_ready() {}
+inline void barrier_arrive(uint32_t barrier) { ++barriers[barrier].arrived, barriers[barrier].check(); }
+inline void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) { barriers[barrier].bytes += bytes, barrier_arrive(barrier); }
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  Barrier &it = barriers[barrier];
+  for (int64_t turns = 0; (it.phase & 1) == parity; ++turns) {
+    const auto late = std::move(it.late);
+    it.late.clear();
+    for (const auto &copy : late) copy();
+    if ((it.phase & 1) != parity) break;
+    if (turns > 10'000'000) fprintf(stderr, "a barrier is never complete\n"), abort();
+    emulate::wait(emulate::Fiber::READY);
+  }
+}
+
+inline void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+  emulate::check_aligned(from, "cp.async.bulk");
+  barriers[barrier].late.push_back([=] { memcpy(memory + to, from, bytes), barriers[barrier].bytes -= bytes, barriers[barrier].check(); });
+}
+inline void copy_async_arrive(uint32_t barrier) {
+  auto &open = emulate::fibers[threadIdx.x].copies.back();
+  barriers[barrier].late.push_back([=, copies = std::move(open)] {
+    for (const auto &copy : copies) memcpy(copy.to, copy.from, 16);
+    barrier_arrive(barrier);
+  });
+  open.clear();
+}
+
+struct Matrix {
+  unsigned char *data;
+  int columns, piece_rows;
+  unsigned char *at(int x, int y) const { return data + (int64_t(y) * columns + x) * 2; }
+};
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+inline void load_piece(uint32_t to, const Matrix &matrix, int x, int y, uint32_t barrier) {
+  barriers[barrier].late.push_back([=] {
+    for (int row = 0; row < matrix.piece_rows; ++row)
+      for (int unit = 0; unit < 8; ++unit) memcpy(memory + swizzled(to + row * 128 + unit * 16), matrix.at(x + unit * 8, y + row), 16);
+    barriers[barrier].bytes -= matrix.piece_rows * 128, barriers[barrier].check();
+  });
+}
+inline std::vector<std::function<void()>> leaving[1024];
+inline void store_piece(const Matrix &matrix, int x, int y, uint32_t from) {
+  leaving[threadIdx.x].push_back([=] {
+    for (int row = 0; row < matrix.piece_rows; ++row)
+      for (int unit = 0; unit < 8; ++unit) memcpy(matrix.at(x + unit * 8, y + row), memory + swizzled(from + row * 128 + unit * 16), 16);
+  });
+}
+inline void pieces_commit() {}
+inline void pieces_read() {
+  for (const auto &copy : leaving[threadIdx.x]) copy();
+  leaving[threadIdx.x].clear();
+}
+
+inline void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+  emulate::check_aligned(memory + address, "stmatrix");
+  const auto rows = gather(address);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) memcpy(memory + rows.of[8 * i + lane / 4] + 4 * (lane % 4), &r[i], 4);
+  __syncwarp();
+}
+inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+  emulate::check_aligned(memory + address, "stmatrix");
+  const auto rows = gather(address);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const uint16_t x = uint16_t(r[i] >> 16 * j);
+      memcpy(memory + rows.of[8 * i + 2 * (lane % 4) + j] + 2 * (lane / 4), &x, 2);
+    }
+  __syncwarp();
+}
+inline void store_global(void *to, uint4 x) { memcpy(to, &x, 16); }
+inline uint32_t larger_bf16(uint32_t a, uint32_t b) {
+  return pack_bf16(std::fmax(std::fabs(low(a)), std::fabs(low(b))), std::fmax(std::fabs(high(a)), std::fabs(high(b))));
+}
+template <int COUNT>
+inline void fewer_registers() {}
+template <int COUNT>
+inline void more_registers() {}
+
+inline void wgmma_begin() {}
+inline void wgmma_commit() {}
+template <int PENDING>
+inline void wgmma_wait() {}
+template <int N>
+inline void touch(float (&)[N]) {}
+
+// d [64, N] += a b; of each warp its 16 rows. b [16, N] as its descriptor says, with the 128-byte swizzle.
+template <int TRANSPOSED, int COUNT, typename Unpack>
+inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int add, Unpack unpack) {
+  struct Operands {
+    uint32_t x[4];
+  };
+  const auto all = gather(Operands{{a[0], a[1], a[2], a[3]}});
+  const uint32_t start = uint32_t(b & 0x3fff) << 4, halves = uint32_t(b >> 16 & 0x3fff) << 4, groups = uint32_t(b >> 32 & 0x3fff) << 4;
+  if (b >> 62 != 1) fprintf(stderr, "not the 128-byte swizzle\n"), abort();
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < COUNT; ++i) {
+    const int row = lane / 4 + i / 2 % 2 * 8, n = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    double sum = add ? d[i] : 0.0f;
+    for (int k = 0; k < 16; ++k) {
+      const float2 pair = unpack(all.of[row % 8 * 4 + k % 8 / 2].x[row / 8 + k / 8 * 2]);
+      const uint32_t at = TRANSPOSED ? start + n / 64 * halves + k / 8 * groups + k % 8 * 128 + n % 64 * 2
+                                     : start + n / 8 * groups + n % 8 * 128 + k * 2;
+      uint16_t element;
+      memcpy(&element, memory + swizzled(at), 2);
+      sum += double(k % 2 ? pair.y : pair.x) * unpack(element).x;
+    }
+    d[i] = emulate::truncated(sum);
+  }
+}
+template <int TRANSPOSED, int COUNT>
+inline void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int add) {
+  multiply_group<TRANSPOSED>(d, a, b, add, [](uint32_t x) { return float2{low(x), high(x)}; });
+}
+inline void wgmma_half(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {
+  multiply_group<0>(d, a, b, add, [](uint32_t x) { return unpack_half(x); });
+}
+
+}  // namespace kda::hopper
