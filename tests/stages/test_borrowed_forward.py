@@ -91,7 +91,7 @@ def test_what_is_kept(calls, case, monkeypatch):
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 
-def problem_of(T=262144, **changes):
+def problem_of(T=2**14, **changes):
     case = Case("drawn", "", T=1, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
     return case.problem("bfloat16", needs_grad=True).replace(T=T, **changes)
 
@@ -103,12 +103,12 @@ def test_taken_where_it_is_faster(monkeypatch):
     monkeypatch.delenv(borrowed.VARIABLES["forward"], raising=False)
 
     def taken(problem):
-        return borrowed.forward(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
+        return borrowed.forward(problem, choose(problem, CHIPS["sm_90"]), "cuda") is print
 
     assert taken(problem_of())
     bounded = dict(safe_gate=True, lower_bound=-5.0)
     for changes in (
-        dict(T=262144 - 64),
+        dict(T=2**14 - 64),
         dict(deterministic=True),
         dict(dtype="float16"),
         dict(l2norm=True),
@@ -131,13 +131,13 @@ def test_who_lends(monkeypatch):
     monkeypatch.setattr(cuda, "_old_device", lambda device, hopper: None)
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
     monkeypatch.delenv(borrowed.VARIABLES["forward"], raising=False)
-    assert borrowed.forward(problem, config, 4096, "cuda") is None
+    assert borrowed.forward(problem, config, "cuda") is None
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
-        borrowed.forward(problem, config, 4096, "cuda")
+        borrowed.forward(problem, config, "cuda")
     monkeypatch.setattr(library, "missing", lambda: None)
-    assert borrowed.forward(problem, config, 4096, "cuda").func is op.forward_kept
-    assert borrowed.forward(problem, replace(config, chunk=32), 4096, "cuda") is None
+    assert borrowed.forward(problem, config, "cuda").func is op.forward_kept
+    assert borrowed.forward(problem, replace(config, chunk=32), "cuda") is None
     for changes in (dict(V=64), dict(gate="softplus")):
-        assert borrowed.forward(problem.replace(**changes), config, 4096, "cuda") is None
-    assert borrowed.replaced(problem, config, 4096, "cuda") == tuple(name for names in borrowed.REPLACED.values() for name in names)
+        assert borrowed.forward(problem.replace(**changes), config, "cuda") is None
+    assert borrowed.replaced(problem, config, "cuda") == tuple(name for names in borrowed.REPLACED.values() for name in names)

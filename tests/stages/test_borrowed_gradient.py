@@ -79,7 +79,7 @@ def test_gradients(calls, case):
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 
-def problem_of(T=262144, bounded=False, **changes):
+def problem_of(T=2**14, bounded=False, **changes):
     gate = {"safe_gate": True, "lower_bound": -5.0} if bounded else {}
     case = Case("drawn", "", T=1, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | gate)
     return case.problem("bfloat16", needs_grad=True).replace(T=T, **changes)
@@ -96,7 +96,7 @@ def taken(monkeypatch):
         monkeypatch.delenv(borrowed.VARIABLES[stage], raising=False)
     monkeypatch.setattr(borrowed, "lender", SimpleNamespace(**able, library=SimpleNamespace(missing=lambda: None)))
     lend = lambda stage: getattr(borrowed, stage)
-    return lambda stage, problem: lend(stage)(problem, choose(problem, CHIPS["sm_90"]), problem.T // 64, "cuda") is print
+    return lambda stage, problem: lend(stage)(problem, choose(problem, CHIPS["sm_90"]), "cuda") is print
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
@@ -104,8 +104,8 @@ def taken(monkeypatch):
 def test_taken_where_it_is_faster(stage, taken, monkeypatch):
     taken = partial(taken, stage)
     assert taken(problem_of()) and taken(problem_of(bounded=True))
-    assert not taken(problem_of(T=262144 - 64)), "a launch more by the host, for little"
-    assert not taken(problem_of(deterministic=True)), "a number of chunks would decide"
+    assert not taken(problem_of(T=2**14 - 64)), "no GPU has timed fewer"
+    assert not taken(problem_of(deterministic=True)), "a number of tokens would decide"
     assert not taken(problem_of(dtype="float16")), "chunks of 32"
     exact = problem_of(l2norm=False, scale=0.5)  # what rounding takes from q counts: Triton keeps it
     assert exact_q(exact) and taken(exact) == (stage == "gradient")
@@ -124,13 +124,13 @@ def test_who_lends(monkeypatch):
     monkeypatch.setenv(library.VARIABLE, "/nowhere/libkdakit.so")
     problem = problem_of()
     config = choose(problem, CHIPS["sm_90"])
-    assert borrowed.gradient(problem, config, 4096, "cuda") is None
+    assert borrowed.gradient(problem, config, "cuda") is None
     monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
     with pytest.raises(FileNotFoundError, match="kdakit build-cuda"):
-        borrowed.gradient(problem, config, 4096, "cuda")
+        borrowed.gradient(problem, config, "cuda")
     monkeypatch.setattr(library, "missing", lambda: None)
-    assert borrowed.gradient(problem, config, 4096, "cuda") is op.chunk_gradient
-    assert borrowed.gradient(problem.replace(V=64), config, 4096, "cuda") is None
+    assert borrowed.gradient(problem, config, "cuda") is op.chunk_gradient
+    assert borrowed.gradient(problem.replace(V=64), config, "cuda") is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")

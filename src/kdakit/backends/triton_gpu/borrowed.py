@@ -1,7 +1,6 @@
 """Kernels of another backend inside this one's calls: stages of a backward in CUDA C++ (csrc/backward), and a forward (csrc/prefill).
 
-`dispatch.load` brings the lender. Its kernels are taken where GPUs have shown them to be right and faster, with chunks enough to keep a
-chip busy:
+`dispatch.load` brings the lender. Its kernels are taken where GPUs have shown them to be right and faster, with tokens and heads enough:
 
     gradient   gradients of chunks, for `products` and `gradient`        KDAKIT_CUDA_GRADIENT
     rebuild    the tiles of every chunk again                            KDAKIT_CUDA_REBUILD
@@ -24,7 +23,7 @@ from kdakit.backends.triton_gpu.config import Config, exact_q
 from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
-ENOUGH = 4096  # chunks times value heads, from which on a GPU has shown them to be faster
+ENOUGH = 2**14  # tokens times value heads, the fewest with which a GPU has shown them to be faster
 # By what is lent, the kernels that it is in place of.
 REPLACED = {
     "forward": ("prepare_kernel", "prepare_normed_kernel", "scan_kernel", "staged_scan_kernel", "parts_kernel", "combine_kernel"),
@@ -36,40 +35,38 @@ REPLACED = {
 lender: ModuleType | None = None
 
 
-def gradient(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
-    """The lender's kernel for the gradients of so many chunks; None: Triton's."""
-    return lent("gradient", problem, config, chunks, device, config.chunk == 64)
+def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
+    """The lender's kernel for the gradients of chunks; None: Triton's."""
+    return lent("gradient", problem, device, config.chunk == 64)
 
 
-def rebuild(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
-    """The lender's kernel for the tiles of so many chunks; None: Triton's, and where what rounding takes from q counts."""
+def rebuild(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
+    """The lender's kernel for the tiles of chunks; None: Triton's, and where what rounding takes from q counts."""
     half = config.solve_dtype == "float16"
     fits = config.chunk == 64 and config.half == 32 and not exact_q(problem) and not (half and not config.normed)
-    return lent("rebuild", problem, config, chunks, device, fits)
+    return lent("rebuild", problem, device, fits)
 
 
-def reverse(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
+def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
     """The lender's kernel for the gradient of the state; None: Triton's, and where what rounding takes from q counts."""
-    fits = config.chunk == 64 and config.half == 32 and chunks > 0 and not exact_q(problem)
-    return lent("reverse", problem, config, chunks, device, fits)
+    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not exact_q(problem)
+    return lent("reverse", problem, device, fits)
 
 
-def forward(problem: Problem, config: Config, chunks: int, device: Any) -> Callable[..., Any] | None:
+def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
     """The lender's forward of a call that will be differentiated; None: Triton's."""
     given = problem.options.gate == "log_decay" and not config.bounded and not problem.options.l2norm
-    fits = config.chunk == 64 and config.half == 32 and chunks > 0
-    return lent("forward", problem, config, chunks, device, fits, given)
+    fits = config.chunk == 64 and config.half == 32 and problem.T > 0
+    return lent("forward", problem, device, fits, given)
 
 
 LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "reverse", "forward": "kept_forward"}  # by the lender
 
 
-def lent(
-    what: str, problem: Problem, config: Config, chunks: int, device: Any, fits: bool, faster: bool = True
-) -> Callable[..., Any] | None:
+def lent(what: str, problem: Problem, device: Any, fits: bool, faster: bool = True) -> Callable[..., Any] | None:
     """fits: such a call can have it; faster: and gains by it."""
     asked = os.environ.get(VARIABLES[what], "")
-    if lender is None or asked == "0" or not fits or not (asked == "1" or (faster and enough(problem, chunks))):
+    if lender is None or asked == "0" or not fits or not (asked == "1" or (faster and enough(problem))):
         return None
     kernel, reason = getattr(lender, LENT[what])(problem, device)
     if asked == "1" and reason is not None and reason == lender.library.missing():
@@ -77,13 +74,13 @@ def lent(
     return kernel
 
 
-def enough(problem: Problem, chunks: int) -> bool:
-    """So many chunks that a GPU is faster. Not where results may not depend on the number of chunks."""
-    return not problem.options.deterministic and chunks * problem.HV >= ENOUGH
+def enough(problem: Problem) -> bool:
+    """So many tokens that a GPU is faster. Not where results may not depend on their number."""
+    return not problem.options.deterministic and problem.B * problem.T * problem.HV >= ENOUGH
 
 
-def replaced(problem: Problem, config: Config, chunks: int, device: Any) -> tuple[str, ...]:
+def replaced(problem: Problem, config: Config, device: Any) -> tuple[str, ...]:
     """Names of the kernels that a call that will be differentiated, and its backward, do not launch."""
     lenders = dict(forward=forward, rebuild=rebuild, reverse=reverse, gradient=gradient)
-    taken = [what for what, lend in lenders.items() if lend(problem, config, chunks, device) is not None]
+    taken = [what for what, lend in lenders.items() if lend(problem, config, device) is not None]
     return tuple(name for what in taken for name in REPLACED[what])

@@ -78,14 +78,14 @@ def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace | Kept, c
 
 def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[str, ...]:
     """Names of the kernels in whose place a call that will be differentiated, and its backward, have another backend's."""
-    return borrowed.replaced(problem, config, chunk_slots(problem, config.chunk), device) if problem.needs_grad else ()
+    return borrowed.replaced(problem, config, device) if problem.needs_grad else ()
 
 
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
     """First launch: the tiles of every chunk again."""
     device = arrays.q.device
     out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in replayed_specs(problem, config)))
-    if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, lower.shape[0], device)) is not None:
+    if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, device)) is not None:
         own, first = arrays._replace(q=x.q, k=x.k, g=x.g), out.first if corrected(problem) else None
         group = 1 if config.normed else config.group
         note_lent(lent(problem, own, lower=lower, tiles=out.tiles, decay=out.decay, factors=out.factors, first=first, group=group))
@@ -151,7 +151,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
     given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
     written = dict(d_states=d_states, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
-    if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, y.tiles.shape[0], device)) is not None:
+    if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
@@ -307,7 +307,7 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
             with aside():
                 replay(problem, arrays, x, y, rest[0], config)
     slots = lower.shape[0]
-    if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, slots, d_o.device)) is not None:
+    if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
         y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
         d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
         run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)

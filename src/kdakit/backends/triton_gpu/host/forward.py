@@ -62,8 +62,7 @@ def kept(problem: Problem, config: Config, device) -> Kept:
 
 def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept] | None:
     """Both launches of a call that will be differentiated by `borrowed.forward`, and what they keep; None: there is no such forward."""
-    slots = chunk_slots(problem, config.chunk)
-    kernel = borrowed.forward(problem, config, slots, arrays.q.device) if problem.needs_grad and not arrays.q.is_meta else None
+    kernel = borrowed.forward(problem, config, arrays.q.device) if problem.needs_grad and not arrays.q.is_meta else None
     if kernel is None:
         return None
     space = kept(problem, config, arrays.q.device)
