@@ -1,6 +1,7 @@
 // Host side of the bfloat16 backward over chunks: what it refuses, its launch.
 #include "backward.h"
 #include "hopper_gradient_arguments.h"
+#include "hopper_rebuild_arguments.h"
 #include "hopper_reverse_arguments.h"
 
 namespace kda {
@@ -43,9 +44,25 @@ kda_status check_reverse(const kda_reverse_args &args) {
   return check_pointers(tensors);
 }
 
+kda_status check_rebuild(const kda_rebuild_args &args) {
+  const Pointer tensors[] = {
+      {"lower", args.lower, true},     {"tiles", args.tiles, true},  {"decay", args.decay, true},
+      {"factors", args.factors, true}, {"first", args.first, false},
+  };
+  return check_pointers(tensors);
+}
+
 kda_status check_group(int32_t group) {
   if (group >= 0 && group <= 8 && (group & (group - 1)) == 0) return KDA_OK;
   return fail(KDA_INVALID_ARGUMENT, "group must be 0, 1, 2, 4 or 8, got %d", group);
+}
+
+kda_status check_lower(int32_t dtype, int32_t group) {
+  if (dtype != KDA_FLOAT16 && dtype != KDA_FLOAT32)
+    return fail(KDA_INVALID_ARGUMENT, "lower_dtype must be %d or %d, got %d", KDA_FLOAT16, KDA_FLOAT32, dtype);
+  KDA_TRY(check_group(group));
+  if (group > 1 && dtype != KDA_FLOAT32) return fail(KDA_UNSUPPORTED, "group must be 0 or 1 where lower is float16, got %d", group);
+  return KDA_OK;
 }
 
 kda_status check_sizes(const kda_prefill_args &forward) {
@@ -64,27 +81,40 @@ kda_status check_rows(const char *name, const kda_tensor &x) {
   return KDA_OK;
 }
 
-}  // namespace
-
-kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &forward) {
-  KDA_TRY(check_sizes(forward));
-  if (args.lower_dtype != KDA_FLOAT16 && args.lower_dtype != KDA_FLOAT32)
-    return fail(KDA_INVALID_ARGUMENT, "lower_dtype must be %d or %d, got %d", KDA_FLOAT16, KDA_FLOAT32, args.lower_dtype);
-  if (args.d_q_dtype != KDA_BFLOAT16 && args.d_q_dtype != KDA_FLOAT32)
-    return fail(KDA_INVALID_ARGUMENT, "d_q_dtype must be %d or %d, got %d", KDA_BFLOAT16, KDA_FLOAT32, args.d_q_dtype);
-  KDA_TRY(check_group(args.group));
-  if (args.group > 1 && args.lower_dtype != KDA_FLOAT32)
-    return fail(KDA_UNSUPPORTED, "group must be 0 or 1 where lower is float16, got %d", args.group);
-  if (forward.batch * forward.tokens == 0) return KDA_OK;
+kda_status check_inputs(const kda_prefill_args &forward) {
   KDA_TRY(check_rows("q", forward.q));
   KDA_TRY(check_rows("k", forward.k));
   KDA_TRY(check_rows("g", forward.g));
   if (forward.beta.data == nullptr) return fail(KDA_INVALID_ARGUMENT, "forward->beta.data must not be NULL");
   if (reinterpret_cast<uintptr_t>(forward.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
+  return KDA_OK;
+}
+
+}  // namespace
+
+kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &forward) {
+  KDA_TRY(check_sizes(forward));
+  KDA_TRY(check_lower(args.lower_dtype, args.group));
+  if (args.d_q_dtype != KDA_BFLOAT16 && args.d_q_dtype != KDA_FLOAT32)
+    return fail(KDA_INVALID_ARGUMENT, "d_q_dtype must be %d or %d, got %d", KDA_BFLOAT16, KDA_FLOAT32, args.d_q_dtype);
+  if (forward.batch * forward.tokens == 0) return KDA_OK;
+  KDA_TRY(check_inputs(forward));
   KDA_TRY(check_gradient(args, forward));
   KDA_TRY(check_hopper());
   const auto stream = static_cast<cudaStream_t>(forward.stream);
   KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), hopper::slots_of(forward), stream));
+  return KDA_OK;
+}
+
+kda_status rebuild_bf16(const kda_rebuild_args &args, const kda_prefill_args &forward) {
+  KDA_TRY(check_sizes(forward));
+  KDA_TRY(check_lower(args.lower_dtype, args.group));
+  if (forward.batch * forward.tokens == 0) return KDA_OK;
+  KDA_TRY(check_inputs(forward));
+  KDA_TRY(check_rebuild(args));
+  KDA_TRY(check_hopper());
+  const auto stream = static_cast<cudaStream_t>(forward.stream);
+  KDA_CUDA(hopper::launch_rebuild(hopper::rebuild_of(args, forward), hopper::slots_of(forward), stream));
   return KDA_OK;
 }
 

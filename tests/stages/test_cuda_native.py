@@ -149,6 +149,25 @@ def test_gradient_arguments_are_checked(native):
 
 @needs_nvcc
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_rebuild_arguments_are_checked(native):
+    """Before a device is looked for."""
+    half = {name: library.Tensor(4096, library.BFLOAT16) for name in ("q", "k", "v", "g", "beta", "o")}
+    sizes = dict(key_dim=128, value_dim=128, chunk_size=64)
+    right = dict.fromkeys(("lower", "tiles", "decay", "factors"), 4096) | dict(lower_dtype=library.FLOAT16)
+    for given, changes, message in (
+        ({}, dict(tiles=None), "tiles must not be NULL"),
+        ({}, dict(first=4104), "first must start at 16 bytes"),
+        ({}, dict(lower_dtype=1), "lower_dtype must be 2 or 0, got 1"),
+        ({}, dict(group=4), "group must be 0 or 1 where lower is float16"),
+        (dict(k=library.Tensor(4104, library.BFLOAT16)), {}, "forward->k must start at 16 bytes"),
+        (dict(key_dim=64, value_dim=64), {}, "key_dim = value_dim = 128, got 64 and 64"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.rebuild(library.RebuildArgs(arguments(**half | sizes | given), **right | changes))
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_reverse_arguments_are_checked(native):
     """Before a device is looked for."""
     half = {name: library.Tensor(None, library.BFLOAT16) for name in ("q", "k", "v", "g", "beta", "o")}
@@ -241,7 +260,7 @@ def test_calls_are_checked_before_the_device_is_asked(native):
 
 @needs_nvcc
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc was not found")
-@pytest.mark.parametrize("mirror", [library.PrefillArgs, library.GradientArgs, library.ReverseArgs])
+@pytest.mark.parametrize("mirror", [library.PrefillArgs, library.GradientArgs, library.RebuildArgs, library.ReverseArgs])
 def test_header_is_c99_and_ctypes_agrees(tmp_path, mirror):
     """Every field has the same offset in C and in ctypes."""
     struct = f"kda_{mirror.__name__.removesuffix('Args').lower()}_args"
