@@ -222,35 +222,22 @@ def reverse(
     d_states, d_v, y_lost, alone and d_initial. Returns how to repeat it; None: something had to be copied."""
     mine = d_o, d_final
     d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)
-    cu = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
-    o, packed = problem.options, library.Tensor(None, BFLOAT16)
-    forward_args = PrefillArgs(
-        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V, chunk_size=64,
-        **dict.fromkeys(TENSORS, packed), beta_kind=BETAS[o.beta], state_v_first=o.state_v_first, sequences=problem.N,
-        cu_seqlens_64=cu is not None and cu.dtype == torch.int64,
-    )  # fmt: skip
+    unseen: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
+    given: dict[str, torch.Tensor | None] = dict.fromkeys(GIVEN)
+    mine_given = given | {"cu_seqlens": arrays.cu_seqlens}
+    given["cu_seqlens"] = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
+    forward_args = _differentiated(problem, given["cu_seqlens"], unseen)
+    forward_args.gate = GATES["log_decay"]  # it looks at no gate, so that nothing of one is missing
     args = library.ReverseArgs(forward_args, k_solved_dtype=FLOAT16 if k_solved.dtype == torch.float16 else BFLOAT16, group=group)
     pointers = dict(
         tiles=tiles, solved=solved, decay=decay, factors=factors, d_o=d_o, d_final=d_final, d_states=d_states, d_v=d_v, alone=alone,
         y_lost=y_lost, d_initial=d_initial,
     )  # fmt: skip
-    again = partial(_reverse_again, forward_args, args, tuple(pointers), d_v.device.index)
-    every = cu, *pointers.values()
+    again = partial(_stage_again, "reverse", forward_args, args, tuple(pointers), d_v.device.index)
+    every = (*unseen.values(), *given.values(), *pointers.values())
     again([_pointer(x) for x in every])
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
-    return _repeat(again, every, (arrays.cu_seqlens, *pointers.values()))
-
-
-def _reverse_again(
-    forward_template: PrefillArgs, template: library.ReverseArgs, names: tuple[str, ...], index: int | None,
-    addresses: Sequence[int | None],
-) -> None:  # fmt: skip
-    forward_args, args = PrefillArgs.from_buffer_copy(forward_template), library.ReverseArgs.from_buffer_copy(template)
-    forward_args.cu_seqlens = addresses[0]
-    for name, address in zip(names, addresses[1:], strict=True):
-        setattr(args, name, address)
-    forward_args.stream, args.forward = _stream(index), ctypes.pointer(forward_args)
-    library.reverse(args)
+    return _repeat(again, every, (*unseen.values(), *mine_given.values(), *pointers.values()))
 
 
 def _stream(index: int | None) -> int | None:
