@@ -19,7 +19,7 @@ import torch
 from kdakit.backends.triton_gpu.runtime import launch, streams
 
 APART = 256  # bytes: where tensors may begin in the scratch memory
-LARGE = 2**24  # bytes: these are not part of it
+LARGE = 2**22  # bytes: these are not part of it; with as many a GPU is busy for longer than the host is with them
 Tensors = Sequence[Any]  # or None
 
 
