@@ -149,3 +149,49 @@ def run_call(kernels, args):
     tensor(args.o)[:] = bits(made["o"])
     if args.final_state:
         states(args.final_state)[:] = made["final_state"]
+
+
+class Memory:
+    """What a stage of the backward is given, kept alive, and rooms that it writes into."""
+
+    def __init__(self):
+        self.kept, self.rooms = [], []
+
+    def address(self, x):
+        """Of a contiguous array, or of a copy that is; None: of nothing."""
+        self.kept.append(None if x is None else np.ascontiguousarray(x))
+        return None if x is None else self.kept[-1].ctypes.data
+
+    def tensor(self, x, dtype):
+        self.kept.append(x)
+        return library.Tensor(x.ctypes.data, dtype, 0, *(x.strides[i] // x.itemsize for i in (0, 2, 1)))
+
+    def room(self, *shape, dtype=np.uint16):
+        """Aligned, full of NaN, with a guard behind it."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        whole = np.full(size + 64, 0xFF, np.uint8)
+        start = -whole.ctypes.data % 16
+        self.rooms.append((whole, start, size))
+        return whole[start : start + size].view(dtype).reshape(shape)
+
+    def check_guards(self):
+        for whole, start, size in self.rooms:
+            assert (whole[start + size :] == 0xFF).all() and (whole[:start] == 0xFF).all(), "written past an end"
+
+    def forward(self, problem, arrays):
+        """The call that is differentiated, in bfloat16, without v and o."""
+        o, g, beta = problem.options, *(
+            np.ascontiguousarray(x, np.float32) if dtype == "float32" else bits(x)
+            for x, dtype in ((arrays.g, problem.gate_dtype), (arrays.beta, problem.beta_dtype))
+        )  # fmt: skip
+        parameters = dict(A_log=arrays.A_log, dt_bias=arrays.dt_bias, initial_state=arrays.initial_state)
+        parameters = {name: self.address(None if x is None else np.asarray(x, np.float32)) for name, x in parameters.items()}
+        return library.PrefillArgs(
+            batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V,
+            chunk_size=CHUNK, sequences=problem.N, scale=o.scale, q=self.tensor(bits(arrays.q), 1), k=self.tensor(bits(arrays.k), 1),
+            g=self.tensor(g, library.FLOAT32 if g.dtype == np.float32 else library.BFLOAT16),
+            beta=self.tensor(beta, library.FLOAT32 if beta.dtype == np.float32 else library.BFLOAT16),
+            cu_seqlens=self.address(arrays.cu_seqlens), gate=library.GATES[o.gate], beta_kind=library.BETAS[o.beta],
+            lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm, safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens_64=1,
+            state_v_first=o.state_v_first, **parameters,
+        )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import replace
 import emulated
 import numpy as np
 import pytest
-from hopper_records import bits, floats, row_order
+from hopper_records import Memory, bits, floats, row_order
 
 from kdakit import accuracy, reference
 from kdakit.backends.cuda import library
@@ -20,6 +20,9 @@ from kdakit.rounding import round_to
 pytestmark = emulated.needs_compiler
 CHUNK, D = 64, 128
 TINY = 2.0**-64  # a smaller given beta divides nothing
+
+
+KINDS = {"float32": np.float32, "bfloat16": np.uint16}
 
 
 @pytest.fixture(scope="module")
@@ -88,63 +91,33 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
 
 def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):
     """Gradients by the name of their input, of all but v and the initial state."""
-    o, B, T, H, HV, N = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.N
+    o, B, T, H, HV = problem.options, problem.B, problem.T, problem.H, problem.HV
     d_o, d_final = cotangents
     d_final = d_final if o.output_final_state else None
     made = stages(problem, arrays, d_o, d_final, np.float16 if o.l2norm else np.float32)
     slots, rows = len(made["lower"]), row_order(group)
     lower = np.ascontiguousarray(made["lower"][:, :, rows][:, :, :, rows])
     factors = np.ascontiguousarray(made["factors"][..., rows])
-    keep = []
-
-    def address(x):
-        keep.append(np.ascontiguousarray(x))
-        return keep[-1].ctypes.data
-
-    def tensor(x, dtype):
-        keep.append(x)
-        return library.Tensor(x.ctypes.data, dtype, 0, *(x.strides[i] // x.itemsize for i in (0, 2, 1)))
-
-    def room(*shape, dtype=np.uint16):
-        """Aligned, full of NaN, with a guard behind it."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        whole = np.full(size + 64, 0xFF, np.uint8)
-        start = -whole.ctypes.data % 16
-        keep.append((whole, start, size))
-        return whole[start : start + size].view(dtype).reshape(shape)
-
-    wide, wide_beta = problem.gate_dtype == "float32", problem.beta_dtype == "float32"
-    q, k = (bits(x) for x in arrays[:2])
-    g = np.ascontiguousarray(arrays.g, np.float32) if wide else bits(arrays.g)
-    beta = np.ascontiguousarray(arrays.beta, np.float32) if wide_beta else bits(arrays.beta)
-    A_log, dt_bias = (None if x is None else np.asarray(x, np.float32) for x in (arrays.A_log, arrays.dt_bias))
-    initial = None if arrays.initial_state is None else np.asarray(arrays.initial_state, np.float32)
-    pointer = lambda x: None if x is None else address(x)
-    forward = library.PrefillArgs(
-        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=D, value_dim=D, chunk_size=CHUNK, sequences=N, scale=o.scale,
-        q=tensor(q, 1), k=tensor(k, 1), g=tensor(g, 0 if wide else 1), beta=tensor(beta, 0 if wide_beta else 1),
-        A_log=pointer(A_log), dt_bias=pointer(dt_bias), initial_state=pointer(initial), cu_seqlens=pointer(arrays.cu_seqlens),
-        gate=library.GATES[o.gate], beta_kind=library.BETAS[o.beta], lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm,
-        safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens_64=1, state_v_first=o.state_v_first,
-    )  # fmt: skip
+    memory = Memory()
+    address, room = memory.address, memory.room
     kind = np.float32 if problem.group > 1 else np.uint16
-    out = dict(d_q=room(B, T, HV, D, dtype=kind), d_k=room(B, T, HV, D, dtype=kind), d_g=room(B, T, HV, D, dtype=g.dtype))
-    out |= dict(d_beta=room(B, T, HV, dtype=beta.dtype))
-    if A_log is not None:
+    out = dict(d_q=room(B, T, HV, D, dtype=kind), d_k=room(B, T, HV, D, dtype=kind), d_g=room(B, T, HV, D, dtype=KINDS[problem.gate_dtype]))
+    out |= dict(d_beta=room(B, T, HV, dtype=KINDS[problem.beta_dtype]))
+    if arrays.A_log is not None:
         out["A_shares"] = room(slots, HV, D, dtype=np.float32)
-    if dt_bias is not None:
+    if arrays.dt_bias is not None:
         out["bias_shares"] = room(slots, HV, D, dtype=np.float32)
     args = library.GradientArgs(
-        forward, lower=address(lower), factors=address(factors), alone=address(bits(made["alone"])) if o.beta == "given" else None,
-        d_final=pointer(None if d_final is None else np.asarray(d_final, np.float32)), d_o=address(bits(d_o)),
+        memory.forward(problem, arrays), lower=address(lower), factors=address(factors),
+        alone=address(bits(made["alone"])) if o.beta == "given" else None,
+        d_final=address(None if d_final is None else np.asarray(d_final, np.float32)), d_o=address(bits(d_o)),
         **{name: address(bits(made[name])) for name in ("states", "d_states", "r", "d_v")},
         **{name: x.ctypes.data for name, x in out.items()},
         lower_dtype=library.FLOAT16 if o.l2norm else library.FLOAT32, d_q_dtype=library.FLOAT32 if problem.group > 1 else library.BFLOAT16,
         group=group,
     )  # fmt: skip
     kernels.kda_emulate_gradient_bf16(ctypes.byref(args), blocks, order)
-    for whole, start, size in (x for x in keep if isinstance(x, tuple)):
-        assert (whole[start + size :] == 0xFF).all() and (whole[:start] == 0xFF).all(), "written past an end"
+    memory.check_guards()
     found = {name[2:]: floats(x) if x.dtype == np.uint16 else x.astype(np.float64) for name, x in out.items() if name.startswith("d_")}
     for name in "qk":
         found[name] = found[name].reshape(B, T, H, problem.group, D).sum(3)
@@ -152,7 +125,7 @@ def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):
     if "A_shares" in out:
         found["A_log"] = out["A_shares"].astype(np.float64).sum((0, 2))
     if "bias_shares" in out:
-        found["dt_bias"] = out["bias_shares"].astype(np.float64).sum(0).reshape(dt_bias.shape)
+        found["dt_bias"] = out["bias_shares"].astype(np.float64).sum(0).reshape(arrays.dt_bias.shape)
     return found
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import emulated
 import numpy as np
 import pytest
-from hopper_records import CHUNK, bits, floats, row_order
+from hopper_records import CHUNK, Memory, floats, row_order
 
 from kdakit import reference
 from kdakit.backends.cuda import library
@@ -54,47 +54,17 @@ def truth(problem, arrays):
 
 def rebuild(kernels, problem, arrays, lower, group=1, order=1):
     """What the kernel makes of a call, by token; NaN where nothing was written."""
-    o, T, HV, N, slots = problem.options, problem.T, problem.HV, problem.N, len(lower)
-    half, rows, keep = o.l2norm, row_order(group), []
+    HV, N, slots, memory = problem.HV, problem.N, len(lower), Memory()
+    half, rows, room = problem.options.l2norm, row_order(group), memory.room
     given = np.ascontiguousarray(lower[:, :, rows][:, :, :, rows], np.float16 if half else np.float32)
-
-    def tensor(x, dtype):
-        keep.append(x)
-        return library.Tensor(x.ctypes.data, dtype, 0, *(x.strides[i] // x.itemsize for i in (0, 2, 1)))
-
-    def pointer(x):
-        keep.append(x)
-        return None if x is None else x.ctypes.data
-
-    def room(*shape, dtype=np.uint16):
-        """Full of NaN, with a guard behind it."""
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        whole = np.full(size + 64, 0xFF, np.uint8)
-        start = -whole.ctypes.data % 16
-        keep.append((whole, start, size))
-        return whole[start : start + size].view(dtype).reshape(shape)
-
-    wide, wide_beta = problem.gate_dtype == "float32", problem.beta_dtype == "float32"
-    q, k = (bits(x) for x in arrays[:2])
-    g = np.ascontiguousarray(arrays.g, np.float32) if wide else bits(arrays.g)
-    beta = np.ascontiguousarray(arrays.beta, np.float32) if wide_beta else bits(arrays.beta)
-    A_log, dt_bias = (None if x is None else np.asarray(x, np.float32) for x in (arrays.A_log, arrays.dt_bias))
-    forward = library.PrefillArgs(
-        batch=1, tokens=T, heads=problem.H, value_heads=HV, key_dim=D, value_dim=D, chunk_size=CHUNK, sequences=N, scale=o.scale,
-        q=tensor(q, 1), k=tensor(k, 1), g=tensor(g, 0 if wide else 1), beta=tensor(beta, 0 if wide_beta else 1),
-        A_log=pointer(A_log), dt_bias=pointer(dt_bias), cu_seqlens=pointer(arrays.cu_seqlens), gate=library.GATES[o.gate],
-        beta_kind=library.BETAS[o.beta], lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm,
-        safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens_64=1,
-    )  # fmt: skip
     tiles, decay = room(slots, HV, 3, CHUNK, D), room(slots, HV, D, dtype=np.float32)
     factors, first = room(slots, HV, 3, CHUNK, dtype=np.float32), room(N, HV, 2, CHUNK, D)
     args = library.RebuildArgs(
-        forward, lower=given.ctypes.data, tiles=tiles.ctypes.data, decay=decay.ctypes.data, factors=factors.ctypes.data,
-        first=first.ctypes.data, lower_dtype=library.FLOAT16 if half else library.FLOAT32, group=group,
+        memory.forward(problem, arrays), lower=given.ctypes.data, tiles=tiles.ctypes.data, decay=decay.ctypes.data,
+        factors=factors.ctypes.data, first=first.ctypes.data, lower_dtype=library.FLOAT16 if half else library.FLOAT32, group=group,
     )  # fmt: skip
     kernels.kda_emulate_rebuild_bf16(ctypes.byref(args), order)
-    for whole, start, size in (x for x in keep if isinstance(x, tuple)):
-        assert (whole[start + size :] == 0xFF).all() and (whole[:start] == 0xFF).all(), "written past an end"
+    memory.check_guards()
     solved = tiles[:, :, 2].view(np.float16).astype(np.float32) if half else floats(tiles[:, :, 2])
     found = dict(k_in=floats(tiles[:, :, 0]), q_decayed=floats(tiles[:, :, 1]), k_solved=solved)
     by_token = lambda x, axis: np.take(x, np.argsort(rows), axis)
