@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,22 @@ def test_the_whole_layer_is_its_parts(packed):
     out = whole.run_whole(form, x, w, True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+@interpreter
+def test_what_the_whole_layer_saved_is_let_go_early(monkeypatch):
+    """When the matrices' gradients are made, the row of q, k and v is gone, unless the graph is to be walked again."""
+    from kdakit.layers.torch.fused import whole
+
+    layer, x, rows, alive = small_layer(), torch.randn(2, 5, 12, requires_grad=True), [], []
+    convolve, project = whole.short_convolution.forward, whole.projection.backward
+    monkeypatch.setattr(whole.short_convolution, "forward", lambda row, *more: (rows.append(weakref.ref(row)), convolve(row, *more))[1])
+    monkeypatch.setattr(whole.projection, "backward", lambda *given: (alive.append(rows[0]() is not None), project(*given))[1])
+    out = whole.run_whole(whole.Form(layer.sizes, "triton_gpu", None), x, whole.weights_of(layer), True)
+    leaves = [x, *layer.parameters()]
+    twice = [torch.autograd.grad(out.sum(), leaves, retain_graph=again) for again in (True, False)]
+    assert alive == [True, False]
+    assert all(map(torch.equal, *twice))
 
 
 @interpreter

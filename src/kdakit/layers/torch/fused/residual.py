@@ -83,13 +83,23 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        x, a, b, s, gate, up, down = ctx.saved_tensors
+        x, a, b, s, gate, up, down = handed_over(ctx)
         refuse_a_graph()
         flat = d_out.reshape(len(x), -1)
         d_down = torch.mm(flat.t(), s)
+        del s
         d_a, d_b = swiglu.backward([torch.mm(flat, down)], (True, True), a, b)
+        del a, b
         d_x = torch.mm(d_a, gate).addmm_(d_b, up).view(*d_out.shape[:-1], -1) if ctx.needs_input_grad[0] else None
         return d_x, torch.mm(d_a.t(), x), torch.mm(d_b.t(), x), d_down
+
+
+def handed_over(ctx) -> tuple[Tensor, ...]:
+    """What a forward saved. A graph that is walked once lets go of it here, so that each tensor's memory is free when its last reader is
+    done, not when the whole backward is."""
+    saved = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()
+    return saved
 
 
 def refuse_a_graph() -> None:

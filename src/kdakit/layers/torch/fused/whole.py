@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kdakit.layers.sizes import LayerSizes
 from kdakit.layers.torch.fused import DTYPES, gated_norm, projection, short_convolution, shown
 from kdakit.layers.torch.fused.layer import hooked
-from kdakit.layers.torch.fused.residual import refuse_a_graph
+from kdakit.layers.torch.fused.residual import handed_over, refuse_a_graph
 from kdakit.torch_operators import Arrays, Options, all_in_kernel, run, run_backward, unwatched
 
 
@@ -150,26 +150,28 @@ class Mixed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, d_low_g):
-        x, q, k, v, low, taps, f, row, rest, *more = ctx.saved_tensors
+        x, q, k, v, low, taps, f, row, rest, *more = handed_over(ctx)
         refuse_a_graph()
-        arrays, kept, s = Arrays(*more[:9]), more[9:], ctx.form.sizes
-        rank = s.head_v_dim
+        arrays, s, rank = Arrays(*more[:9]), ctx.form.sizes, ctx.form.sizes.head_v_dim
         if d_o is None:
             d_o = torch.zeros_like(arrays.v)
-        d = run_backward(arrays, kept, d_o, None, "chunk", _options(s), ctx.form.backend)
+        *d_qkv, d_g, d_beta, d_A_log, d_dt_bias, _ = run_backward(arrays, more[9:], d_o, None, "chunk", _options(s), ctx.form.backend)
+        cu_seqlens = arrays.cu_seqlens
+        del arrays, more  # here and below: gradients of matrices take this memory, not more
         tokens, widths = rest.shape[0] * rest.shape[1], (s.key_dim, s.key_dim, s.value_dim)
-        d_g, low_f = d[3].view(tokens, -1), rest.view(tokens, -1)[:, :rank]
+        d_g, low_f = d_g.view(tokens, -1), rest.view(tokens, -1)[:, :rank]
         d_low_g = low_f.new_zeros(low_f.shape) if d_low_g is None else d_low_g
-        d_rest = torch.cat([torch.mm(d_g, f), d_low_g, d[4].view(tokens, -1)], 1)
+        d_rest = torch.cat([torch.mm(d_g, f), d_low_g, d_beta.view(tokens, -1)], 1)
         d_f = torch.mm(d_g.t(), low_f)
-        d_row, d_taps, _, _ = short_convolution.backward(
-            [y.view(*row.shape[:2], -1) for y in d[:3]], (True, True, False, False), row, taps, None, None, arrays.cu_seqlens, None, widths
-        )
+        del d_g, low_f, rest
+        d_qkv = [y.view(*row.shape[:2], -1) for y in d_qkv]
+        d_row, d_taps, _, _ = short_convolution.backward(d_qkv, (True, True, False, False), row, taps, None, None, cu_seqlens, None, widths)
+        del d_qkv, row
         needed = (ctx.needs_input_grad[1], True, True, True, True)
         d_x, d_q, d_k, d_v, d_low = projection.backward([d_row, d_rest], needed, x, q, k, v, low)
         d_low = torch.split_with_sizes(d_low, (rank, rank, s.value_heads))
         d_taps = torch.split_with_sizes(d_taps[:, None], widths)
-        return None, d_x, d_q, d_k, d_v, *d_low, *d_taps, d_f, d[5], d[6]
+        return None, d_x, d_q, d_k, d_v, *d_low, *d_taps, d_f, d_A_log, d_dt_bias
 
 
 class Returned(torch.autograd.Function):
@@ -182,11 +184,13 @@ class Returned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        o, low_g, gate, y, g, g_bias, norm, o_matrix = ctx.saved_tensors
+        o, low_g, gate, y, g, g_bias, norm, o_matrix = handed_over(ctx)
         refuse_a_graph()
         tokens = len(low_g)
         d_out = d_out.reshape(tokens, -1)
         d_y, d_matrix = torch.mm(d_out, o_matrix).view(o.shape), torch.mm(d_out.t(), y.view(tokens, -1))
+        del y
         d_o, d_norm, d_gate, d_bias = gated_norm.backward([d_y], (True,) * 4, o, norm, gate, g_bias, ctx.eps)
+        del o, gate, d_y
         d_gate = d_gate.view(tokens, -1)
         return None, d_o, torch.mm(d_gate, g), torch.mm(d_gate.t(), low_g), d_bias, d_norm, d_matrix
