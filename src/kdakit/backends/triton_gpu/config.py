@@ -44,6 +44,7 @@ class Config:
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
     staged: bool = False  # the scan of `scan_staged`
+    in_halves: bool = False  # the scan of `scan_wide`
     split: bool = False  # so few heads that long sequences are scanned in parts
     part_block: int = 64  # rows of b or M per program of the scan of parts
     part_warps: int = 4
@@ -260,7 +261,7 @@ def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, 
         return {}
     sequences = problem.N * problem.HV * max(1, VP // 128)
     if sequences * 4 > chip.processors:
-        return {"staged": sizes["block_v"] == 64 and KP == 128}
+        return {"staged": sizes["block_v"] == 64 and (KP == 128 or problem.dtype == "bfloat16")}
     # Programs of 128 rows take half as long again as those of 64: less than two of these in a row.
     wide = min(KP, VP) >= 128 and sequences >= 3
     part = dict(part_block=128, part_warps=8) if wide else dict(part_block=64, part_warps=4)
@@ -291,6 +292,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     normed = solve_dtype == "float16" and abs(o.scale) <= 16 and chunk == 64 and KP <= 128 and not chip.hip
     sizes = tile_sizes(problem, chip, normed)
     sizes |= few_heads(problem, chip, sizes)
+    in_halves = chip.wgmma and not wide and KP == 256 and sizes["block_v"] >= 64
     return Config(
         processors=chip.processors,
         hip=chip.hip,
@@ -306,10 +308,11 @@ def choose(problem: Problem, chip: Chip) -> Config:
         # Not in float32, where saturated gates have gradients far below the sums, nor in float16, whose gradients are float32's.
         differences=bounded(problem) and problem.dtype == "bfloat16",
         normed=normed,
+        in_halves=in_halves,
         # Gradients have no scale of their own, so float16 does not hold those within a chunk.
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
-        # The head size whose speed it is for; float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
-        by_token=normed and bounded(problem) and KP == 128 and problem.gate_dtype != "float16",
+        # With smaller heads it spills registers; float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
+        by_token=normed and bounded(problem) and KP >= 64 and problem.gate_dtype != "float16",
         exact_last=not wide,
         **sizes,
     )

@@ -10,7 +10,7 @@ import torch
 from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import Config, chunk_slots, padded, parts
 from kdakit.backends.triton_gpu.kernels import prepare as prepare_plain
-from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, tail
+from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, scan_wide, tail
 from kdakit.backends.triton_gpu.kernels import scan as scan_plain
 from kdakit.backends.triton_gpu.kernels import step as step_kernel
 from kdakit.backends.triton_gpu.runtime.launch import is_recording, note_lent, on_device
@@ -145,7 +145,7 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     elif config.staged:
         scan_staged.launch(problem, config, x.layout, 1, "whole", of_pages)(**tensors, maps=None)
     else:
-        scan_plain.launch(problem, config, x.layout, of_pages)(**tensors)
+        (scan_wide if config.in_halves else scan_plain).launch(problem, config, x.layout, of_pages)(**tensors)
     clear_output(problem, arrays, out)
     return Result(out, final, states)
 

@@ -42,7 +42,8 @@ def forms(problem: Problem, c: Config) -> tuple[str, ...]:
 def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
     keys, use = "normed" if c.normed else "plain", "training" if problem.needs_grad else "alone"
     gate, limit, order = gate_kind(problem), f"r{c.registers}", f"C{c.chunk}/{c.half}/{c.group} {c.precision}"
-    scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else ("staged" if c.staged else "scan", c.block_v)
+    whole = "staged" if c.staged else "halves" if c.in_halves else "scan"
+    scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else (whole, c.block_v)
     made = [
         _name("prepare", problem, "K", gate, keys, order, c.solve_dtype, use, f"w{c.prepare_warps}", f"r{c.prepare_registers}", c.vector),
         _name("scan", problem, "KV", keys, order, use, *scan, f"w{c.scan_warps}", f"s{c.scan_stages}", limit),
