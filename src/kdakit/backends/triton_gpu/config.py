@@ -311,8 +311,9 @@ def choose(problem: Problem, chip: Chip) -> Config:
         in_halves=in_halves,
         # Gradients have no scale of their own, so float16 does not hold those within a chunk.
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
-        # With smaller heads it spills registers; float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
-        by_token=normed and bounded(problem) and KP >= 64 and problem.gate_dtype != "float16",
+        # Not heads of 64: joined tiles of 64 rows are multiplied wrongly, see benchmarks/triton_joined_tiles.py; and smaller ones spill.
+        # float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
+        by_token=normed and bounded(problem) and KP == 128 and problem.gate_dtype != "float16",
         exact_last=not wide,
         **sizes,
     )
