@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,6 +132,21 @@ def test_in_the_interpreter():
     run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
     assert "passed" in run.stdout and "skipped" not in run.stdout
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "triton_gpu"])
+def test_prefill_in_halves_of_channels(backend, seed, monkeypatch):
+    """By the scan for more than 128 key channels, at a size that the interpreter can do."""
+    from kdakit.backends import triton_gpu
+    from kdakit.backends.triton_gpu.kernels import scan_wide
+
+    usual, launch, used = triton_gpu.default_config, scan_wide.launch, []
+    whole = dict(split=False, staged=False, in_halves=True)
+    monkeypatch.setattr(triton_gpu, "default_config", lambda problem, device: replace(usual(problem, device), **whole))
+    monkeypatch.setattr(scan_wide, "launch", lambda *given: (used.append(given), launch(*given))[1])
+    test_prefill(backend, seed)
+    assert used
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -45,7 +45,7 @@ TIMED, TIMED_STACK = "K128 V128 C64 bfloat16", 400  # on sm_90, where it is time
 def test_kernels_compile(target):
     rows = compiled(target)
     needed = FORWARD_KERNELS | BACKWARD_KERNELS
-    needed |= {"parts_kernel", "combine_kernel", "staged_scan_kernel"} if target == "sm_90" else set()
+    needed |= {"parts_kernel", "combine_kernel", "staged_scan_kernel", "wide_scan_kernel"} if target == "sm_90" else set()
     needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
     needed |= PLAIN_KERNELS if target in PLAIN else set()
     trained = {"scan_kernel", "reverse_kernel", "replay_kernel", "products_kernel"}
@@ -282,6 +282,8 @@ def compile_all(target: str, every: bool = False) -> None:
                 compile_launches(problem.replace(needs_grad=True), arrays, longer)
     if target == "sm_90" and not every:
         compile_launches(*problem_of(*ODD, T=128), False)
+        if not FULL:  # of the largest heads what no others launch
+            compile_launches(*problem_of("bfloat16", 256, 256, True, 96, T=128), False, "wide_scan_kernel")
         problem, arrays = problem_of("bfloat16", 128, 128, True, 96, T=128)  # keys as they are, scale a power of 2: see config.exact_q
         compile_launches(problem.replace(needs_grad=True, l2norm=False, scale=0.125), arrays, False, "reverse_kernel")
 

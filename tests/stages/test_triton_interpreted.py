@@ -179,6 +179,23 @@ def test_in_parts(name, number, monkeypatch):
 
 
 @interpreter
+@pytest.mark.parametrize("name, changes", [("varlen", {}), ("v_first", {}), ("chunk16", {"return_intermediate_states": True})])
+def test_in_halves_of_channels(name, changes):
+    """The state in two halves is the state, with what a scan leaves on its way; and a backward begins with it."""
+    case = FEW[name]
+    problem, arrays = case.problem("bfloat16", needs_grad=not changes).replace(**changes), tensors(case, "bfloat16")
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, staged=False, block_v=16, checkpoint=1)
+    found = []
+    for in_halves in (False, True):
+        result, saved = triton_gpu.forward(problem, arrays, dataclasses.replace(config, in_halves=in_halves))
+        gradients = [] if changes else triton_gpu.backward(problem, arrays, saved, result.o, result.final_state, config)
+        found.append([x for x in (*result, *gradients) if x is not None])
+    assert len(found[0]) == len(found[1]) == (3 if changes else 2 + len([x for x in arrays[:8] if x is not None]))
+    for want, got in zip(*found, strict=True):
+        assert accuracy.error(got.double().numpy(), want.double().numpy()) < 2**-7
+
+
+@interpreter
 def test_blocks_of_128_channels():
     """Rows traded on their way between memory and the matrix units come back; last chunks are not full."""
     problem, arrays = CASES["varlen"].problem("bfloat16"), tensors(CASES["varlen"], "bfloat16")
