@@ -676,6 +676,25 @@ def test_gradients_with_exact_last_rows():
     assert_right(case, "bfloat16", case.arrays("bfloat16"), exact)
 
 
+@interpreter
+def test_gradients_of_slow_gates(monkeypatch):
+    """Two chunks that forget nothing: sum_v S dS', of states in two parts, is not what d_g has its error from. From checkpoints too, and
+    from what was kept."""
+    options = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
+    case = dataclasses.replace(FEW["lower_bound"], name="slow_gates", T=90, K=32, V=16, H=1, HV=1, gate="raw_slow", options=options)
+    for module, name in ((triton_gpu, "choose"), (widened, "config_for")):
+        usual = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda problem, chip, usual=usual: dataclasses.replace(usual(problem, chip), checkpoint=1))
+    truth, errors = accuracy.truths(case.problem("bfloat16"), case.arrays("bfloat16"), *case.cotangents("bfloat16"))["g"], []
+    for asked in (False, True):
+        monkeypatch.setattr(configs, "ASKED_EXACT_DECAY", asked)
+        found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
+        errors.append(accuracy.error(found["g"].double().numpy(), truth))
+    assert errors[1] < errors[0] / 2
+    kept = gradients(case, "bfloat16", tensors(case, "bfloat16"), dict(disable_recompute=True).items())
+    assert all(torch.equal(found[n], kept[n]) for n in found)
+
+
 @pytest.mark.parametrize("name, dtype", [("varlen_fused", "bfloat16"), ("no_final", "float32")])
 def test_launches_known_ahead(name, dtype, monkeypatch):
     """What a first call compiles at once is what it, and its backward, then launch."""

@@ -19,12 +19,12 @@ from kdakit.problem import Problem
 
 @triton.jit
 def replay_states(
-    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, p_r_lost, b_S, length, HV, s_vt, o_v, m_v, chunks,
+    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_r, p_r_lost, b_S, length, HV, s_vt, o_v, m_v, chunks,
     V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r.
-    HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token."""
+    HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token. p_states_lost: what it takes from S."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
     o_t = row_tokens(C, HALF, GROUP)
@@ -44,6 +44,9 @@ def replay_states(
         b_beta = tl.load(p_factors + o_c)
         b_Sn = round_to(b_S, DTYPE)
         tl.store(p_state, b_Sn, mask=m_v[:, None])
+        if p_states_lost is not None:
+            p_lost = p_states_lost + i_c * (tl.cast(VP * KP, tl.int64) * HV) + o_v[:, None] * KP + o_k[None, :]
+            tl.store(p_lost, rounded_off(b_S, DTYPE), mask=m_v[:, None])
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         tl.store(p_r, round_to(tl.trans(b_r), DTYPE), mask=m_cv)
         if HAS_LOST:
@@ -61,7 +64,7 @@ def replay_states(
 
 @kernel
 def replay_kernel(
-    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, p_r_lost,
+    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_r, p_r_lost,
     T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -96,13 +99,14 @@ def replay_kernel(
     if HAS_INITIAL:
         m_first = m_v[:, None] & (o_k < K)[None, :] & (i_c == 0)
         b_S += tl.load(p_initial + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
-    p_lost = p_r_lost
     if HAS_LOST:
-        p_lost += (i_n * HV + i_h) * C * VP
+        p_r_lost += (i_n * HV + i_h) * C * VP
+    if p_states_lost is not None:
+        p_states_lost += i_p * VP * KP
     replay_states(
         p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
-        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V,
-        p_lost, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_states_lost,
+        p_r + ((i_b * T + start) * HV + i_h) * V, p_r_lost, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
         V, KP, VP, C, HALF, GROUP, ALIGN, HAS_LOST, PRECISION, STAGES,
     )  # fmt: skip
 
