@@ -34,7 +34,7 @@ from kdakit.backends.triton_gpu.host import forward  # noqa: E402
 from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
-from kdakit.measure import checking  # noqa: E402
+from kdakit.measure import checking, random_problems  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 from kdakit.rounding import round_to  # noqa: E402
 
@@ -677,11 +677,11 @@ def test_gradients_with_exact_last_rows():
 
 
 @interpreter
-def test_gradients_of_slow_gates(monkeypatch):
-    """Two chunks that forget nothing: sum_v S dS', of states in two parts, is not what d_g has its error from. From checkpoints too, and
-    from what was kept."""
-    options = {"use_gate_in_kernel": True, "lower_bound": -5.0, "safe_gate": True}
-    case = dataclasses.replace(FEW["lower_bound"], name="slow_gates", T=90, K=32, V=16, H=1, HV=1, gate="raw_slow", options=options)
+@pytest.mark.parametrize("K", [32, 128])
+def test_gradients_of_slow_gates(monkeypatch, K):
+    """Two chunks that forget nothing: sum_v S dS', of states in two parts or of ends in float32, is not what d_g has its error from. From
+    checkpoints too, and from what was kept."""
+    case = random_problems.parse(f"106003429:A_log=False,H=1,HV=1,K={K},T=90,V=16,dt_bias=False,lengths=90")
     for module, name in ((triton_gpu, "choose"), (widened, "config_for")):
         usual = getattr(module, name)
         monkeypatch.setattr(module, name, lambda problem, chip, usual=usual: dataclasses.replace(usual(problem, chip), checkpoint=1))
@@ -690,7 +690,7 @@ def test_gradients_of_slow_gates(monkeypatch):
         monkeypatch.setattr(configs, "ASKED_EXACT_DECAY", asked)
         found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
         errors.append(accuracy.error(found["g"].double().numpy(), truth))
-    assert errors[1] < errors[0] / 2
+    assert errors[1] < 0.75 * errors[0]
     kept = gradients(case, "bfloat16", tensors(case, "bfloat16"), dict(disable_recompute=True).items())
     assert all(torch.equal(found[n], kept[n]) for n in found)
 

@@ -198,6 +198,12 @@ def exact_decay(problem: Problem) -> bool:
     return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
 
 
+def exact_ends(problem: Problem) -> bool:
+    """The same with 128 channels or more, in the first and the last of several chunks alone, where either S or dS' is the caller's own:
+    the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
+    return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
+
+
 def checkpoint_dtype(problem: Problem) -> str:
     """Of the states that a backward starts from: as exactly as it then has those before every chunk."""
     return "float32" if exact_decay(problem) else problem.dtype

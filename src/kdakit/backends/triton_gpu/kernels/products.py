@@ -62,11 +62,12 @@ def times_solved(b_x, X, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, 
 
 @triton.jit
 def exact_d_decay(
-    p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, i_nh, o_k, first, last,
+    p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, p_before_last, p_after_first, i_nh, o_k, first, last,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
     """sum_v S dS' [BK], with S and dS' as the caller gave them where they are the caller's own: at the sequence's start and end. With what
-    rounding took from the others, if p_states_lost and p_d_states_lost have it."""
+    rounding took from the others, if p_states_lost and p_d_states_lost have it. p_before_last, p_after_first: S and dS' of the last and
+    the first of several chunks."""
     b_sum = tl.zeros(o_k.shape, tl.float32)
     for i_v in range(0, V, 16):
         o_v = i_v + tl.arange(0, 16)
@@ -83,6 +84,12 @@ def exact_d_decay(
             b_S = tl.where(first, tl.load(p_initial + o_state, mask=m_S & first, other=0.0).to(tl.float32), b_S)
         if HAS_FINAL:
             b_dS = tl.where(last, tl.load(p_d_final + o_state, mask=m_S & last, other=0.0).to(tl.float32), b_dS)
+        if p_before_last is not None:
+            m_last = last & (first == 0)
+            b_S = tl.where(m_last, tl.load(p_before_last + o_state, mask=m_S & m_last, other=0.0), b_S)
+        if p_after_first is not None:
+            m_first = first & (last == 0)
+            b_dS = tl.where(m_first, tl.load(p_after_first + o_state, mask=m_S & m_first, other=0.0), b_dS)
         b_sum += tl.sum(b_S * b_dS, 0)
     return b_sum
 
@@ -195,7 +202,8 @@ def store_d_tile(p_d_tiles, p_scales, p_lost, first, i: tl.constexpr, i_k, b_x, 
 @kernel
 def products_kernel(
     p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_states_lost, p_d_states, p_d_states_lost, p_r, p_d_o, p_initial,
-    p_d_final, p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_d_q_lost, p_alone, p_y_lost, p_r_lost, p_d_decay,
+    p_d_final, p_before_last, p_after_first,
+    p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_d_q_lost, p_alone, p_y_lost, p_r_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -289,8 +297,8 @@ def products_kernel(
             if p_states_lost is None:  # noqa: SIM102
                 if first | last:  # short sequences have no rounding that this could hide behind
                     b_d_decay = exact_d_decay(
-                        p_states, None, p_d_states, None, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST,
-                        HAS_INITIAL, HAS_FINAL,
+                        p_states, None, p_d_states, None, p_initial, p_d_final, p_before_last, p_after_first, i_n * HV + i_h, o_k,
+                        first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
                     )  # fmt: skip
             if HAS_INITIAL:  # noqa: SIM102
                 if first:
@@ -299,7 +307,7 @@ def products_kernel(
                     )
         if p_states_lost is not None:
             b_d_decay = exact_d_decay(
-                p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, i_n * HV + i_h, o_k, i_c == 0,
+                p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, None, None, i_n * HV + i_h, o_k, i_c == 0,
                 start + C >= eos, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
             )  # fmt: skip
         store_d_tile(p_d_tiles, p_scales, p_d_q_lost, i_c == 0, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)

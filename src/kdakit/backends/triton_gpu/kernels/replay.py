@@ -19,12 +19,14 @@ from kdakit.problem import Problem
 
 @triton.jit
 def replay_states(
-    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_r, p_r_lost, b_S, length, HV, s_vt, o_v, m_v, chunks,
-    V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_before_last, p_r, p_r_lost, b_S, i_last, length, HV,
+    s_vt, o_v, m_v, chunks,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    ALIGN: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r.
-    HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token. p_states_lost: what it takes from S."""
+    HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token. p_states_lost: what it takes from S.
+    p_before_last: gets S before chunk i_last."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
     o_t = row_tokens(C, HALF, GROUP)
@@ -47,6 +49,10 @@ def replay_states(
         if p_states_lost is not None:
             p_lost = p_states_lost + i_c * (tl.cast(VP * KP, tl.int64) * HV) + o_v[:, None] * KP + o_k[None, :]
             tl.store(p_lost, rounded_off(b_S, DTYPE), mask=m_v[:, None])
+        if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+            if i_c == i_last:
+                p_end = p_before_last + state_offsets(0, o_v, o_k, K, V, V_FIRST)
+                tl.store(p_end, b_S, mask=m_v[:, None] & (o_k < K)[None, :])
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         tl.store(p_r, round_to(tl.trans(b_r), DTYPE), mask=m_cv)
         if HAS_LOST:
@@ -64,8 +70,8 @@ def replay_states(
 
 @kernel
 def replay_kernel(
-    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_r, p_r_lost,
-    T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
+    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost,
+    p_before_last, p_r, p_r_lost, T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -103,11 +109,16 @@ def replay_kernel(
         p_r_lost += (i_n * HV + i_h) * C * VP
     if p_states_lost is not None:
         p_states_lost += i_p * VP * KP
+    i_last = -1
+    if p_before_last is not None:
+        p_before_last += (i_n * HV + i_h) * K * V
+        i_last = tl.where((start + chunks * C >= eos) & (i_c + chunks > 1), chunks - 1, -1)
     replay_states(
         p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
         p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_states_lost,
-        p_r + ((i_b * T + start) * HV + i_h) * V, p_r_lost, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
-        V, KP, VP, C, HALF, GROUP, ALIGN, HAS_LOST, PRECISION, STAGES,
+        p_before_last, p_r + ((i_b * T + start) * HV + i_h) * V, p_r_lost, b_S, i_last, eos - start, HV,
+        s_vt, o_v, m_v, chunks,
+        K, V, KP, VP, C, HALF, GROUP, ALIGN, V_FIRST, HAS_LOST, PRECISION, STAGES,
     )  # fmt: skip
 
 
