@@ -18,6 +18,13 @@ from kdakit.problem import Problem
 
 
 @triton.jit
+def store_before_last(p_before_last, b_S, o_v, m_v, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, V_FIRST: tl.constexpr):
+    """b_S [BV, KP] as final states lie."""
+    o_k = tl.arange(0, KP)
+    tl.store(p_before_last + state_offsets(0, o_v, o_k, K, V, V_FIRST), b_S, mask=m_v[:, None] & (o_k < K)[None, :])
+
+
+@triton.jit
 def replay_states(
     p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_before_last, p_r, p_r_lost, b_S, i_last, length, HV,
     s_vt, o_v, m_v, chunks,
@@ -35,6 +42,9 @@ def replay_states(
     p_tile = p_tiles + o_c[:, None] * KP + o_k[None, :]
     p_solved = p_k_solved + (2 * C + o_c[:, None]) * KP + o_k[None, :]
     p_state = p_states + o_v[:, None] * KP + o_k[None, :]
+    if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if i_last == 0:
+            store_before_last(p_before_last, b_S, o_v, m_v, K, V, KP, V_FIRST)
     for i_c in tl.range(0, chunks, num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         b_v = tl.load(p_v, mask=m_cv, other=0.0)
@@ -49,16 +59,15 @@ def replay_states(
         if p_states_lost is not None:
             p_lost = p_states_lost + i_c * (tl.cast(VP * KP, tl.int64) * HV) + o_v[:, None] * KP + o_k[None, :]
             tl.store(p_lost, rounded_off(b_S, DTYPE), mask=m_v[:, None])
-        if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
-            if i_c == i_last:
-                p_end = p_before_last + state_offsets(0, o_v, o_k, K, V, V_FIRST)
-                tl.store(p_end, b_S, mask=m_v[:, None] & (o_k < K)[None, :])
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         tl.store(p_r, round_to(tl.trans(b_r), DTYPE), mask=m_cv)
         if HAS_LOST:
             m_last = m_cv & (length - i_c * C <= C)
             tl.store(p_r_lost + o_t[:, None] * VP + o_v[None, :], rounded_off(tl.trans(b_r), DTYPE), mask=m_last)
         b_S = product_add(round_to(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
+        if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+            if i_c + 1 == i_last:
+                store_before_last(p_before_last, b_S, o_v, m_v, K, V, KP, V_FIRST)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV

@@ -90,9 +90,6 @@ def reverse_kernel(
         if p_d_states_lost is not None:
             p_lost = p_d_states_lost + (i_at * VP + o_v[:, None]) * KP + o_k[None, :]
             tl.store(p_lost, rounded_off(b_dS, DTYPE), mask=m_v[:, None])
-        if p_after_first is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
-            if (i_c <= 0) & (i > 0):  # i_c in the offsets: or the compiler keeps them all from before the loop
-                tl.store(p_after_first + state_offsets(i_nh + i_c, o_v, o_k, K, V, V_FIRST), b_dS, mask=m_state)
         # The next state begins before this one is used up: in any other order the compiler runs out of registers.
         b_next = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
         if p_q_lost is not None:
@@ -116,6 +113,9 @@ def reverse_kernel(
             b_lost = rounded_off(tl.trans(b_y * b_taken[None, :]), DTYPE)
             tl.store(p_y_lost + i_nh * C * VP + o_t[:, None] * VP + o_v[None, :], b_lost, mask=m_cv & (i == 0))
         b_dS = product_add(round_to(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
+        if p_after_first is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+            if i_c == 1:
+                tl.store(p_after_first + o_state, b_dS, mask=m_state)
     if HAS_INITIAL:
         tl.store(p_d_initial + o_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
 
