@@ -31,6 +31,7 @@ kda_status check_gradient(const kda_gradient_args &args, const kda_prefill_args 
       {"d_q", args.d_q, true},       {"d_k", args.d_k, true},                 {"d_g", args.d_g, true},
       {"d_beta", args.d_beta, true}, {"A_shares", args.A_shares, forward.A_log != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
       {"bias_shares", args.bias_shares, forward.dt_bias != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
+      {"before_last", args.before_last, false}, {"after_first", args.after_first, false},
   };
   return check_pointers(tensors);
 }
@@ -40,6 +41,7 @@ kda_status check_reverse(const kda_reverse_args &args) {
       {"tiles", args.tiles, true}, {"solved", args.solved, true},      {"decay", args.decay, true},       {"factors", args.factors, true},
       {"d_o", args.d_o, true},     {"d_final", args.d_final, false},   {"d_states", args.d_states, true}, {"d_v", args.d_v, true},
       {"alone", args.alone, false}, {"y_lost", args.y_lost, false},    {"d_initial", args.d_initial, false},
+      {"after_first", args.after_first, false},
   };
   return check_pointers(tensors);
 }

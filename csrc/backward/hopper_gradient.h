@@ -13,6 +13,8 @@ struct HopperGradient {
   const void *r, *d_o, *d_v;  // [B, T, HV, 128] bfloat16: v - k_in S; the output's gradient; that of v
   const void* alone;        // [slots, HV, 64, 128] bfloat16: d_v / beta of tokens whose given beta is too small to divide by, or null
   const float* d_final;     // as initial_state, or null
+  const float* before_last;  // the same, or null: S before the last of several chunks
+  const float* after_first;  // the same, or null: dS' of the first of several chunks
   void *d_q, *d_k;          // [B, T, HV, 128] bfloat16, or float32 with wide
   void* d_g;                // [B, T, HV, 128], dtype of g
   void* d_beta;             // [B, T, HV], dtype of beta

@@ -11,6 +11,7 @@ inline HopperGradient gradient_of(const kda_gradient_args &args, const kda_prefi
   p.in = forward_of(forward);
   p.lower = args.lower, p.factors = args.factors, p.states = args.states, p.d_states = args.d_states;
   p.r = args.r, p.d_o = args.d_o, p.d_v = args.d_v, p.alone = args.alone, p.d_final = args.d_final;
+  p.before_last = args.before_last, p.after_first = args.after_first;
   p.d_q = args.d_q, p.d_k = args.d_k, p.d_g = args.d_g, p.d_beta = args.d_beta;
   p.A_shares = args.A_shares, p.bias_shares = args.bias_shares;
   p.lower_float32 = args.lower_dtype == KDA_FLOAT32, p.wide = args.d_q_dtype == KDA_FLOAT32;

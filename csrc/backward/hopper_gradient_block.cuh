@@ -118,8 +118,11 @@ __device__ __forceinline__ void find_chunk(const HopperGradient& p, int64_t item
   if (c.item < items && (p.in.initial_state || p.d_final)) {
     const int64_t n = sequence_of(p.in, batch, first), state = (n * p.in.HV + c.head) * kHead * kHead;
     const Span span = sequence_span(p.in, n);
-    if (p.in.initial_state && first == span.first) c.initial = p.in.initial_state + state;
-    if (p.d_final && first + c.length == span.first + span.length) c.final = p.d_final + state;
+    const bool begins = first == span.first, ends = first + c.length == span.first + span.length;
+    if (p.in.initial_state && begins) c.initial = p.in.initial_state + state;
+    if (p.d_final && ends) c.final = p.d_final + state;
+    if (p.before_last && ends && !begins) c.initial = p.before_last + state;
+    if (p.after_first && begins && !ends) c.final = p.after_first + state;
   }
   c.token = (batch * p.in.T + first) * p.in.HV + c.head;
   c.a = p.in.A_log && c.item < items ? __expf(p.in.A_log[c.head]) : 1.0f;

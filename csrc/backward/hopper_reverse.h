@@ -17,6 +17,7 @@ struct HopperReverse {
   uint16_t* alone;        // [slots, HV, 64, 128] bfloat16 by token: d_v / beta where |beta| < 2^-64, or null
   uint16_t* y_lost;       // [N, HV, 64, 128] bfloat16 by token: what rounding took from d_v, or from alone, of the last chunks, or null
   float* d_initial;       // [N, HV, K, V], or [N, HV, V, K] with state_v_first, or null
+  float* after_first;     // the same, or null: dS' of the first of several chunks
   int half_solved;
   int group_bits;  // rows of tiles, solved and factors, as in HopperGradient
   int channels;    // of a block: 64 or 128; 0: two blocks a head where that many have a multiprocessor each

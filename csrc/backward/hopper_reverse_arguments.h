@@ -12,6 +12,7 @@ inline HopperReverse reverse_of(const kda_reverse_args &args, const kda_prefill_
   p.tiles = args.tiles, p.solved = args.solved, p.decay = args.decay, p.factors = args.factors;
   p.d_o = args.d_o, p.d_final = args.d_final, p.d_states = args.d_states, p.d_v = args.d_v;
   p.alone = static_cast<uint16_t *>(args.alone), p.y_lost = static_cast<uint16_t *>(args.y_lost), p.d_initial = args.d_initial;
+  p.after_first = args.after_first;
   p.half_solved = args.k_solved_dtype == KDA_FLOAT16;
   p.group_bits = args.group == 8 ? 3 : args.group == 4 ? 2 : args.group == 2;
   p.channels = args.channels;

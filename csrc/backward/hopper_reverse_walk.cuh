@@ -76,6 +76,18 @@ __device__ __forceinline__ void write_lost(uint16_t* to, const float (&y)[32], c
   }
 }
 
+// A state [K, V], or [V, K] with v_first, from accumulators of 16 value channels. Once a sequence: nothing of it stays in registers.
+__device__ __forceinline__ void write_state(float* to, const float (&state)[64], int value, int v_first) {
+  int lane = threadIdx.x % 32;
+#ifndef KDA_EMULATE
+  asm volatile("" : "+r"(lane));  // or the compiler prepares 64 addresses before the loop
+#endif
+  const int by_k = v_first ? 1 : kHead, by_v = v_first ? kHead : 1;
+  to += (value + lane / 4) * by_v + 2 * (lane % 4) * by_k;
+#pragma unroll
+  for (int i = 0; i < 64; ++i) to[(8 * (i / 4) + i % 2) * by_k + 8 * (i / 2 % 2) * by_v] = state[i];
+}
+
 template <int GROUPS, bool HALF>
 __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrices, const BackTask& task, const uint8_t* shared,
                           uint32_t smem) {
@@ -116,6 +128,7 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
   for (int i = 0; i < task.chunks; ++i, item -= p.in.HV, length = kChunk) {
     const uint32_t at = smem + stage * L::stage, base = descriptor_base(at);
     const uint8_t* small = shared + stage * L::stage + 8 * (lane % 4);
+    if (i > 0 && i == task.chunks - 1 && p.after_first) write_state(p.after_first + task.state * kHead * kHead, dS, value, p.in.state_v_first);
     touch(y);
     wgmma_begin();
 #pragma unroll

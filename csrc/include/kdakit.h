@@ -157,6 +157,10 @@ typedef struct kda_gradient_args {
   int32_t d_q_dtype;   /* of d_q and d_k: KDA_BFLOAT16 or KDA_FLOAT32 */
   int32_t group;       /* 0 or 1: rows of lower and factors are tokens; else of each 32 token t is row t % group * 32 / group + t / group */
   int32_t reserved;    /* 0 */
+
+  /* As d_final, of sequences of more than one chunk, or NULL: bfloat16 loses some of what gates get from the ends of a sequence. */
+  const float *before_last; /* the state before the last chunk, with d_final */
+  const float *after_first; /* the gradient of the state after the first chunk, with initial_state */
 } kda_gradient_args;
 
 #define KDA_GRADIENT_ARGS_INIT {sizeof(kda_gradient_args)}
@@ -216,6 +220,8 @@ typedef struct kda_reverse_args {
   int32_t group;          /* as kda_gradient_args.group, of the rows of tiles and factors, rows and columns of solved */
   int32_t channels;       /* value channels of a block, 64 or 128; 0: the library's choice. Bits do not depend on it */
   int32_t reserved;       /* 0 */
+
+  float *after_first; /* as d_final, written: dS' of the first of several chunks of a sequence; or NULL */
 } kda_reverse_args;
 
 #define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}

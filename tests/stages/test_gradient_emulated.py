@@ -54,7 +54,8 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
         lower=np.zeros((slots, HV, CHUNK, CHUNK), lower_dtype), factors=np.zeros((slots, HV, 3, CHUNK), np.float32),
         states=np.full((slots, HV, D, D), np.nan), d_states=np.full((slots, HV, D, D), np.nan),
         r=np.full((problem.B, problem.T, HV, D), np.nan), d_v=np.full((problem.B, problem.T, HV, D), np.nan),
-        alone=np.full((slots, HV, CHUNK, D), np.nan),
+        alone=np.full((slots, HV, CHUNK, D), np.nan), before_last=np.full(initial.shape, np.nan, np.float32),
+        after_first=np.full(initial.shape, np.nan, np.float32),
     )  # fmt: skip
     l2norm = problem.options.l2norm
     raw = [np.repeat(np.asarray(x, np.float64), problem.group, axis=2) for x in arrays[:2]]
@@ -71,6 +72,8 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
                 for j, y in enumerate((beta_c, norms[0][row, a:b, h], norms[1][row, a:b, h])):
                     made["factors"][slot + i, h, j, :C] = y
                 made["states"][slot + i, h] = bf16(S).T
+                if 0 < i == len(spans) - 1:
+                    made["before_last"][n, h] = S
                 r = bf16(v[row, a:b, h] - bf16(k[row, a:b, h] * np.exp(x.g_cum)) @ bf16(S))
                 made["r"][row, a:b, h] = r
                 kept.append(x)
@@ -79,6 +82,8 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
             for i, (a, b) in reversed(list(enumerate(spans))):
                 x, beta_c = kept[i], beta[row, a:b, h][:, None]
                 made["d_states"][slot + i, h] = bf16(dS).T
+                if 0 == i < len(spans) - 1:
+                    made["after_first"][n, h] = dS
                 d = d_o[row, a:b, h]
                 y = (x.A_qk @ x.inverse).T @ d + x.inverse.T @ x.k_decayed @ bf16(dS)
                 made["d_v"][row, a:b, h] = bf16(beta_c * y)
@@ -89,8 +94,8 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
     return made
 
 
-def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):
-    """Gradients by the name of their input, of all but v and the initial state."""
+def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1, ends=False):
+    """Gradients by the name of their input, of all but v and the initial state. ends: from ends of sequences in float32."""
     o, B, T, H, HV = problem.options, problem.B, problem.T, problem.H, problem.HV
     d_o, d_final = cotangents
     d_final = d_final if o.output_final_state else None
@@ -99,6 +104,7 @@ def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):
     lower = np.ascontiguousarray(made["lower"][:, :, rows][:, :, :, rows])
     factors = np.ascontiguousarray(made["factors"][..., rows])
     memory = Memory()
+    by_state = lambda x: np.ascontiguousarray(x.swapaxes(2, 3)) if o.state_v_first else x
     address, room = memory.address, memory.room
     kind = np.float32 if problem.group > 1 else np.uint16
     out = dict(d_q=room(B, T, HV, D, dtype=kind), d_k=room(B, T, HV, D, dtype=kind), d_g=room(B, T, HV, D, dtype=KINDS[problem.gate_dtype]))
@@ -110,6 +116,7 @@ def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1):
     args = library.GradientArgs(
         memory.forward(problem, arrays), lower=address(lower), factors=address(factors),
         alone=address(bits(made["alone"])) if o.beta == "given" else None,
+        **{name: address(by_state(made[name])) for name in ("before_last", "after_first") if ends},
         d_final=address(None if d_final is None else np.asarray(d_final, np.float32)), d_o=address(bits(d_o)),
         **{name: address(bits(made[name])) for name in ("states", "d_states", "r", "d_v")},
         **{name: x.ctypes.data for name, x in out.items()},
@@ -161,6 +168,18 @@ def test_packed_sequences_and_blocks_that_walk(kernels):
     problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
     one, several = (gradient(kernels, problem, arrays, cotangents, blocks=n, order=2 - n) for n in (1, 3))
     assert all((one[name] == several[name]).all() for name in one), "bits depend on the number of blocks or the order of threads"
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_ends_of_sequences_in_float32(kernels, v_first):
+    """Two chunks that forget nothing: states in bfloat16 are what d_g has its error from, but for the caller's own."""
+    options = {"chunk_size": 64, "state_v_first": v_first}
+    case = Case("ends", "ends", T=140, H=1, HV=1, K=D, V=D, gate="slow", keys="parallel", lengths=(70, 40, 0, 30), options=options)
+    problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    without, found = (gradient(kernels, problem, arrays, cotangents, ends=ends)["g"] for ends in (False, True))
+    truth = accuracy.truths(problem, arrays, *cotangents)["g"]
+    assert (without[:, 70:] == found[:, 70:]).all(), "sequences of one chunk have both of the caller"
+    assert accuracy.error(found[:, :70], truth[:, :70]) < 0.75 * accuracy.error(without[:, :70], truth[:, :70])
 
 
 def test_gradients_of_any_scale(kernels):

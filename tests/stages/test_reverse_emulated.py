@@ -62,7 +62,7 @@ def expected(x, half):
     """The formula, with the kernel's roundings; y_lost as what it was lost from."""
     out = dict(d_states=np.full((*x["tiles"].shape[:2], D, D), np.nan), d_v=np.full(x["d_o"].shape, np.nan))
     out |= dict(alone=np.full((*x["tiles"].shape[:2], CHUNK, D), np.nan), y_lost=np.full((len(LENGTHS), HV, CHUNK, D), np.nan))
-    out["d_initial"] = np.zeros(x["d_final"].shape)
+    out |= dict(d_initial=np.zeros(x["d_final"].shape), after_first=np.full(x["d_final"].shape, np.nan))
     for n, length in enumerate(LENGTHS):
         first, slot = x["cu"][n], x["cu"][n] // CHUNK + n
         for h in range(HV):
@@ -78,6 +78,8 @@ def expected(x, half):
                 y = x["solved"][slot + c, h].T @ d_o + k_solved @ left
                 d_v = bf16(beta * y)
                 out["d_states"][slot + c, h] = bf16(dS).T
+                if c == 0 and length > CHUNK:
+                    out["after_first"][n, h] = dS
                 out["d_v"][0, first + c * CHUNK : first + c * CHUNK + C, h] = d_v[:C]
                 tiny = (np.abs(beta[:C, 0]) < TINY).nonzero()[0]
                 out["alone"][slot + c, h, tiny] = bf16(y)[tiny]
@@ -110,9 +112,8 @@ def run(kernels, x, half, group=1, groups=1, order=1):
     given = dict(tiles=tiles_bits, solved=bits(solved), decay=x["decay"], factors=factors, d_o=bits(x["d_o"]), d_final=x["d_final"])
     slots = len(tiles)
     written = dict(d_states=(slots, HV, D, D), d_v=(1, T, HV, D), alone=(slots, HV, CHUNK, D), y_lost=(N, HV, CHUNK, D))
-    written = {name: np.full(shape, 0xFFFF, np.uint16) for name, shape in written.items()} | dict(
-        d_initial=np.zeros((N, HV, D, D), np.float32)
-    )
+    written = {name: np.full(shape, 0xFFFF, np.uint16) for name, shape in written.items()}
+    written |= {name: np.full((N, HV, D, D), np.nan, np.float32) for name in ("d_initial", "after_first")}
     keep = {name: np.ascontiguousarray(y) for name, y in (given | written).items()}
     forward = library.PrefillArgs(
         batch=1, tokens=T, heads=HV, value_heads=HV, key_dim=D, value_dim=D, sequences=N, cu_seqlens=x["cu"].ctypes.data, cu_seqlens_64=1

@@ -34,7 +34,7 @@ from kdakit.backends.triton_gpu.host import forward  # noqa: E402
 from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
-from kdakit.measure import checking  # noqa: E402
+from kdakit.measure import checking, random_problems  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 from kdakit.rounding import round_to  # noqa: E402
 
@@ -691,6 +691,25 @@ def test_gradients_with_exact_last_rows():
     plain = gradients(case, "bfloat16", tensors(case, "bfloat16"), form=dict(exact_last=False).items())
     assert not torch.equal(plain["beta"], exact["beta"]) and torch.equal(plain["v"], exact["v"]) and torch.equal(plain["o"], exact["o"])
     assert_right(case, "bfloat16", case.arrays("bfloat16"), exact)
+
+
+@interpreter
+@pytest.mark.parametrize("K", [32, 128])
+def test_gradients_of_slow_gates(monkeypatch, K):
+    """Two chunks that forget nothing: sum_v S dS', of states in two parts or of ends in float32, is not what d_g has its error from. From
+    checkpoints too, and from what was kept."""
+    case = random_problems.parse(f"106003429:A_log=False,H=1,HV=1,K={K},T=90,V=16,dt_bias=False,lengths=90")
+    for module, name in ((triton_gpu, "choose"), (widened, "config_for")):
+        usual = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda problem, chip, usual=usual: dataclasses.replace(usual(problem, chip), checkpoint=1))
+    truth, errors = accuracy.truths(case.problem("bfloat16"), case.arrays("bfloat16"), *case.cotangents("bfloat16"))["g"], []
+    for asked in (False, True):
+        monkeypatch.setattr(configs, "ASKED_EXACT_DECAY", asked)
+        found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
+        errors.append(accuracy.error(found["g"].double().numpy(), truth))
+    assert errors[1] < 0.75 * errors[0]
+    kept = gradients(case, "bfloat16", tensors(case, "bfloat16"), dict(disable_recompute=True).items())
+    assert all(torch.equal(found[n], kept[n]) for n in found)
 
 
 @pytest.mark.parametrize("name, dtype", [("varlen_fused", "bfloat16"), ("no_final", "float32")])

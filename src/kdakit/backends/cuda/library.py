@@ -68,6 +68,7 @@ class GradientArgs(Structure):
         *((name, c_void_p) for name in ("lower", "factors", "states", "d_states", "r", "d_o", "d_v", "alone", "d_final")),
         *((name, c_void_p) for name in ("d_q", "d_k", "d_g", "d_beta", "A_shares", "bias_shares")),
         *((name, c_int32) for name in ("lower_dtype", "d_q_dtype", "group", "reserved")),
+        *((name, c_void_p) for name in ("before_last", "after_first")),
     ]
 
     def __init__(self, forward: PrefillArgs, **fields):
@@ -97,6 +98,7 @@ class ReverseArgs(Structure):
         *((name, c_void_p) for name in ("tiles", "solved", "decay", "factors", "d_o", "d_final")),
         *((name, c_void_p) for name in ("d_states", "d_v", "alone", "y_lost", "d_initial")),
         *((name, c_int32) for name in ("k_solved_dtype", "group", "channels", "reserved")),
+        ("after_first", c_void_p),
     ]
 
     def __init__(self, forward: PrefillArgs, **fields):

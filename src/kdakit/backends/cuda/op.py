@@ -133,7 +133,7 @@ def _prefill_again(template: PrefillArgs, dtype: str, index: int | None, address
 
 def chunk_gradient(
     problem: Problem, arrays: Arrays, *, lower, factors, states, d_states, r, d_o, d_v, alone, d_final, d_beta, group: int,
-    d_q, d_k, d_g, d_A_log, d_dt_bias,
+    d_q, d_k, d_g, d_A_log, d_dt_bias, before_last=None, after_first=None,
 ) -> Repeat | None:  # fmt: skip
     """The backward over chunks of 64 tokens, bfloat16, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta,
     d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them. Returns how to
@@ -147,6 +147,7 @@ def chunk_gradient(
     pointers = dict(
         lower=lower, factors=factors, states=states, d_states=d_states, r=r, d_o=d_o, d_v=d_v, alone=alone, d_final=d_final,
         d_q=d_q, d_k=d_k, d_g=d_g, d_beta=d_beta, A_shares=d_A_log, bias_shares=d_dt_bias,
+        before_last=before_last, after_first=after_first,
     )  # fmt: skip
     args = library.GradientArgs(
         forward_args,
@@ -216,10 +217,10 @@ def _stage_again(
 
 def reverse(
     problem: Problem, arrays: Arrays, *, tiles, k_solved, solved, decay, factors, d_o, d_final, d_states, d_v, y_lost, alone, d_initial,
-    group: int,
+    group: int, after_first=None,
 ) -> Repeat | None:  # fmt: skip
     """The gradient of the state in chunks of 64 tokens, bfloat16, from the end of each sequence (kda_reverse_args in kdakit.h): writes
-    d_states, d_v, y_lost, alone and d_initial. Returns how to repeat it; None: something had to be copied."""
+    d_states, d_v, y_lost, alone, d_initial and after_first. Returns how to repeat it; None: something had to be copied."""
     mine = d_o, d_final
     d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)
     unseen: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
@@ -231,7 +232,7 @@ def reverse(
     args = library.ReverseArgs(forward_args, k_solved_dtype=FLOAT16 if k_solved.dtype == torch.float16 else BFLOAT16, group=group)
     pointers = dict(
         tiles=tiles, solved=solved, decay=decay, factors=factors, d_o=d_o, d_final=d_final, d_states=d_states, d_v=d_v, alone=alone,
-        y_lost=y_lost, d_initial=d_initial,
+        y_lost=y_lost, d_initial=d_initial, after_first=after_first,
     )  # fmt: skip
     again = partial(_stage_again, "reverse", forward_args, args, tuple(pointers), d_v.device.index)
     every = (*unseen.values(), *given.values(), *pointers.values())

@@ -14,6 +14,7 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
+ASKED_EXACT_DECAY = os.environ.get("KDAKIT_EXACT_DECAY", "0") == "1"  # no GPU has shown it yet, see `exact_decay`
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,24 @@ def exact_pairs(problem: Problem, config: Config) -> bool:
     o = problem.options
     fast = config.by_token or (o.beta == "given" and o.l2norm and padded(problem.K) == 128)
     return config.gradient_dtype == "float32" or (o.beta != "sigmoid" and o.gate != "log_decay" and not fast)
+
+
+def exact_decay(problem: Problem) -> bool:
+    """A chunk's gates get sum_v S dS' of states in two parts of bfloat16. The recurrence multiplies them in float32, and where gates are
+    slow that sum is most of their gradients; where they are computed here, a few with the steepest slopes have all of it, and nothing
+    averages what rounding takes. Not with 128 channels or more: there the speed counts, or states are most of what is moved."""
+    return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
+
+
+def exact_ends(problem: Problem) -> bool:
+    """The same with 128 channels or more, in the first and the last of several chunks alone, where either S or dS' is the caller's own:
+    the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
+    return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
+
+
+def checkpoint_dtype(problem: Problem) -> str:
+    """Of the states that a backward starts from: as exactly as it then has those before every chunk."""
+    return "float32" if exact_decay(problem) else problem.dtype
 
 
 def exact_steps(problem: Problem) -> bool:

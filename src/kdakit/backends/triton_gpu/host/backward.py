@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Config, chunk_slots, corrected, exact_pairs, exact_q, padded
+from kdakit.backends.triton_gpu.config import (
+    Config,
+    checkpoint_dtype,
+    chunk_slots,
+    corrected,
+    exact_decay,
+    exact_ends,
+    exact_pairs,
+    exact_q,
+    padded,
+)
 from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
@@ -34,6 +44,28 @@ class Replayed(NamedTuple):
     r: torch.Tensor  # [B, T, HV, V]  v - k_in S
     r_lost: torch.Tensor | None = None  # [N, HV, C, VP]  what rounding took from r of the last chunks, if config.exact_last
     q_lost: torch.Tensor | None = None  # [slots, HV, C, KP]  what it took from q_decayed, if exact_q
+    states_lost: torch.Tensor | None = None  # [slots, HV, VP, KP]  what it took from states, if exact_decay
+    before_last: torch.Tensor | None = None  # as final states: S before the last of several chunks, if exact_ends
+
+
+def lost_specs(problem: Problem, config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The last fields of Replayed, those that not every call has."""
+    slots, HV, KP = chunk_slots(problem, config.chunk), problem.HV, padded(problem.K)
+    has_before = exact_ends(problem) and problem.options.output_final_state
+    every = dict(
+        r_lost=(config.exact_last, last_shape(problem, config), problem.dtype),
+        q_lost=(exact_q(problem), (slots, HV, config.chunk, KP), problem.dtype),
+        states_lost=(exact_decay(problem), (slots, HV, padded(problem.V), KP), problem.dtype),
+        before_last=(has_before, problem.state_shape, "float32"),
+    )
+    return {name: (shape, dtype) for name, (here, shape, dtype) in every.items() if here}
+
+
+def replayed_of(problem: Problem, config: Config, tensors: list[torch.Tensor]) -> Replayed:
+    """From tensors like `replayed_specs`."""
+    names = lost_specs(problem, config)
+    always = len(tensors) - len(names)
+    return Replayed(*tensors[:always], **dict(zip(names, tensors[always:], strict=True)))
 
 
 def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
@@ -41,11 +73,10 @@ def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ..
     slots = chunk_slots(problem, C)
     first = problem.N if corrected(problem) else 0
     shapes = [(slots, HV, 3, C, KP), (slots, HV, KP), (slots, HV, 3, C), (first, HV, 2, C, KP), (slots, HV, VP, KP)]
-    shapes += [(problem.B, problem.T, HV, problem.V)] + [last_shape(problem, config)] * config.exact_last
-    shapes += [(slots, HV, C, KP)] * exact_q(problem)
+    shapes += [(problem.B, problem.T, HV, problem.V)]
     lost = "float32" if problem.dtype == "float16" else problem.dtype  # strong decays underflow in float16
-    dtypes = (problem.dtype, "float32", "float32", lost, *(problem.dtype,) * 4)
-    return list(zip(shapes, dtypes, strict=False))
+    dtypes = (problem.dtype, "float32", "float32", lost, problem.dtype, problem.dtype)
+    return [*zip(shapes, dtypes, strict=True), *lost_specs(problem, config).values()]
 
 
 def last_shape(problem: Problem, config: Config) -> tuple[int, ...]:
@@ -65,7 +96,7 @@ def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...],
     specs = [((slots, HV, C, C), config.solve_dtype), ((slots, HV, C, C), problem.dtype)]
     if problem.options.disable_recompute:
         return specs + replayed_specs(problem, config)
-    return [*specs, ((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), problem.dtype)]
+    return [*specs, ((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), checkpoint_dtype(problem))]
 
 
 def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace | Kept, config: Config) -> list[torch.Tensor]:
@@ -84,7 +115,8 @@ def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[st
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
     """First launch: the tiles of every chunk again."""
     device = arrays.q.device
-    out = Replayed(*(torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in replayed_specs(problem, config)))
+    made = [torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in replayed_specs(problem, config)]
+    out = replayed_of(problem, config, made)
     if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, device)) is not None:
         own, first = arrays._replace(q=x.q, k=x.k, g=x.g), out.first if corrected(problem) else None
         group = 1 if config.normed else config.group
@@ -123,6 +155,8 @@ def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoint
             decay=out.decay,
             factors=out.factors,
             states=out.states,
+            states_lost=out.states_lost,
+            before_last=out.before_last,
             r=out.r,
             r_lost=out.r_lost,
         )
@@ -132,6 +166,8 @@ class Reversed(NamedTuple):
     """What the reverse pass over a sequence makes."""
 
     d_states: torch.Tensor  # [slots, HV, VP, KP]  dS' after each chunk
+    d_states_lost: torch.Tensor | None  # what rounding took from them, if exact_decay
+    after_first: torch.Tensor | None  # as initial states: dS' after the first of several chunks, if exact_ends
     d_v: torch.Tensor  # [B, T, HV, V]
     y_lost: torch.Tensor | None  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
     alone: torch.Tensor | None  # what the gradient of a given beta needs
@@ -142,6 +178,9 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
+    d_states_lost = torch.empty_like(d_states) if exact_decay(problem) else None
+    has_after = exact_ends(problem) and arrays.initial_state is not None
+    after_first = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if has_after else None
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
     y_lost = torch.empty(last_shape(problem, config), dtype=d_v.dtype, device=device) if config.exact_last else None
     d_initial, alone = None, None
@@ -150,13 +189,13 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
     given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
-    written = dict(d_states=d_states, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
+    written = dict(d_states=d_states, after_first=after_first, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
     if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
-        launch(q_lost=y.q_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
-    return Reversed(d_states, d_v, y_lost, alone, d_initial)
+        launch(q_lost=y.q_lost, d_states_lost=d_states_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
+    return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial)
 
 
 def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: Reversed, config: Config) -> None:
@@ -198,11 +237,15 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
             lower=lower,
             factors=y.factors,
             states=y.states,
+            states_lost=y.states_lost,
             d_states=back.d_states,
+            d_states_lost=back.d_states_lost,
             r=y.r,
             d_o=d_o,
             initial=arrays.initial_state,
             d_final=d_final,
+            before_last=y.before_last,
+            after_first=back.after_first,
             d_v=back.d_v,
             d_beta=out.d_beta,
             pairs=out.pairs,
@@ -257,6 +300,8 @@ def borrowed_of_chunks(
             d_v=back.d_v,
             alone=back.alone,
             d_final=d_final,
+            before_last=y.before_last,
+            after_first=back.after_first,
             d_beta=d_beta,
             group=1 if c.normed else c.group,
             **written,
@@ -298,7 +343,7 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
     x = views(arrays)
     lower, solved, *rest = kept
     if problem.options.disable_recompute:
-        y = Replayed(*rest)
+        y = replayed_of(problem, config, rest)
         back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
     else:
         y = rebuild(problem, arrays, x, lower, config)

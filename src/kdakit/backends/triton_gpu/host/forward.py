@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Config, chunk_slots, padded, parts
+from kdakit.backends.triton_gpu.config import Config, checkpoint_dtype, chunk_slots, padded, parts
 from kdakit.backends.triton_gpu.kernels import prepare as prepare_plain
 from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, scan_wide, tail
 from kdakit.backends.triton_gpu.kernels import scan as scan_plain
@@ -57,7 +57,7 @@ def kept(problem: Problem, config: Config, device) -> Kept:
     lower = torch.empty((slots, problem.HV, *square), dtype=getattr(torch, config.solve_dtype), device=device)
     solved = torch.empty((slots, problem.HV, *square), dtype=dtype, device=device)
     points = -(-slots // config.checkpoint), problem.HV, padded(problem.V), padded(problem.K)
-    return Kept(lower, solved, torch.empty(points, dtype=dtype, device=device))
+    return Kept(lower, solved, torch.empty(points, dtype=getattr(torch, checkpoint_dtype(problem)), device=device))
 
 
 def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept] | None:

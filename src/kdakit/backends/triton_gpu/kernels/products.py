@@ -62,10 +62,12 @@ def times_solved(b_x, X, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, 
 
 @triton.jit
 def exact_d_decay(
-    p_states, p_d_states, p_initial, p_d_final, i_nh, o_k, first, last,
+    p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, p_before_last, p_after_first, i_nh, o_k, first, last,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
-    """sum_v S dS' [BK], with S and dS' as the caller gave them where they are the caller's own: at the sequence's start and end."""
+    """sum_v S dS' [BK], with S and dS' as the caller gave them where they are the caller's own: at the sequence's start and end. With what
+    rounding took from the others, if p_states_lost and p_d_states_lost have it. p_before_last, p_after_first: S and dS' of the last and
+    the first of several chunks."""
     b_sum = tl.zeros(o_k.shape, tl.float32)
     for i_v in range(0, V, 16):
         o_v = i_v + tl.arange(0, 16)
@@ -75,10 +77,19 @@ def exact_d_decay(
             tl.load(p_states + o_S, mask=m_S, other=0.0).to(tl.float32),
             tl.load(p_d_states + o_S, mask=m_S, other=0.0).to(tl.float32),
         )
+        if p_states_lost is not None:
+            b_S += tl.load(p_states_lost + o_S, mask=m_S, other=0.0).to(tl.float32)
+            b_dS += tl.load(p_d_states_lost + o_S, mask=m_S, other=0.0).to(tl.float32)
         if HAS_INITIAL:
             b_S = tl.where(first, tl.load(p_initial + o_state, mask=m_S & first, other=0.0).to(tl.float32), b_S)
         if HAS_FINAL:
             b_dS = tl.where(last, tl.load(p_d_final + o_state, mask=m_S & last, other=0.0).to(tl.float32), b_dS)
+        if p_before_last is not None:
+            m_last = last & (first == 0)
+            b_S = tl.where(m_last, tl.load(p_before_last + o_state, mask=m_S & m_last, other=0.0), b_S)
+        if p_after_first is not None:
+            m_first = first & (last == 0)
+            b_dS = tl.where(m_first, tl.load(p_after_first + o_state, mask=m_S & m_first, other=0.0), b_dS)
         b_sum += tl.sum(b_S * b_dS, 0)
     return b_sum
 
@@ -190,7 +201,8 @@ def store_d_tile(p_d_tiles, p_scales, p_lost, first, i: tl.constexpr, i_k, b_x, 
 
 @kernel
 def products_kernel(
-    p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_d_states, p_r, p_d_o, p_initial, p_d_final,
+    p_beta, p_cu_seqlens, p_lower, p_factors, p_states, p_states_lost, p_d_states, p_d_states_lost, p_r, p_d_o, p_initial,
+    p_d_final, p_before_last, p_after_first,
     p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_d_q_lost, p_alone, p_y_lost, p_r_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -228,6 +240,9 @@ def products_kernel(
     p_factors += i_p * 3 * C
     p_states += i_p * VP * KP
     p_d_states += i_p * VP * KP
+    if p_states_lost is not None:
+        p_states_lost += i_p * VP * KP
+        p_d_states_lost += i_p * VP * KP
     p_d_tiles += i_p * 3 * KP * R
     if p_scales is not None:
         p_scales += i_p * 3 * KP
@@ -279,15 +294,22 @@ def products_kernel(
         )
         if (HAS_INITIAL or HAS_FINAL) and not p_d_o.dtype.element_ty.is_fp32():
             first, last = i_c == 0, start + C >= eos
-            if first | last:  # short sequences have no rounding that this could hide behind
-                b_d_decay = exact_d_decay(
-                    p_states, p_d_states, p_initial, p_d_final, i_n * HV + i_h, o_k, first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL
-                )
+            if p_states_lost is None:  # noqa: SIM102
+                if first | last:  # short sequences have no rounding that this could hide behind
+                    b_d_decay = exact_d_decay(
+                        p_states, None, p_d_states, None, p_initial, p_d_final, p_before_last, p_after_first, i_n * HV + i_h, o_k,
+                        first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
+                    )  # fmt: skip
             if HAS_INITIAL:  # noqa: SIM102
                 if first:
                     b_dq, b_dk = add_lost_state(
                         b_dq, b_dk, p_initial, p_d_o, p_d_v, i_n * HV + i_h, o_row, m_i, o_k, K, V, BV, V_FIRST, PRECISION
                     )
+        if p_states_lost is not None:
+            b_d_decay = exact_d_decay(
+                p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, None, None, i_n * HV + i_h, o_k, i_c == 0,
+                start + C >= eos, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
+            )  # fmt: skip
         store_d_tile(p_d_tiles, p_scales, p_d_q_lost, i_c == 0, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)
         store_d_tile(p_d_tiles, p_scales, None, False, 1, i_k, b_dk * -b_norm_k[None, :], KP, BY_TOKEN)
         store_d_tile(p_d_tiles, p_scales, None, False, 2, i_k, times_solved(b_dkh, X, GRADIENT_DTYPE, PRECISION), KP, BY_TOKEN)

@@ -18,13 +18,22 @@ from kdakit.problem import Problem
 
 
 @triton.jit
+def store_before_last(p_before_last, b_S, o_v, m_v, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, V_FIRST: tl.constexpr):
+    """b_S [BV, KP] as final states lie."""
+    o_k = tl.arange(0, KP)
+    tl.store(p_before_last + state_offsets(0, o_v, o_k, K, V, V_FIRST), b_S, mask=m_v[:, None] & (o_k < K)[None, :])
+
+
+@triton.jit
 def replay_states(
-    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, p_r_lost, b_S, length, HV, s_vt, o_v, m_v, chunks,
-    V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_before_last, p_r, p_r_lost, b_S, i_last, length, HV,
+    s_vt, o_v, m_v, chunks,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    ALIGN: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r.
-    HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token."""
+    HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token. p_states_lost: what it takes from S.
+    p_before_last: gets S before chunk i_last."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
     o_t = row_tokens(C, HALF, GROUP)
@@ -33,6 +42,9 @@ def replay_states(
     p_tile = p_tiles + o_c[:, None] * KP + o_k[None, :]
     p_solved = p_k_solved + (2 * C + o_c[:, None]) * KP + o_k[None, :]
     p_state = p_states + o_v[:, None] * KP + o_k[None, :]
+    if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+        if i_last == 0:
+            store_before_last(p_before_last, b_S, o_v, m_v, K, V, KP, V_FIRST)
     for i_c in tl.range(0, chunks, num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         b_v = tl.load(p_v, mask=m_cv, other=0.0)
@@ -44,12 +56,18 @@ def replay_states(
         b_beta = tl.load(p_factors + o_c)
         b_Sn = round_to(b_S, DTYPE)
         tl.store(p_state, b_Sn, mask=m_v[:, None])
+        if p_states_lost is not None:
+            p_lost = p_states_lost + i_c * (tl.cast(VP * KP, tl.int64) * HV) + o_v[:, None] * KP + o_k[None, :]
+            tl.store(p_lost, rounded_off(b_S, DTYPE), mask=m_v[:, None])
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         tl.store(p_r, round_to(tl.trans(b_r), DTYPE), mask=m_cv)
         if HAS_LOST:
             m_last = m_cv & (length - i_c * C <= C)
             tl.store(p_r_lost + o_t[:, None] * VP + o_v[None, :], rounded_off(tl.trans(b_r), DTYPE), mask=m_last)
         b_S = product_add(round_to(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
+        if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+            if i_c + 1 == i_last:
+                store_before_last(p_before_last, b_S, o_v, m_v, K, V, KP, V_FIRST)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
@@ -61,8 +79,8 @@ def replay_states(
 
 @kernel
 def replay_kernel(
-    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_r, p_r_lost,
-    T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
+    p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost,
+    p_before_last, p_r, p_r_lost, T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -96,14 +114,20 @@ def replay_kernel(
     if HAS_INITIAL:
         m_first = m_v[:, None] & (o_k < K)[None, :] & (i_c == 0)
         b_S += tl.load(p_initial + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
-    p_lost = p_r_lost
     if HAS_LOST:
-        p_lost += (i_n * HV + i_h) * C * VP
+        p_r_lost += (i_n * HV + i_h) * C * VP
+    if p_states_lost is not None:
+        p_states_lost += i_p * VP * KP
+    i_last = -1
+    if p_before_last is not None:
+        p_before_last += (i_n * HV + i_h) * K * V
+        i_last = tl.where((start + chunks * C >= eos) & (i_c + chunks > 1), chunks - 1, -1)
     replay_states(
         p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
-        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_r + ((i_b * T + start) * HV + i_h) * V,
-        p_lost, b_S, eos - start, HV, s_vt, o_v, m_v, chunks,
-        V, KP, VP, C, HALF, GROUP, ALIGN, HAS_LOST, PRECISION, STAGES,
+        p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_states_lost,
+        p_before_last, p_r + ((i_b * T + start) * HV + i_h) * V, p_r_lost, b_S, i_last, eos - start, HV,
+        s_vt, o_v, m_v, chunks,
+        K, V, KP, VP, C, HALF, GROUP, ALIGN, V_FIRST, HAS_LOST, PRECISION, STAGES,
     )  # fmt: skip
 
 

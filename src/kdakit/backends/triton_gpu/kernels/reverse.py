@@ -29,8 +29,8 @@ def scaled_product(a, b, PRECISION: tl.constexpr):
 
 @kernel
 def reverse_kernel(
-    p_d_o, p_tiles, p_k_solved, p_solved, p_q_lost, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_v, p_y_lost, p_alone,
-    p_d_initial, T, NT, HV,
+    p_d_o, p_tiles, p_k_solved, p_solved, p_q_lost, p_decay, p_factors, p_cu_seqlens, p_d_final, p_d_states, p_d_states_lost, p_d_v,
+    p_after_first, p_y_lost, p_alone, p_d_initial, T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_LOST: tl.constexpr, BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -42,6 +42,7 @@ def reverse_kernel(
     y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
     state. Where beta is the caller's own it may be 0, and its gradient needs y: alone [slot, HV, C, VP] gets that of such tokens.
     HAS_LOST: y_lost [N, HV, C, VP] gets what rounding takes from either in a sequence's last chunk. q_lost: what it took from q_decayed.
+    d_states_lost: gets what it takes from dS'. after_first: gets dS' of the first of several chunks.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -86,6 +87,9 @@ def reverse_kernel(
         b_beta = tl.load(p_factors + i_at * 3 * C + o_c)
         b_dSn = round_to(b_dS, DTYPE)
         tl.store(p_d_states + (i_at * VP + o_v[:, None]) * KP + o_k[None, :], b_dSn, mask=m_v[:, None])
+        if p_d_states_lost is not None:
+            p_lost = p_d_states_lost + (i_at * VP + o_v[:, None]) * KP + o_k[None, :]
+            tl.store(p_lost, rounded_off(b_dS, DTYPE), mask=m_v[:, None])
         # The next state begins before this one is used up: in any other order the compiler runs out of registers.
         b_next = product_add(tl.trans(b_d_o), b_q_decayed, b_dS * b_decay[None, :], PRECISION)  # [BV, KP]
         if p_q_lost is not None:
@@ -109,6 +113,9 @@ def reverse_kernel(
             b_lost = rounded_off(tl.trans(b_y * b_taken[None, :]), DTYPE)
             tl.store(p_y_lost + i_nh * C * VP + o_t[:, None] * VP + o_v[None, :], b_lost, mask=m_cv & (i == 0))
         b_dS = product_add(round_to(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
+        if p_after_first is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
+            if i_c == 1:
+                tl.store(p_after_first + o_state, b_dS, mask=m_state)
     if HAS_INITIAL:
         tl.store(p_d_initial + o_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
 
