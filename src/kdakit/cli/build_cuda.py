@@ -44,8 +44,7 @@ def run(args) -> int:
     if target != library.path():
         print(f"           set {library.VARIABLE}={target} to use it")
     if importlib.util.find_spec("jax") is not None and shutil.which(os.environ.get("CXX", "g++")):
-        build.build_jax(target.with_name("libkdakit_jax.so"))
-        print(f"wrote      {target.with_name('libkdakit_jax.so')} (the same for JAX)")
+        print(f"wrote      {build.build_jax(target)} (the same for JAX)")
     return 0
 
 

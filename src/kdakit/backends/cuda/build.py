@@ -100,19 +100,21 @@ def build(target: Path = PLACE, architectures: tuple[str, ...] = ARCHITECTURES, 
     return [usage for report in reports for usage in usages(report)]
 
 
-def build_jax(target: Path | None = None) -> None:
-    """The XLA custom call, beside libkdakit.so, with the headers of the installed jaxlib."""
+def build_jax(library: Path = PLACE) -> Path:
+    """libkdakit_jax.so beside a `library` that has been built, whatever its name: the XLA custom call, with the headers of the installed
+    jaxlib."""
     import jax
 
-    target = target or PLACE.with_name("libkdakit_jax.so")
+    target = library.with_name("libkdakit_jax.so")
     compiler = os.environ.get("CXX", "g++")
     command = [
         compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{jax.ffi.include_dir()}", "-o", str(target),
-        str(source_folder() / "xla_ffi.cpp"), f"-L{target.parent}", "-l:libkdakit.so", "-Wl,-rpath,$ORIGIN",
+        str(source_folder() / "xla_ffi.cpp"), f"-L{library.parent}", f"-l:{library.name}", "-Wl,-rpath,$ORIGIN",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{compiler} failed on xla_ffi.cpp:\n{done.stderr[-4000:]}")
+    return target
 
 
 def usages(report: str) -> list[Usage]:
@@ -140,8 +142,7 @@ def main() -> None:
         print(f"sm_{usage.architecture:<5} {usage.registers:>3} registers {usage.spills:>4} bytes spilled  {usage.kernel}")
     print(f"wrote {args.out}")
     if importlib.util.find_spec("jax") is not None and shutil.which(os.environ.get("CXX", "g++")):
-        build_jax(args.out.with_name("libkdakit_jax.so"))
-        print(f"wrote {args.out.with_name('libkdakit_jax.so')}")
+        print(f"wrote {build_jax(args.out)}")
 
 
 if __name__ == "__main__":
