@@ -527,13 +527,26 @@ def test_small_heads_are_trained_in_float32():
     problem = case.problem("bfloat16", needs_grad=True)
     assert triton_gpu.default_config(problem, "cpu").wide_dtype == "float32"
     assert all(" float32 K16 " in name for name in triton_gpu.forms(problem, "cpu"))
-    for other in (problem.replace(needs_grad=False), problem.replace(K=17), problem.replace(dtype="float16")):
+    for other in (problem.replace(needs_grad=False), problem.replace(K=33), problem.replace(dtype="float16")):
         assert triton_gpu.default_config(other, "cpu").wide_K == 0
     found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
     assert found["q"].dtype == found["o"].dtype == torch.bfloat16 and found["initial_state"].dtype == torch.float32
     truth = accuracy.truths(case.problem("bfloat16"), case.arrays("bfloat16"), *case.cotangents("bfloat16"))
     assert accuracy.error(found["initial_state"].double().numpy(), truth["initial_state"]) < 1e-5
     assert accuracy.error(found["q"].double().numpy(), truth["q"]) < 2e-3
+
+
+@interpreter
+def test_gradient_of_an_initial_state_of_which_strengths_of_two_leave_little():
+    """Of 31 channels gates leave ten: what d_v takes back of the initial state's gradient is all but a twentieth of it. In bfloat16 the
+    error is 1.7e-2, 1.16 times what is allowed."""
+    case = random_problems.parse("16001333:H=1,HV=1,V=16")
+    problem = case.problem()
+    for other in (problem.replace(beta="sigmoid"), problem.replace(beta="given"), problem.replace(has_initial_state=False)):
+        assert triton_gpu.default_config(other, "cpu").wide_K == 0
+    found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
+    truth = accuracy.truths(problem, case.arrays("bfloat16"), *case.cotangents("bfloat16"))
+    assert accuracy.error(found["initial_state"].double().numpy(), truth["initial_state"]) < 1e-5
 
 
 @triton.jit

@@ -223,9 +223,13 @@ def by_rows(problem: Problem, config: Config) -> bool:
 
 def as_computed(problem: Problem) -> Problem:
     """The problem in the dtype that it is computed in. Gradients of bfloat16 heads of up to 16 channels are computed as float32: as many
-    tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little."""
-    small = problem.needs_grad and problem.dtype == "bfloat16" and padded(problem.K) == 16
-    return problem.replace(dtype="float32") if small else problem
+    tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little.
+
+    A token of strength b, where gates have left a share s of the K channels, leaves 1 - b (2 - b s) / K of the square of what those held:
+    1 - 2 / K at least with sigmoids, 1 - 4 / K with twice them. So 32 channels have it too with the latter. There it is the gradient of the
+    initial state alone that shows it. A given beta may be 2 as well, but hardly ever all are."""
+    few = padded(problem.K) == 16 or (padded(problem.K) == 32 and problem.options.beta == "double_sigmoid" and problem.has_initial_state)
+    return problem.replace(dtype="float32") if few and problem.needs_grad and problem.dtype == "bfloat16" else problem
 
 
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
