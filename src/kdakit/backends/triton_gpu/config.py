@@ -15,6 +15,7 @@ from kdakit.problem import SAFE_BOUND, Problem
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
 ASKED_EXACT_DECAY = os.environ.get("KDAKIT_EXACT_DECAY", "0") == "1"  # no GPU has shown it yet, see `exact_decay`
+ASKED_EXACT_SHARE = os.environ.get("KDAKIT_EXACT_SHARE", "0") == "1"  # nor this, see `exact_share`
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Config:
     step_block_v: int = 32
     step_warps: int = 2
     exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta
+    exact_share: bool = False  # float32: what all gates of a chunk get, to a rounding or two, see `exact_share`
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
     wide_dtype: str = ""  # of q, k, v and o on the way through the kernels, see `as_computed`; "": their own
@@ -203,6 +205,12 @@ def exact_ends(problem: Problem) -> bool:
     """The same with 128 channels or more, in the first and the last of several chunks alone, where either S or dS' is the caller's own:
     the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
     return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
+
+
+def exact_share(problem: Problem) -> bool:
+    """decay * sum_v S dS', which all gates of a chunk get, has both factors to a rounding or two in float32 too. Where gates have
+    parameters, one slow channel can hold all of their gradients, and one error for all its gates averages out of nothing."""
+    return ASKED_EXACT_SHARE and problem.dtype == "float32" and problem.options.gate != "log_decay"
 
 
 def checkpoint_dtype(problem: Problem) -> str:
@@ -338,6 +346,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
         # float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
         by_token=normed and bounded(problem) and KP == 128 and problem.gate_dtype != "float16",
         exact_last=not wide,
+        exact_share=exact_share(problem),
         **sizes,
     )
 
