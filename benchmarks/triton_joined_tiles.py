@@ -33,14 +33,18 @@ def joined_product(p_x, p_y, p_b, p_out, ROWS: tl.constexpr):
 
 def main() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    x, y, b = (torch.randn(64, 32, device="cuda", generator=generator).bfloat16() for _ in range(3))
-    want = x.double() @ b[:32].double() + y.double() @ b[32:].double()
-    for rows, warps in ((32, 2), (64, 4), (64, 8)):
-        out = torch.zeros(64, 32, device="cuda")
-        made = joined_product[(64 // rows,)](x, y, b, out, ROWS=rows, num_warps=warps)
+    x, y, b = (torch.randn(rows, 32, device="cuda", generator=generator).bfloat16() for rows in (128, 128, 64))
+    halves = b.view(2, 32, 32)
+    for rows, warps in ((32, 2), (64, 4), (64, 8), (128, 8)):
+        found = []
+        for first, second in ((1, 1), (1, 0), (0, 1)):  # both tiles, and either alone
+            own = torch.cat([halves[0] * first, halves[1] * second])
+            want, out = x.double() @ own[:32].double() + y.double() @ own[32:].double(), torch.zeros(128, 32, device="cuda")
+            made = joined_product[(128 // rows,)](x, y, own, out, ROWS=rows, num_warps=warps)
+            found.append(float((out.double() - want).norm() / want.norm()))
         unit = "wgmma" if "wgmma.mma" in made.asm["ptx"] else "mma"
-        off = float((out.double() - want).norm() / want.norm())
-        print(f"{rows} rows, {warps} warps ({unit}): relative error {off:.1e}")
+        both, first, second = (f"{off:.1e}" for off in found)
+        print(f"{rows} rows, {warps} warps ({unit}): relative error {both}, of the first tile alone {first}, of the second {second}")
 
 
 if __name__ == "__main__":

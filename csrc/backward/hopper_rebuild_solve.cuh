@@ -15,44 +15,6 @@
 
 namespace kda::hopper {
 
-// The bits of a float32 rounded to tf32, which the matrix unit would cut off.
-__device__ __forceinline__ uint32_t round_tf32(float x);
-// C [16, 8] += A [16, 8] B [8, 8]: a (row, k) = (lane / 4 + 8 (r % 2), lane % 4 + 4 (r / 2)), b k = lane % 4 + 4 r.
-__device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
-
-#ifdef KDA_EMULATE
-inline uint32_t round_tf32(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return std::isfinite(x) ? (bits + 0x1000) & ~0x1fffu : bits;
-}
-inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  struct Operands {
-    uint32_t x[6];
-  };
-  const auto all = gather(Operands{{a[0], a[1], a[2], a[3], b0, b1}});
-  const int lane = threadIdx.x % 32;
-  for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4 + e / 2 * 8, column = 2 * (lane % 4) + e % 2;
-    double sum = c[e];
-    for (int k = 0; k < 8; ++k)
-      sum += double(__uint_as_float(all.of[row % 8 * 4 + k % 4].x[row / 8 + k / 4 * 2])) *
-             __uint_as_float(all.of[column * 4 + k % 4].x[4 + k / 4]);
-    c[e] = emulate::truncated(sum);
-  }
-}
-#else
-__device__ __forceinline__ uint32_t round_tf32(float x) {
-  uint32_t y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-#endif
-
 constexpr int kRebuildThreads = 256;
 constexpr int kOwn = 4096;  // bytes from the keys of eight tokens to those of the next eight
 

@@ -128,7 +128,8 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
   for (int i = 0; i < task.chunks; ++i, item -= p.in.HV, length = kChunk) {
     const uint32_t at = smem + stage * L::stage, base = descriptor_base(at);
     const uint8_t* small = shared + stage * L::stage + 8 * (lane % 4);
-    if (i > 0 && i == task.chunks - 1 && p.after_first) write_state(p.after_first + task.state * kHead * kHead, dS, value, p.in.state_v_first);
+    if (i > 0 && i == task.chunks - 1 && p.after_first)
+      write_state(p.after_first + task.state * kHead * kHead, dS, value, p.in.state_v_first);
     touch(y);
     wgmma_begin();
 #pragma unroll
