@@ -69,6 +69,7 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         HAS_Q_LOST=exact_q(problem) and problem.dtype == "bfloat16",
         HAS_LOST=config.exact_last,
         EXACT_DECAY=exact_steps(problem),  # of steps
+        EXACT_SHARE=config.exact_share,
         BOUNDED=config.bounded,
         BY_TOKEN=config.by_token,
         FLOOR=config.floor,

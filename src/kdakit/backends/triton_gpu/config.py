@@ -15,6 +15,7 @@ from kdakit.problem import SAFE_BOUND, Problem
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
 ASKED_EXACT_DECAY = os.environ.get("KDAKIT_EXACT_DECAY", "0") == "1"  # no GPU has shown it yet, see `exact_decay`
+ASKED_EXACT_SHARE = os.environ.get("KDAKIT_EXACT_SHARE", "0") == "1"  # nor this, see `exact_share`
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Config:
     step_block_v: int = 32
     step_warps: int = 2
     exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta
+    exact_share: bool = False  # float32: what all gates of a chunk get, to a rounding or two, see `exact_share`
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
     wide_dtype: str = ""  # of q, k, v and o on the way through the kernels, see `as_computed`; "": their own
@@ -205,6 +207,12 @@ def exact_ends(problem: Problem) -> bool:
     return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
 
 
+def exact_share(problem: Problem) -> bool:
+    """decay * sum_v S dS', which all gates of a chunk get, has both factors to a rounding or two in float32 too. Where gates have
+    parameters, one slow channel can hold all of their gradients, and one error for all its gates averages out of nothing."""
+    return ASKED_EXACT_SHARE and problem.dtype == "float32" and problem.options.gate != "log_decay"
+
+
 def checkpoint_dtype(problem: Problem) -> str:
     """Of the states that a backward starts from: as exactly as it then has those before every chunk."""
     return "float32" if exact_decay(problem) else problem.dtype
@@ -223,9 +231,13 @@ def by_rows(problem: Problem, config: Config) -> bool:
 
 def as_computed(problem: Problem) -> Problem:
     """The problem in the dtype that it is computed in. Gradients of bfloat16 heads of up to 16 channels are computed as float32: as many
-    tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little."""
-    small = problem.needs_grad and problem.dtype == "bfloat16" and padded(problem.K) == 16
-    return problem.replace(dtype="float32") if small else problem
+    tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little.
+
+    A token of strength b, where gates have left a share s of the K channels, leaves 1 - b (2 - b s) / K of the square of what those held:
+    1 - 2 / K at least with sigmoids, 1 - 4 / K with twice them. So 32 channels have it too with the latter. There it is the gradient of the
+    initial state alone that shows it. A given beta may be 2 as well, but hardly ever all are."""
+    few = padded(problem.K) == 16 or (padded(problem.K) == 32 and problem.options.beta == "double_sigmoid" and problem.has_initial_state)
+    return problem.replace(dtype="float32") if few and problem.needs_grad and problem.dtype == "bfloat16" else problem
 
 
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
@@ -334,6 +346,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
         # float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
         by_token=normed and bounded(problem) and KP == 128 and problem.gate_dtype != "float16",
         exact_last=not wide,
+        exact_share=exact_share(problem),
         **sizes,
     )
 

@@ -92,14 +92,20 @@ def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def exact_log_decay(b_x, a, lower_bound, GATE: tl.constexpr):
+    """The gate's log-decay of x = g + bias, to a rounding or two."""
+    if GATE == "softplus":
+        b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
+    elif GATE == "bounded":
+        b_x = tl.div_rn(lower_bound, 1.0 + exponential(tl.minimum(-a * b_x, 79.0, tl.PropagateNan.ALL), True, False))
+    return b_x
+
+
+@triton.jit
 def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
     """e^g for g = the gate's log-decay of x = g + bias."""
     if EXACT:
-        if GATE == "softplus":
-            b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
-        elif GATE == "bounded":
-            b_x = tl.div_rn(lower_bound, 1.0 + exponential(tl.minimum(-a * b_x, 79.0, tl.PropagateNan.ALL), True, False))
-        b_e = exponential(b_x, True, False)
+        b_e = exponential(exact_log_decay(b_x, a, lower_bound, GATE), True, False)
     else:
         b_e = power_of_2(log2_decay(b_x, 0.0, a, lower_bound, GATE, False, PTX), PTX)
     return b_e

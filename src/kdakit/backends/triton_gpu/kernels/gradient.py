@@ -21,7 +21,7 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     split_sides,
     to_end,
 )
-from kdakit.backends.triton_gpu.device.gate import gate_backward, gate_decay, gate_slope
+from kdakit.backends.triton_gpu.device.gate import exact_log_decay, exponential, gate_backward, gate_decay, gate_slope
 from kdakit.backends.triton_gpu.device.matrix import product, round_to, rounded_off
 from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs, whole_with_pairs
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token
@@ -53,6 +53,14 @@ def load_both(p_q, p_k, FIRST: tl.constexpr, s_qt, s_kt, o_k, length, b_I, K: tl
 def decay_of(b_x, a, lower_bound, o_t, length, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
     """The decays of tokens o_t [R] from their gate's input [BK, R], 1 past the end."""
     return tl.where((o_t < length)[None, :], gate_decay(b_x, a, lower_bound, GATE, EXACT, PTX), 1.0)
+
+
+@triton.jit
+def span_decay(b_decay, b_x, a, lower_bound, o_t, length, GATE: tl.constexpr):
+    """The decay over a span [BK, 1]. b_decay is the product of its tokens' decays, 63 roundings and one error for all its gates; where it
+    forgets little, the exponential of the sum of log-decays has one or two."""
+    b_log = tl.sum(tl.where((o_t < length)[None, :], exact_log_decay(b_x, a, lower_bound, GATE), 0.0), 1, keep_dims=True)
+    return tl.where(b_log > -2.0, exponential(b_log, True, False), b_decay)
 
 
 @triton.jit
@@ -182,8 +190,8 @@ def slice_gradient(
     p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, p_d_decay, p_d_q, p_d_k, p_d_g,
     a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
+    BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, EXACT_SHARE: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """Channels o_k [BK] of a chunk: its second span, if it has one, then its first, with operands of DTYPE. Stores the gradients of
     q, k and g; returns the chunk's share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
@@ -233,7 +241,10 @@ def slice_gradient(
     )  # fmt: skip
     if C > 32:
         b_d_g += b_ahead
-    b_d_g += d[3] * b_d_decay
+    b_decay = d[3]
+    if EXACT_SHARE:
+        b_decay = span_decay(b_decay, b_x, a, lower_bound, o_0, length, GATE)
+    b_d_g += b_decay * b_d_decay
     b_d_bias, b_d_A = store_span(
         p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, lower_bound, o_0, o_k, HV, length,
         K, KP, C, HALF, GROUP, GATE, L2NORM, EXACT, PTX,
@@ -251,7 +262,8 @@ def gradient_kernel(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, EXACT_SHARE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    HIP: tl.constexpr,
 ):  # fmt: skip
     """From what `products_kernel` wrote through the decayed products, the gates and the activations.
 
@@ -297,7 +309,7 @@ def gradient_kernel(
         b_d_bias, b_d_A = slice_gradient(
             p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP,
             p_d_q, p_d_k, p_d_g, a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
-            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, GRADIENT_DTYPE, PRECISION, PTX, HIP,
+            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, EXACT_SHARE, GRADIENT_DTYPE, PRECISION, PTX, HIP,
         )  # fmt: skip
         if HAS_DT_BIAS:
             tl.store(p_d_dt_bias + i_p * KP + o_k, b_d_bias, mask=o_k < KP)

@@ -14,6 +14,7 @@ from kdakit.backends.triton_gpu.device.gate import tiny_strength, write_strength
 from kdakit.backends.triton_gpu.device.inverse import load_inverse
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.device.whole_sums import add_product, sum_whole
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -136,19 +137,22 @@ def add_lost_pairs(b_Pk, p_d_v, p_alone, p_y_lost, p_r, p_r_lost, o_row, o_i, m_
 def state_products(
     p_states, p_d_states, p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, o_k,
     V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, EXACT_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """S d_o^T, S (beta y)^T, dS' r^T [BK, R] and sum_v S dS' [BK]."""
+    """S d_o^T, S (beta y)^T, dS' r^T [BK, R] and sum_v S dS' [BK]. EXACT_SHARE: the last as if it were rounded but once."""
     b_dq, b_dk, b_dkh = tl.zeros([BK, R], tl.float32), tl.zeros([BK, R], tl.float32), tl.zeros([BK, R], tl.float32)
-    b_SdS = tl.zeros([BV, BK], tl.float32)
+    b_SdS, b_lost = tl.zeros([BV, BK], tl.float32), tl.zeros([BV, BK], tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         o_v = i_v + tl.arange(0, BV)
         b_S, b_dS = load_state(p_states, o_v, o_k, V, BV, KP), load_state(p_d_states, o_v, o_k, V, BV, KP)  # [BV, BK]
         b_dq = product_add(tl.trans(b_S), tl.trans(load_rows(p_d_o, o_row, m_i, o_v, V, BV)), b_dq, PRECISION)
         b_dk = product_add(tl.trans(b_S), tl.trans(load_rows(p_d_v, o_row, m_i, o_v, V, BV)), b_dk, PRECISION)
         b_dkh = product_add(tl.trans(b_dS), tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV)), b_dkh, PRECISION)
-        b_SdS += b_S.to(tl.float32) * b_dS.to(tl.float32)
-    return b_dq, b_dk, b_dkh, tl.sum(b_SdS, 0)
+        if EXACT_SHARE:
+            b_SdS, b_lost = add_product(b_SdS, b_lost, b_S, b_dS)
+        else:
+            b_SdS += b_S.to(tl.float32) * b_dS.to(tl.float32)
+    return b_dq, b_dk, b_dkh, sum_whole(b_SdS, b_lost) if EXACT_SHARE else tl.sum(b_SdS, 0)
 
 
 @triton.jit
@@ -208,7 +212,7 @@ def products_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
+    BY_TOKEN: tl.constexpr, EXACT_SHARE: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r, of which d_v holds beta y, and where a given beta is tiny p_alone
     y (see `reverse`), S before and dS' after the chunk:
@@ -290,7 +294,7 @@ def products_kernel(
     for i_k in range(0, KP, BK):
         o_k = i_k + tl.arange(0, BK)
         b_dq, b_dk, b_dkh, b_d_decay = state_products(
-            p_states, p_d_states, p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, o_k, V, KP, BV, BK, R, PRECISION, STAGES
+            p_states, p_d_states, p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, o_k, V, KP, BV, BK, R, PRECISION, STAGES, EXACT_SHARE
         )
         if (HAS_INITIAL or HAS_FINAL) and not p_d_o.dtype.element_ty.is_fp32():
             first, last = i_c == 0, start + C >= eos
