@@ -14,8 +14,8 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-ASKED_EXACT_DECAY = os.environ.get("KDAKIT_EXACT_DECAY", "0") == "1"  # no GPU has shown it yet, see `exact_decay`
-ASKED_EXACT_SHARE = os.environ.get("KDAKIT_EXACT_SHARE", "0") == "1"  # nor this, see `exact_share`
+ASKED_EXACT_DECAY = os.environ.get("KDAKIT_EXACT_DECAY", "0") == "1"  # no campaign has run with it yet, see `exact_decay`
+ASKED_EXACT_SHARE = os.environ.get("KDAKIT_EXACT_SHARE", "0") == "1"  # nor with this, see `exact_share`
 
 
 @dataclass(frozen=True)
