@@ -98,7 +98,9 @@ def handed_over(ctx) -> tuple[Tensor, ...]:
     """What a forward saved. A graph that is walked once lets go of it here, so that each tensor's memory is free when its last reader is
     done, not when the whole backward is."""
     saved = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()
+    let_go = getattr(ctx, "maybe_clear_saved_tensors", None)  # PyTorch's own, not in its documents
+    if let_go is not None:
+        let_go()
     return saved
 
 
