@@ -98,20 +98,8 @@ inline uint32_t round_tf32(float x) {
   const uint32_t bits = __float_as_uint(x);
   return std::isfinite(x) ? (bits + 0x1000) & ~0x1fffu : bits;
 }
-inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  struct Operands {
-    uint32_t x[6];
-  };
-  const auto all = gather(Operands{{a[0], a[1], a[2], a[3], b0, b1}});
-  const int lane = threadIdx.x % 32;
-  for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4 + e / 2 * 8, column = 2 * (lane % 4) + e % 2;
-    double sum = c[e];
-    for (int k = 0; k < 8; ++k)
-      sum += double(__uint_as_float(all.of[row % 8 * 4 + k % 4].x[row / 8 + k / 4 * 2])) *
-             __uint_as_float(all.of[column * 4 + k % 4].x[4 + k / 4]);
-    c[e] = emulate::truncated(sum);
-  }
+inline void mma_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {  // one number in a register, not two
+  mma(c, a, b0, b1, [](uint32_t x) { return float2{__uint_as_float(x), 0}; });
 }
 
 inline uint32_t load_shared_word(uint32_t address) {

@@ -292,7 +292,7 @@ def few_heads(problem: Problem, chip: Chip, sizes: dict[str, Any]) -> dict[str, 
         return {}
     sequences = problem.N * problem.HV * max(1, VP // 128)
     if sequences * 4 > chip.processors:
-        return {"staged": sizes["block_v"] == 64 and (KP == 128 or problem.dtype == "bfloat16")}
+        return {"staged": sizes["block_v"] == 64 and (KP == 128 or problem.dtype == "bfloat16")}  # float16 of 64 channels: nobody has timed
     # Programs of 128 rows take half as long again as those of 64: less than two of these in a row.
     wide = min(KP, VP) >= 128 and sequences >= 3
     part = dict(part_block=128, part_warps=8) if wide else dict(part_block=64, part_warps=4)
