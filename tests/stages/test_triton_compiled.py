@@ -172,6 +172,7 @@ def check(target: str, row: dict) -> None:
     assert row["shared"] <= row["limit"], row
     assert row["stack"] <= (TIMED_STACK if target == "sm_90" and TIMED in row["problem"] else STACK), row
     assert row["registers"] > 16, f"the compiler left nothing of {row}"
+    assert row["dtype"] != "float32" or not row["inexact"], f"off to one side, which sums over tokens keep: {row}"
 
 
 def compiled(*words: str) -> list[dict]:
@@ -267,6 +268,8 @@ def compile_all(target: str, every: bool = False) -> None:
                 alike = (target, *launched_by(what, problem, arrays, others))
                 limit = min(configs.CHIPS[c].shared_memory for c in alike)
                 facts |= dict(shared=made.metadata.shared, limit=limit, code=triton_code.of_compiled(made), **resources(made))
+                inexact = re.findall(r"(?:lg2|ex2|sqrt|rcp)\.approx", made.asm.get("ptx", ""))
+                facts |= dict(dtype=problem.dtype, inexact=sorted(set(inexact)))
             print(json.dumps(facts), flush=True)
 
     for index, sizes in enumerate(covering(target) if every else PROBLEMS):

@@ -14,8 +14,6 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-ASKED_EXACT_DECAY = os.environ.get("KDAKIT_EXACT_DECAY", "0") == "1"  # no campaign has run with it yet, see `exact_decay`
-ASKED_EXACT_SHARE = os.environ.get("KDAKIT_EXACT_SHARE", "0") == "1"  # nor with this, see `exact_share`
 
 
 @dataclass(frozen=True)
@@ -198,19 +196,19 @@ def exact_decay(problem: Problem) -> bool:
     """A chunk's gates get sum_v S dS' of states in two parts of bfloat16. The recurrence multiplies them in float32, and where gates are
     slow that sum is most of their gradients; where they are computed here, a few with the steepest slopes have all of it, and nothing
     averages what rounding takes. Not with 128 channels or more: there the speed counts, or states are most of what is moved."""
-    return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
+    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
 
 
 def exact_ends(problem: Problem) -> bool:
     """The same with 128 channels or more, in the first and the last of several chunks alone, where either S or dS' is the caller's own:
     the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
-    return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
+    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
 
 
 def exact_share(problem: Problem) -> bool:
     """decay * sum_v S dS', which all gates of a chunk get, has both factors to a rounding or two in float32 too. Where gates have
     parameters, one slow channel can hold all of their gradients, and one error for all its gates averages out of nothing."""
-    return ASKED_EXACT_SHARE and problem.dtype == "float32" and problem.options.gate != "log_decay"
+    return problem.dtype == "float32" and problem.options.gate != "log_decay"
 
 
 def checkpoint_dtype(problem: Problem) -> str:

@@ -108,7 +108,7 @@ def half_gates(
     if GATE == "bounded":
         b_d, b_A = bounded_gate_backward(b_x, b_d, a, lower_bound, PTX)
     else:
-        b_d, b_A = gate_backward(b_x, 0.0, b_d, a, lower_bound, GATE, False, PTX)
+        b_d, b_A = gate_backward(b_x, 0.0, b_d, a, 0.0, lower_bound, GATE, False, PTX)
     p_d = p_d_g + (o_t * HV)[:, None] * K + o_k[None, :]
     m_d = (o_t < length)[:, None]
     if K < KP:
