@@ -91,7 +91,7 @@ def test_names_in_the_cache_do_not_depend_on_what_came_first():
     assert int(forward[0]) >= 20 and len(set(forward)) == len(forward) and names("-1") == forward
 
 
-UNTIL_LAYOUTS_ARE_KNOWN = """
+FACTORS = """
 import sys
 import torch
 from triton import compiler
@@ -114,9 +114,6 @@ def compile_until_layouts_are_known(src, target=None, options=None, **rest):
 
 driver.set_active(offline_driver(CHIPS["sm_90"]))
 compiler.compile = compile_until_layouts_are_known
-"""
-
-FACTORS = """
 case = Case("given", "", T=64, H=1, HV=1, K=16, V=16)
 problem = case.problem("bfloat16")
 given = zip(case.arrays("bfloat16"), case.dtypes("bfloat16"), strict=True)
@@ -132,34 +129,9 @@ def test_a_beta_in_16_bits_leaves_float32_factors_as_they_are():
     pytest.importorskip("triton")
     helpers = str(Path(__file__).parents[1] / "helpers")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run([sys.executable, "-c", UNTIL_LAYOUTS_ARE_KNOWN + FACTORS], capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run([sys.executable, "-c", FACTORS], capture_output=True, text=True, env=env, check=True)
     widths = re.findall(r"xf32, #ttg\.dot_op<\{opIdx = \d, parent = #mma\d*, kWidth = (\d)\}>>", done.stdout)
     assert len(widths) > 20 and {*widths} == {"1"}
-
-
-APART = """
-from kdakit.backends.triton_gpu import config
-from test_triton_compiled import problem_of
-
-config.ASKED_APART = True
-problem, arrays = problem_of("bfloat16", 64, 64, True, 4, 128)
-problem = problem.replace(needs_grad=True)
-launches = [x for x in call.launches(problem, arrays, choose(problem, CHIPS["sm_90"])) if "gradient" in x[0].__name__]
-assert {kernel.__name__ for kernel, *_ in launches} == {"gradient_normed_kernel"}
-for kernel, args, constants, options in launches:
-    kernel.warmup(*args, grid=(1,), **constants, **options)
-"""
-
-
-def test_no_first_factor_of_64_rows_is_made_of_two_tiles():
-    """Triton 3.6 multiplies such a one wrongly on Hopper (benchmarks/triton_joined_tiles.py): all that come from registers lie as a product
-    left them."""
-    pytest.importorskip("triton")
-    folders = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    done = subprocess.run([sys.executable, "-c", UNTIL_LAYOUTS_ARE_KNOWN + APART], capture_output=True, text=True, env=env, check=True)
-    made = re.findall(r"convert_layout %\S+ : tensor<64x\d+xbf16, #(\w+)> -> tensor<64x\d+xbf16, #ttg.dot_op<\{opIdx = 0", done.stdout)
-    assert len(made) > 10 and {*made} == {"mma"}, made
 
 
 SUMS = """

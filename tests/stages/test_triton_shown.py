@@ -32,10 +32,11 @@ def every_kind():
             yield problem(dtype, K, V, gate, l2norm, op, grad)
 
 
-def test_no_tile_has_joined_rows_of_64():
-    """Triton 3.6 multiplies two joined tiles of 64 rows wrongly on Hopper (benchmarks/triton_joined_tiles.py): slices of 64 channels gave
-    wrong bfloat16 gradients for 33 <= K <= 64, which no interpreter shows."""
-    wrong = [str(one) for one in every_kind() if one.needs_grad and config.choose(one, CHIP).slice_k == 64]
+def test_no_tile_has_64_rows_in_four_warps():
+    """The assembler of Triton 3.6 makes something wrong of them on Hopper (benchmarks/ptxas_levels.py): slices of 64 channels gave wrong
+    bfloat16 gradients for 33 <= K <= 64, which no interpreter shows; so does the kernel of 128 channels."""
+    chosen = [(one, config.choose(one, CHIP)) for one in every_kind() if one.needs_grad]
+    wrong = [str(one) for one, c in chosen if c.slice_k == 64 or (c.by_token and config.padded(one.K) == 64)]
     assert not wrong, wrong
 
 

@@ -234,7 +234,7 @@ def chunk_gradient(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The second half, which needs the first's columns, then the first."""
-    APART: tl.constexpr = KP == 64  # Triton 3.6 multiplies two tiles of 64 rows side by side wrongly, see benchmarks/triton_joined_tiles.py
+    APART: tl.constexpr = KP == 64  # q and k in tiles of their own; see benchmarks/ptxas_levels.py for why nothing chooses it yet
     unit = gate_unit(a, lower_bound, GATE)
     b_I, b_I2, o_k = identity_matrix(32), identity_matrix(32 if APART else 64), tl.arange(0, KP)
     b_g = load_rows(p_g, p_g, 0, s_gt, s_gt, length, input_without_decay(GATE), 32, K, KP, ALIGN)
