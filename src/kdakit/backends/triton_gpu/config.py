@@ -204,17 +204,15 @@ def joint(problem: Problem, chip: Chip, normed: bool) -> bool:
 
 def exact_decay(problem: Problem) -> bool:
     """A chunk's gates get sum_v S dS' of states in two parts of bfloat16. The recurrence multiplies them in float32, and where gates are
-    slow that sum is most of their gradients; a few, with the steepest slopes, may have all of it, and nothing averages what rounding
-    takes. Not with 128 channels or more: there the speed counts, or states are most of what is moved."""
-    return problem.dtype == "bfloat16" and padded(problem.K) < 128
+    slow that sum is most of their gradients; where they are computed here, a few with the steepest slopes have all of it, and nothing
+    averages what rounding takes. Not with 128 channels or more: there the speed counts, or states are most of what is moved."""
+    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
 
 
 def exact_ends(problem: Problem) -> bool:
     """The same with 128 channels or more, in the first and the last of several chunks alone, where either S or dS' is the caller's own:
-    the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is. Not for given
-    log-decays of 128 channels, whose kernels in CUDA C++ have not run with it."""
-    given = problem.options.gate == "log_decay"
-    return problem.dtype == "bfloat16" and (padded(problem.K) == 256 or (padded(problem.K) == 128 and not given))
+    the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
+    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
 
 
 def exact_share(problem: Problem) -> bool:
