@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from kdakit.backends.triton_gpu.kernels import replay as replay_kernel
 from kdakit.backends.triton_gpu.kernels import reverse as reverse_kernel
 from kdakit.backends.triton_gpu.runtime.launch import note_lent
 from kdakit.backends.triton_gpu.runtime.layout import Views, views
+from kdakit.backends.triton_gpu.runtime.schedule import asked
 from kdakit.backends.triton_gpu.runtime.streams import beside
 from kdakit.problem import Arrays, Problem
 
@@ -145,7 +147,7 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -
 def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoints, config: Config) -> None:
     """Second launch: the states before every chunk and v - k_in S again."""
     if out.tiles.shape[0] * problem.HV:
-        replay_kernel.launch(problem, config, x.layout)(
+        replay_kernel.launch(problem, config, x.layout, asked("late"))(
             v=x.v,
             cu_seqlens=arrays.cu_seqlens,
             checkpoints=checkpoints,
@@ -174,8 +176,12 @@ class Reversed(NamedTuple):
     d_initial: torch.Tensor | None
 
 
-def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config) -> Reversed:
-    """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
+def reverse(
+    problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config,
+    aside: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> Reversed:  # fmt: skip
+    """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs.
+    aside: where it is launched, with memory from here."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_states_lost = torch.empty_like(d_states) if exact_decay(problem) else None
@@ -191,10 +197,12 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
     written = dict(d_states=d_states, after_first=after_first, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
     if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
-        note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
+        with aside():
+            note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
-        launch(q_lost=y.q_lost, d_states_lost=d_states_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
+        with aside():
+            launch(q_lost=y.q_lost, d_states_lost=d_states_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
     return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial)
 
 
@@ -330,7 +338,7 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
     if slots * problem.HV:
         run(d_q=d_q, d_k=d_k, d_g=d_g, d_A_log=A_shares, d_dt_bias=bias_shares)
     if d_A_log is not None or d_dt_bias is not None:
-        launch = parameter_sums.launch(problem, config, x.layout)
+        launch = parameter_sums.launch(problem, config, x.layout, asked("sums"))
         launch(d_g=d_g, A_shares=A_shares, bias_shares=bias_shares, d_A_log=d_A_log, d_dt_bias=d_dt_bias)
     clear_gradients(problem, arrays, d_q, d_k, d_v, d_g, d_beta)
     if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
@@ -340,17 +348,22 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
 
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
     """All launches, on contiguous parameters and cotangents."""
-    x = views(arrays)
+    x, restored = views(arrays), False
     lower, solved, *rest = kept
     if problem.options.disable_recompute:
         y = replayed_of(problem, config, rest)
         back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
     else:
         y = rebuild(problem, arrays, x, lower, config)
-        with beside(d_o) as aside:  # neither of the two fills the chip
-            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
-            with aside():
+        first, restored = asked("first"), asked("restore")
+        with beside(d_o, first) as aside:  # neither of the two fills the chip
+            of_reverse, of_replay = (aside, contextlib.nullcontext) if first else (contextlib.nullcontext, aside)
+            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config, of_reverse)
+            with of_replay():
                 replay(problem, arrays, x, y, rest[0], config)
+            if restored:
+                with of_reverse():
+                    restore(problem, arrays, x, y, d_o, back, config)
     slots = lower.shape[0]
     if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
         y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
@@ -360,5 +373,6 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
         z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
         d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)
     d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, slots, run, back.d_v, d_beta, config)
-    restore(problem, arrays, x, y, d_o, back, config)
+    if not restored:
+        restore(problem, arrays, x, y, d_o, back, config)
     return Arrays(d_q, d_k, back.d_v, d_g, d_beta, d_A_log, d_dt_bias, back.d_initial)
