@@ -156,7 +156,7 @@ typedef struct kda_gradient_args {
   int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
   int32_t d_q_dtype;   /* of d_q and d_k: KDA_BFLOAT16 or KDA_FLOAT32 */
   int32_t group;       /* 0 or 1: rows of lower and factors are tokens; else of each 32 token t is row t % group * 32 / group + t / group */
-  int32_t reserved;    /* 0 */
+  int32_t blocks;      /* at most so many, which leaves multiprocessors to what runs beside it; 0: one a multiprocessor */
 
   /* As d_final, of sequences of more than one chunk, or NULL: bfloat16 loses some of what gates get from the ends of a sequence. */
   const float *before_last; /* the state before the last chunk, with d_final */

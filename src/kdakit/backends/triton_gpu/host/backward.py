@@ -21,6 +21,7 @@ from kdakit.backends.triton_gpu.config import (
     exact_q,
     padded,
 )
+from kdakit.backends.triton_gpu.host import ahead
 from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
@@ -31,7 +32,7 @@ from kdakit.backends.triton_gpu.kernels import reverse as reverse_kernel
 from kdakit.backends.triton_gpu.runtime.launch import note_lent
 from kdakit.backends.triton_gpu.runtime.layout import Views, views
 from kdakit.backends.triton_gpu.runtime.schedule import asked
-from kdakit.backends.triton_gpu.runtime.streams import beside
+from kdakit.backends.triton_gpu.runtime.streams import beside, meet
 from kdakit.problem import Arrays, Problem
 
 
@@ -174,14 +175,15 @@ class Reversed(NamedTuple):
     y_lost: torch.Tensor | None  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
     alone: torch.Tensor | None  # what the gradient of a given beta needs
     d_initial: torch.Tensor | None
+    rest: Callable[[], None] | None = None  # launches what is left of the pass
 
 
 def reverse(
     problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config,
-    aside: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    aside: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext, late: int = 0,
 ) -> Reversed:  # fmt: skip
     """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs.
-    aside: where it is launched, with memory from here."""
+    aside: where it is launched, with memory from here. late: through so many of the last chunks, `rest` through the others; 0: all."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_states_lost = torch.empty_like(d_states) if exact_decay(problem) else None
@@ -189,7 +191,7 @@ def reverse(
     after_first = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if has_after else None
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
     y_lost = torch.empty(last_shape(problem, config), dtype=d_v.dtype, device=device) if config.exact_last else None
-    d_initial, alone = None, None
+    d_initial, alone, rest = None, None, None
     if problem.options.beta == "given":
         alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
@@ -197,13 +199,24 @@ def reverse(
     given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
     written = dict(d_states=d_states, after_first=after_first, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
     if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
-        with aside():
-            note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
+        run = partial(kernel, problem, arrays, group=1 if config.normed else config.group)
+
+        def part(**changes: Any) -> None:
+            with aside():
+                note_lent(run(**(given | written | changes)))
+
+        if not late:
+            part()
+        else:
+            carry = torch.empty(problem.state_shape, dtype=torch.float32, device=device)
+            early, last = ahead.spans(problem, late)
+            part(span=last, d_initial=carry)
+            rest = partial(part, span=early, d_final=carry, y_lost=None)
     elif problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
         with aside():
             launch(q_lost=y.q_lost, d_states_lost=d_states_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
-    return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial)
+    return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial, rest)
 
 
 def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: Reversed, config: Config) -> None:
@@ -293,12 +306,12 @@ def borrowed_of_chunks(
     kernel: Callable[..., Any], problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed,
     lower, d_o, d_final, d_beta, c: Config,
 ) -> Callable[..., None]:  # fmt: skip
-    """Both launches in one, of `borrowed.gradient`: a function of what the fifth writes."""
+    """Both launches in one, of `borrowed.gradient`: a function of what the fifth writes, and perhaps of span and blocks."""
 
-    def run(**written: Any) -> None:
+    def run(initial_state=arrays.initial_state, d_final=d_final, **written: Any) -> None:
         repeat = kernel(
             problem,
-            arrays._replace(q=x.q, k=x.k, g=x.g),
+            arrays._replace(q=x.q, k=x.k, g=x.g, initial_state=initial_state),
             lower=lower,
             factors=y.factors,
             states=y.states,
@@ -348,31 +361,44 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
 
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
     """All launches, on contiguous parameters and cotangents."""
-    x, restored = views(arrays), False
+    x, first, restored = views(arrays), False, False
     lower, solved, *rest = kept
-    if problem.options.disable_recompute:
-        y = replayed_of(problem, config, rest)
-        back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
-    else:
-        y = rebuild(problem, arrays, x, lower, config)
-        first, restored = asked("first"), asked("restore")
-        with beside(d_o, first) as aside:  # neither of the two fills the chip
+    slots, late = lower.shape[0], ahead.chunks(problem, config, d_o)
+    with contextlib.ExitStack() as beside_reverse:
+        if problem.options.disable_recompute:
+            y = replayed_of(problem, config, rest)
+            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+        else:
+            y = rebuild(problem, arrays, x, lower, config)
+            first, restored = asked("first") or late > 0, asked("restore")
+            aside = beside_reverse.enter_context(beside(d_o, first))  # neither of the two fills the chip
             of_reverse, of_replay = (aside, contextlib.nullcontext) if first else (contextlib.nullcontext, aside)
-            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config, of_reverse)
+            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config, of_reverse, late)
             with of_replay():
                 replay(problem, arrays, x, y, rest[0], config)
+
+        def finish_reverse() -> None:
+            if back.rest is not None:
+                meet(d_o, first)
+                back.rest()
             if restored:
                 with of_reverse():
                     restore(problem, arrays, x, y, d_o, back, config)
-    slots = lower.shape[0]
-    if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
-        y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
-        d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
-        run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
-    else:
-        z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
-        d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)
-    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, slots, run, back.d_v, d_beta, config)
+
+        if not late:
+            finish_reverse()
+            beside_reverse.close()
+        if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
+            if not late:
+                y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
+            d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
+            run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
+            if late:
+                run = ahead.in_two(problem, config, late, run, finish_reverse, beside_reverse.close)
+        else:
+            z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
+            d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)
+        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, slots, run, back.d_v, d_beta, config)
     if not restored:
         restore(problem, arrays, x, y, d_o, back, config)
     return Arrays(d_q, d_k, back.d_v, d_g, d_beta, d_A_log, d_dt_bias, back.d_initial)

@@ -139,4 +139,5 @@ def launch(problem: Problem, config: Config, layout: Layout, late_first: bool = 
     points = -(-chunk_slots(problem, config.chunk) // config.checkpoint)
     grid = (points + problem.N) * problem.HV * -(-problem.V // config.replay_block_v)
     values = dict(POINTS=points, BV=config.replay_block_v, STAGES=config.replay_stages, LATE_FIRST=late_first)
-    return Launch(replay_kernel, grid, arguments(problem, config, layout) | values, num_warps=config.replay_warps, registers=config.registers)
+    options = dict(num_warps=config.replay_warps, registers=config.registers)
+    return Launch(replay_kernel, grid, arguments(problem, config, layout) | values, **options)

@@ -121,6 +121,8 @@ class Plan:
                     fork = streams.fork_here(step is streams.FORK_FIRST)
                     fork.fork()
                     second = fork.second.cuda_stream
+                elif step is streams.MEET:
+                    fork.join()
                 elif step is streams.JOIN:
                     fork.join()
                     fork = None

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import torch
 
-FORK, FORK_FIRST, JOIN = "fork", "fork first", "join"
+FORK, FORK_FIRST, MEET, JOIN = "fork", "fork first", "meet", "join"
 seen_here: ContextVar[list | None] = ContextVar("seen", default=None)
 aside_here: ContextVar[bool] = ContextVar("aside", default=False)
 
@@ -67,3 +67,11 @@ def beside(x: torch.Tensor, first: bool = False):
         streams.join()
         if seen is not None:
             seen.append(JOIN)
+
+
+def meet(x: torch.Tensor, first: bool) -> None:
+    """Within `beside`: what follows sees what was launched aside so far; more may be launched there."""
+    if x.is_cuda:
+        fork_here(first).join()
+        if (seen := seen_here.get()) is not None:
+            seen.append(MEET)
