@@ -3,10 +3,12 @@ stages in its interpreter, CUDA's thread by thread.
 
 The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import emulated
 import numpy as np
@@ -15,10 +17,13 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("torch")
 
+import torch
+
 from kdakit.backends import cuda
 from kdakit.backends.cuda import library
 from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.host import ahead
+from kdakit.backends.triton_gpu.runtime import launch, repeat, streams
 from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
 
@@ -80,3 +85,35 @@ def test_how_many_chunks():
         late = ahead.best(128, heads, 132)
         assert 0 < late < 128
     assert ahead.best(128, 64, 132) == ahead.best(128, 96, 132) == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_a_plan_repeats_launches_beside_each_other(monkeypatch):
+    """Where they were, and memory of theirs is nobody else's until the two streams meet for good."""
+    events = []
+
+    def lent(name, aside, *tensors):
+        return launch.Lent(lambda addresses: events.append((name, *addresses)), tensors, (), aside)
+
+    second = SimpleNamespace(cuda_stream=1)
+    fork = SimpleNamespace(second=second, fork=lambda: events.append("fork"), join=lambda: events.append("join"))
+    monkeypatch.setattr(streams, "fork_here", lambda first=False: events.append(first) or fork)
+
+    @contextlib.contextmanager
+    def on(stream):
+        events.append("second" if stream is second else stream)
+        yield
+        events.append("main")
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    given, made = torch.zeros(4), torch.zeros(2**20)
+    large, small = torch.zeros(2**20), torch.zeros(4)
+    seen = [streams.FORK_FIRST, lent("a", True, given, large), lent("b", False, given, small), streams.MEET, lent("c", True, large),
+            lent("d", False, small, made), streams.JOIN, lent("e", False, made)]  # fmt: skip
+    plan = repeat.plan_of([given], [made], seen, lambda made: made)
+    assert plan.begins.keys() == {0} and list(plan.ends) == [seen.index(streams.JOIN)]
+    (result,) = plan([given])
+    names = [x[0] if isinstance(x, tuple) else x for x in events]
+    assert names == [True, "fork", "second", "a", "main", "b", "join", "second", "c", "main", "d", "join", "e"]
+    at = {x[0]: x[1:] for x in events if isinstance(x, tuple)}
+    assert at["a"][1] == at["c"][0] and at["b"][1] == at["d"][0] and at["d"][1] == at["e"][0] == result.data_ptr()
