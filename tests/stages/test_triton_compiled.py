@@ -91,7 +91,7 @@ def test_names_in_the_cache_do_not_depend_on_what_came_first():
     assert int(forward[0]) >= 20 and len(set(forward)) == len(forward) and names("-1") == forward
 
 
-FACTORS = """
+UNTIL_LAYOUTS_ARE_KNOWN = """
 import sys
 import torch
 from triton import compiler
@@ -114,6 +114,9 @@ def compile_until_layouts_are_known(src, target=None, options=None, **rest):
 
 driver.set_active(offline_driver(CHIPS["sm_90"]))
 compiler.compile = compile_until_layouts_are_known
+"""
+
+FACTORS = """
 case = Case("given", "", T=64, H=1, HV=1, K=16, V=16)
 problem = case.problem("bfloat16")
 given = zip(case.arrays("bfloat16"), case.dtypes("bfloat16"), strict=True)
@@ -129,9 +132,34 @@ def test_a_beta_in_16_bits_leaves_float32_factors_as_they_are():
     pytest.importorskip("triton")
     helpers = str(Path(__file__).parents[1] / "helpers")
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run([sys.executable, "-c", FACTORS], capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run([sys.executable, "-c", UNTIL_LAYOUTS_ARE_KNOWN + FACTORS], capture_output=True, text=True, env=env, check=True)
     widths = re.findall(r"xf32, #ttg\.dot_op<\{opIdx = \d, parent = #mma\d*, kWidth = (\d)\}>>", done.stdout)
     assert len(widths) > 20 and {*widths} == {"1"}
+
+
+APART = """
+from kdakit.backends.triton_gpu import config
+from test_triton_compiled import problem_of
+
+config.ASKED_APART = True
+problem, arrays = problem_of("bfloat16", 64, 64, True, 4, 128)
+problem = problem.replace(needs_grad=True)
+launches = [x for x in call.launches(problem, arrays, choose(problem, CHIPS["sm_90"])) if "gradient" in x[0].__name__]
+assert {kernel.__name__ for kernel, *_ in launches} == {"gradient_normed_kernel"}
+for kernel, args, constants, options in launches:
+    kernel.warmup(*args, grid=(1,), **constants, **options)
+"""
+
+
+def test_no_first_factor_of_64_rows_is_made_of_two_tiles():
+    """Triton 3.6 multiplies such a one wrongly on Hopper (benchmarks/triton_joined_tiles.py): all that come from registers lie as a product
+    left them."""
+    pytest.importorskip("triton")
+    folders = [str(Path(__file__).parents[1] / "helpers"), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    done = subprocess.run([sys.executable, "-c", UNTIL_LAYOUTS_ARE_KNOWN + APART], capture_output=True, text=True, env=env, check=True)
+    made = re.findall(r"convert_layout %\S+ : tensor<64x\d+xbf16, #(\w+)> -> tensor<64x\d+xbf16, #ttg.dot_op<\{opIdx = 0", done.stdout)
+    assert len(made) > 10 and {*made} == {"mma"}, made
 
 
 SUMS = """
@@ -172,6 +200,7 @@ def check(target: str, row: dict) -> None:
     assert row["shared"] <= row["limit"], row
     assert row["stack"] <= (TIMED_STACK if target == "sm_90" and TIMED in row["problem"] else STACK), row
     assert row["registers"] > 16, f"the compiler left nothing of {row}"
+    assert row["dtype"] != "float32" or not row["inexact"], f"off to one side, which sums over tokens keep: {row}"
 
 
 def compiled(*words: str) -> list[dict]:
@@ -267,6 +296,8 @@ def compile_all(target: str, every: bool = False) -> None:
                 alike = (target, *launched_by(what, problem, arrays, others))
                 limit = min(configs.CHIPS[c].shared_memory for c in alike)
                 facts |= dict(shared=made.metadata.shared, limit=limit, code=triton_code.of_compiled(made), **resources(made))
+                inexact = re.findall(r"(?:lg2|ex2|sqrt|rcp)\.approx", made.asm.get("ptx", ""))
+                facts |= dict(dtype=problem.dtype, inexact=sorted(set(inexact)))
             print(json.dumps(facts), flush=True)
 
     for index, sizes in enumerate(covering(target) if every else PROBLEMS):

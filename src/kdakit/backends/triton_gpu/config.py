@@ -14,8 +14,7 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-ASKED_EXACT_DECAY = os.environ.get("KDAKIT_EXACT_DECAY", "0") == "1"  # no campaign has run with it yet, see `exact_decay`
-ASKED_EXACT_SHARE = os.environ.get("KDAKIT_EXACT_SHARE", "0") == "1"  # nor with this, see `exact_share`
+ASKED_APART = os.environ.get("KDAKIT_APART", "0") == "1"  # no GPU has run this, see `joint`
 
 
 @dataclass(frozen=True)
@@ -194,23 +193,32 @@ def exact_pairs(problem: Problem, config: Config) -> bool:
     return config.gradient_dtype == "float32" or (o.beta != "sigmoid" and o.gate != "log_decay" and not fast)
 
 
+def joint(problem: Problem, chip: Chip, normed: bool) -> bool:
+    """The gradient kernel of `gradient_normed`. With 64 channels where it has been timed, and not where `exact_pairs` wants float32: it
+    multiplies with pairs in bfloat16. Smaller heads spill. float16 holds no gate that forgets nothing, which it takes for tokens that are
+    not there."""
+    o, KP = problem.options, padded(problem.K)
+    half = ASKED_APART and KP == 64 and chip.wgmma and (o.beta == "sigmoid" or o.gate == "log_decay")
+    return normed and bounded(problem) and (KP == 128 or half) and problem.gate_dtype != "float16"
+
+
 def exact_decay(problem: Problem) -> bool:
     """A chunk's gates get sum_v S dS' of states in two parts of bfloat16. The recurrence multiplies them in float32, and where gates are
     slow that sum is most of their gradients; where they are computed here, a few with the steepest slopes have all of it, and nothing
     averages what rounding takes. Not with 128 channels or more: there the speed counts, or states are most of what is moved."""
-    return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
+    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
 
 
 def exact_ends(problem: Problem) -> bool:
     """The same with 128 channels or more, in the first and the last of several chunks alone, where either S or dS' is the caller's own:
     the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
-    return ASKED_EXACT_DECAY and problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
+    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
 
 
 def exact_share(problem: Problem) -> bool:
     """decay * sum_v S dS', which all gates of a chunk get, has both factors to a rounding or two in float32 too. Where gates have
     parameters, one slow channel can hold all of their gradients, and one error for all its gates averages out of nothing."""
-    return ASKED_EXACT_SHARE and problem.dtype == "float32" and problem.options.gate != "log_decay"
+    return problem.dtype == "float32" and problem.options.gate != "log_decay"
 
 
 def checkpoint_dtype(problem: Problem) -> str:
@@ -342,9 +350,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
         in_halves=in_halves,
         # Gradients have no scale of their own, so float16 does not hold those within a chunk.
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
-        # Not heads of 64: joined tiles of 64 rows are multiplied wrongly, see benchmarks/triton_joined_tiles.py; and smaller ones spill.
-        # float16 holds no gate that forgets nothing, which it takes for tokens that are not there.
-        by_token=normed and bounded(problem) and KP == 128 and problem.gate_dtype != "float16",
+        by_token=joint(problem, chip, normed),
         exact_last=not wide,
         exact_share=exact_share(problem),
         **sizes,

@@ -31,13 +31,26 @@ def log2_one_plus(e, EXACT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def exact_log_one_plus(e):
+    """ln(1 + e), 0 <= e <= 1, to a rounding. The hardware's logarithm is off by 2^-22 and to one side; of a small result that is much.
+
+    With 1 + e = 2^n (1 + f), |f| < 0.42, and s = f / (2 + f):  ln(1 + f) = f - (h - s (h + 2/3 s^2 + 2/5 s^4 + ..)),  h = f^2 / 2.
+    """
+    m_2 = e > 0.41421356
+    f = tl.where(m_2, 0.5 * (e - 1.0), e)
+    s, h = tl.div_rn(f, 2.0 + f), 0.5 * f * f
+    z = s * s
+    y = f - (h - s * (h + z * (0.6666667 + z * (0.4 + z * (0.2857143 + z * 0.22222222)))))
+    return tl.where(m_2, LN2_HIGH + (y + LN2_LOW), y)
+
+
+@triton.jit
 def log_one_plus(e, EXACT: tl.constexpr, PTX: tl.constexpr):
     """ln(1 + e), 0 <= e <= 1, to 1e-5 of itself if not EXACT. One instruction is off by 2^-22 whatever e is, and always to one side: where
     every gate is slow, a sum over tokens keeps that."""
-    y = log2_one_plus(e, EXACT, PTX) * LN2
-    if not EXACT:
-        y = tl.where(e < 0.03, e * (1.0 - e * (0.5 - e * 0.33333333)), y)
-    return y
+    if EXACT:
+        return exact_log_one_plus(e)
+    return tl.where(e < 0.03, e * (1.0 - e * (0.5 - e * 0.33333333)), log2_one_plus(e, False, PTX) * LN2)
 
 
 @triton.jit
@@ -95,7 +108,7 @@ def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
 def exact_log_decay(b_x, a, lower_bound, GATE: tl.constexpr):
     """The gate's log-decay of x = g + bias, to a rounding or two."""
     if GATE == "softplus":
-        b_x = -a * (tl.maximum(b_x, 0.0) + LN2 * log2_one_plus(exponential(-tl.abs(b_x), True, False), True, False))
+        b_x = -a * (tl.maximum(b_x, 0.0) + exact_log_one_plus(exponential(-tl.abs(b_x), True, False)))
     elif GATE == "bounded":
         b_x = tl.div_rn(lower_bound, 1.0 + exponential(tl.minimum(-a * b_x, 79.0, tl.PropagateNan.ALL), True, False))
     return b_x
@@ -128,6 +141,24 @@ def gate_slope(p_A_log, i_h, EXACT: tl.constexpr, HAS_A_LOG: tl.constexpr):
 
 
 @triton.jit
+def exact_gate_slope(p_A_log, i_h, HAS_A_LOG: tl.constexpr):
+    """a = e^A_log of head i_h, or 1, and what rounding took from it. e^(a x) has x times the error of a, the same for all tokens."""
+    a, a_lost = 1.0, 0.0
+    if HAS_A_LOG:
+        x = tl.load(p_A_log + i_h).to(tl.float64)
+        n = tl.floor(x * LOG2E + 0.5)
+        r = x - n * LN2
+        y = r * 0.0 + 1.0
+        for i in tl.static_range(12):  # the series of e^r, |r| < 0.35, to 1e-15
+            y = y * r * (1.0 / (12.0 - i)) + 1.0
+        n = tl.minimum(tl.maximum(n, -126.0), 127.0)
+        y = y * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True).to(tl.float64)
+        a = y.to(tl.float32)
+        a_lost = (y - a.to(tl.float64)).to(tl.float32)
+    return a, a_lost
+
+
+@triton.jit
 def inverse_norm(b_sum, EXACT: tl.constexpr = False):
     """1 / sqrt(sum of squares + 1e-6). EXACT: root and quotient are rounded, where one instruction is off to one side."""
     if EXACT:
@@ -136,12 +167,12 @@ def inverse_norm(b_sum, EXACT: tl.constexpr = False):
 
 
 @triton.jit
-def gate_backward(b_x, b_lost, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
+def gate_backward(b_x, b_lost, b_d, a, a_lost, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr):
     """From d the gradient of the log-decay: that of the gate's input x = g + bias, and the terms of that of A_log, with a = e^A_log.
 
     softplus: -a sigmoid(x) d,  -a softplus(x) d        bounded, s = sigmoid(a x): a z,  a x z  with  z = lower_bound s (1 - s) d
 
-    EXACT: b_lost is what rounding took from x. Where x is -10, its exponential is off by ten times as much.
+    EXACT: b_lost is what rounding took from x, a_lost from a. Where a x is -10, its exponential is off by ten times as much.
     """
     if GATE == "log_decay":
         return b_d, b_d
@@ -155,7 +186,7 @@ def gate_backward(b_x, b_lost, b_d, a, lower_bound, GATE: tl.constexpr, EXACT: t
     b_ax = a * b_x
     b_h = exponential(-0.5 * tl.abs(b_ax), EXACT, PTX)  # twice a factor, since e = h^2 alone may be too small for a float32
     if EXACT:
-        b_lost = tl.fma(b_x, a, -b_ax) + a * b_lost
+        b_lost = tl.fma(b_x, a, -b_ax) + (a * b_lost + a_lost * b_x)
         b_h = b_h - b_h * tl.where(b_ax >= 0, 0.5 * b_lost, -0.5 * b_lost)
     b_r = reciprocal(1.0 + b_h * b_h, PTX, EXACT)
     b_z = (b_h * b_r) * (b_h * (b_r * (lower_bound * b_d)))

@@ -21,7 +21,14 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     split_sides,
     to_end,
 )
-from kdakit.backends.triton_gpu.device.gate import exact_log_decay, exponential, gate_backward, gate_decay, gate_slope
+from kdakit.backends.triton_gpu.device.gate import (
+    exact_gate_slope,
+    exact_log_decay,
+    exponential,
+    gate_backward,
+    gate_decay,
+    gate_slope,
+)
 from kdakit.backends.triton_gpu.device.matrix import product, round_to, rounded_off
 from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs, whole_with_pairs
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token
@@ -151,7 +158,7 @@ def normalised_backward(b_d, b_x, p_norm, o_t, C: tl.constexpr, HALF: tl.constex
 
 @triton.jit
 def store_span(
-    p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, lower_bound, o_t, o_k, HV, length,
+    p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, a_lost, lower_bound, o_t, o_k, HV, length,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr,
     EXACT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +169,7 @@ def store_span(
     store_gradient(p_d_q, o_t, HV, o_k, length, b_dq, K, KP)
     store_gradient(p_d_k, o_t, HV, o_k, length, b_dk, K, KP)
     b_d_g = tl.where((o_t < length)[None, :], b_d_g, 0.0)
-    b_d_x, b_d_A = gate_backward(b_x, b_lost, b_d_g, a, lower_bound, GATE, EXACT, PTX)
+    b_d_x, b_d_A = gate_backward(b_x, b_lost, b_d_g, a, a_lost, lower_bound, GATE, EXACT, PTX)
     store_gradient(p_d_g, o_t, HV, o_k, length, b_d_x, K, KP)
     return tl.sum(b_d_x, 1), tl.sum(b_d_A, 1)
 
@@ -188,7 +195,7 @@ def finish_l2norm(
 @triton.jit
 def slice_gradient(
     p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, p_d_decay, p_d_q, p_d_k, p_d_g,
-    a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
+    a, a_lost, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
     BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, EXACT_SHARE: tl.constexpr,
     DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
@@ -225,7 +232,7 @@ def slice_gradient(
         )  # fmt: skip
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
-            p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, lower_bound, o_0 + 32, o_k, HV, length,
+            p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, a_lost, lower_bound, o_0 + 32, o_k, HV, length,
             K, KP, C, HALF, GROUP, GATE, L2NORM, EXACT, PTX,
         )  # fmt: skip
         b_d_decay = b_after * b_d_decay
@@ -246,7 +253,7 @@ def slice_gradient(
         b_decay = span_decay(b_decay, b_x, a, lower_bound, o_0, length, GATE)
     b_d_g += b_decay * b_d_decay
     b_d_bias, b_d_A = store_span(
-        p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, lower_bound, o_0, o_k, HV, length,
+        p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, a_lost, lower_bound, o_0, o_k, HV, length,
         K, KP, C, HALF, GROUP, GATE, L2NORM, EXACT, PTX,
     )  # fmt: skip
     if C > 32:
@@ -300,7 +307,11 @@ def gradient_kernel(
         p_scales += i_p * 3 * KP
     if p_d_q_lost is not None:
         p_d_q_lost += (i_n * HV + i_h) * KP * R
-    a = gate_slope(p_A_log, i_h, EXACT, HAS_A_LOG)
+    a_lost = 0.0
+    if EXACT:
+        a, a_lost = exact_gate_slope(p_A_log, i_h, HAS_A_LOG)
+    else:
+        a = gate_slope(p_A_log, i_h, False, HAS_A_LOG)
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
 
@@ -308,7 +319,7 @@ def gradient_kernel(
         o_k = i_k + tl.arange(0, BK)
         b_d_bias, b_d_A = slice_gradient(
             p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP,
-            p_d_q, p_d_k, p_d_g, a, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
+            p_d_q, p_d_k, p_d_g, a, a_lost, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
             K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, EXACT_SHARE, GRADIENT_DTYPE, PRECISION, PTX, HIP,
         )  # fmt: skip
         if HAS_DT_BIAS:
