@@ -135,7 +135,7 @@ def test_an_error_beside_joins_its_stream(monkeypatch):
 
     done = []
     fork = type("Fork", (), {"fork": lambda self: done.append("fork"), "join": lambda self: done.append("join"), "second": None})()
-    monkeypatch.setattr(streams, "fork_here", lambda first=False: fork)
+    monkeypatch.setattr(streams, "fork_here", lambda: fork)
     on_gpu = type("OnGpu", (), {"is_cuda": True})()
     with pytest.raises(RuntimeError, match="out of memory"), streams.beside(on_gpu):
         raise RuntimeError("out of memory")

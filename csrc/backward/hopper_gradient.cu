@@ -110,8 +110,7 @@ cudaError_t launch(const HopperGradient& p, int64_t items, cudaStream_t stream) 
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGradientBytes);
   if (status != cudaSuccess) return status;
-  const int blocks = p.blocks > 0 && p.blocks < processors ? p.blocks : processors;
-  kernel<<<static_cast<unsigned>(items < blocks ? items : blocks), kGradientThreads, kGradientBytes, stream>>>(p, items);
+  kernel<<<static_cast<unsigned>(items < processors ? items : processors), kGradientThreads, kGradientBytes, stream>>>(p, items);
   return cudaGetLastError();
 }
 template <Gate GATE, bool BOUNDED>

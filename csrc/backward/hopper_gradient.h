@@ -21,7 +21,6 @@ struct HopperGradient {
   float *A_shares, *bias_shares;  // [slots, HV, 128] or null: what every chunk adds to d_A_log and d_dt_bias
   int lower_float32, wide;
   int group_bits;  // rows of lower and factors, group = 2^group_bits: token t of each 32 is in row t % group * (32 / group) + t / group
-  int blocks;      // at most; 0: one a multiprocessor
 };
 
 cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream);

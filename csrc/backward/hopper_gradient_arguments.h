@@ -16,7 +16,6 @@ inline HopperGradient gradient_of(const kda_gradient_args &args, const kda_prefi
   p.A_shares = args.A_shares, p.bias_shares = args.bias_shares;
   p.lower_float32 = args.lower_dtype == KDA_FLOAT32, p.wide = args.d_q_dtype == KDA_FLOAT32;
   p.group_bits = args.group == 8 ? 3 : args.group == 4 ? 2 : args.group == 2;
-  p.blocks = args.blocks;
   return p;
 }
 

@@ -108,8 +108,8 @@ typedef struct kda_prefill_args {
   int32_t parts;      /* bfloat16: a sequence is scanned in at most so many parts beside each other; 0: the library's choice */
   int32_t checkpoint; /* chunks from one of `checkpoints` to the next */
 
-  /* bfloat16, KDA_GATE_LOG_DECAY or l2norm, all three or none: what a backward begins with, see kda_gradient_args for slots and for the order of rows
-     and columns. */
+  /* bfloat16, KDA_GATE_LOG_DECAY or l2norm, all three or none: what a backward begins with, see kda_gradient_args for slots and for the
+     order of rows and columns. */
   void *lower;         /* [slots, HV, 64, 64] of lower_dtype, written: (I + A_kk)^-1 = I - Diag(beta) lower, strictly lower */
   void *solved;        /* [slots, HV, 64, 64] bfloat16, written: A_qk (I + A_kk)^-1, with the scale */
   void *checkpoints;   /* [ceil(slots / checkpoint), HV, V, K] bfloat16, written: the state before the chunk of every such slot */
@@ -156,7 +156,7 @@ typedef struct kda_gradient_args {
   int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
   int32_t d_q_dtype;   /* of d_q and d_k: KDA_BFLOAT16 or KDA_FLOAT32 */
   int32_t group;       /* 0 or 1: rows of lower and factors are tokens; else of each 32 token t is row t % group * 32 / group + t / group */
-  int32_t blocks;      /* at most so many, which leaves multiprocessors to what runs beside it; 0: one a multiprocessor */
+  int32_t reserved;    /* 0 */
 
   /* As d_final, of sequences of more than one chunk, or NULL: bfloat16 loses some of what gates get from the ends of a sequence. */
   const float *before_last; /* the state before the last chunk, with d_final */

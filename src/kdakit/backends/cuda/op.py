@@ -133,17 +133,17 @@ def _prefill_again(template: PrefillArgs, dtype: str, index: int | None, address
 
 def chunk_gradient(
     problem: Problem, arrays: Arrays, *, lower, factors, states, d_states, r, d_o, d_v, alone, d_final, d_beta, group: int,
-    d_q, d_k, d_g, d_A_log, d_dt_bias, before_last=None, after_first=None, span: Span | None = None, blocks: int = 0,
+    d_q, d_k, d_g, d_A_log, d_dt_bias, before_last=None, after_first=None,
 ) -> Repeat | None:  # fmt: skip
     """The backward over chunks of 64 tokens, bfloat16, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta,
-    d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them. span: of these
-    chunks alone, in at most so many blocks. Returns how to repeat it; None: something had to be copied."""
+    d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them. Returns how to
+    repeat it; None: something had to be copied."""
     q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
     mine = d_o, d_final
     d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)  # the caller's, which may begin anywhere
     tensors: dict[str, torch.Tensor | None] = dict(q=q, k=k, v=d_v, g=g, beta=arrays.beta, o=d_v)
     given = dict(zip(GIVEN, _given(arrays), strict=True))
-    forward_args = _differentiated(_within(problem, span), given["cu_seqlens"], tensors)
+    forward_args = _differentiated(problem, given["cu_seqlens"], tensors)
     pointers = dict(
         lower=lower, factors=factors, states=states, d_states=d_states, r=r, d_o=d_o, d_v=d_v, alone=alone, d_final=d_final,
         d_q=d_q, d_k=d_k, d_g=d_g, d_beta=d_beta, A_shares=d_A_log, bias_shares=d_dt_bias,
@@ -154,11 +154,9 @@ def chunk_gradient(
         lower_dtype=LOWER_DTYPES[lower.dtype],
         d_q_dtype=library.FLOAT32 if d_q.dtype == torch.float32 else library.BFLOAT16,
         group=group,
-        blocks=blocks,
     )
     every = (*tensors.values(), *given.values(), *pointers.values())
-    offsets = _offsets(span, tensors | given | pointers)
-    again = partial(_stage_again, "gradient", forward_args, args, tuple(pointers), d_v.device.index, offsets)
+    again = partial(_stage_again, "gradient", forward_args, args, tuple(pointers), d_v.device.index)
     again([_pointer(x) for x in every])
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
     own = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
@@ -175,34 +173,10 @@ def chunk_rebuild(problem: Problem, arrays: Arrays, *, lower, tiles, decay, fact
     pointers = dict(lower=lower, tiles=tiles, decay=decay, factors=factors, first=first)
     args = library.RebuildArgs(forward_args, lower_dtype=LOWER_DTYPES[lower.dtype], group=group)
     every = (*tensors.values(), *given.values(), *pointers.values())
-    again = partial(_stage_again, "rebuild", forward_args, args, tuple(pointers), lower.device.index, ())
+    again = partial(_stage_again, "rebuild", forward_args, args, tuple(pointers), lower.device.index)
     again([_pointer(x) for x in every])
     own = arrays.q, arrays.k, None, arrays.g, arrays.beta, None, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
     return _repeat(again, every, own)
-
-
-Span = tuple[int, int]  # of a call's only sequence: the first of some chunks of 64 tokens, and how many
-# Which of a stage's tensors are [B, T, ..], and which [slots, ..]; the others are not by token.
-BY_TOKEN = "q", "k", "v", "g", "beta", "o", "r", "d_o", "d_v", "d_q", "d_k", "d_g", "d_beta"
-BY_SLOT = "lower", "factors", "states", "d_states", "alone", "A_shares", "bias_shares", "tiles", "solved", "decay"
-
-
-def _within(problem: Problem, span: Span | None) -> Problem:
-    """Those chunks as a call of their own."""
-    return problem if span is None else problem.replace(T=min(problem.T - 64 * span[0], 64 * span[1]))
-
-
-def _offsets(span: Span | None, tensors: dict[str, torch.Tensor | None]) -> tuple[int, ...]:
-    """Bytes from each tensor's beginning to the first chunk's part of it; (): no tensor has any."""
-    if span is None:
-        return ()
-
-    def offset(name: str, x: torch.Tensor | None) -> int:
-        if x is None or name not in BY_TOKEN + BY_SLOT:
-            return 0
-        return x.element_size() * span[0] * (64 * x.stride(1) if name in BY_TOKEN else x.stride(0))
-
-    return tuple(offset(*item) for item in tensors.items())
 
 
 def _given(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
@@ -226,12 +200,10 @@ def _differentiated(problem: Problem, cu_seqlens: torch.Tensor | None, tensors: 
 
 
 def _stage_again(
-    stage: str, forward_template: PrefillArgs, template: Any, names: tuple[str, ...], index: int | None, offsets: tuple[int, ...],
+    stage: str, forward_template: PrefillArgs, template: Any, names: tuple[str, ...], index: int | None,
     addresses: Sequence[int | None],
 ) -> None:  # fmt: skip
-    """A stage of the backward, by its name in `library`, with these addresses, so many bytes on, or none."""
-    if offsets:
-        addresses = [at if at is None else at + by for at, by in zip(addresses, offsets, strict=True)]
+    """A stage of the backward, by its name in `library`, with these addresses."""
     forward_args, args = PrefillArgs.from_buffer_copy(forward_template), type(template).from_buffer_copy(template)
     for name, address in zip(TENSORS, addresses, strict=False):
         getattr(forward_args, name).data = address
@@ -245,26 +217,24 @@ def _stage_again(
 
 def reverse(
     problem: Problem, arrays: Arrays, *, tiles, k_solved, solved, decay, factors, d_o, d_final, d_states, d_v, y_lost, alone, d_initial,
-    group: int, after_first=None, span: Span | None = None,
+    group: int, after_first=None,
 ) -> Repeat | None:  # fmt: skip
     """The gradient of the state in chunks of 64 tokens, bfloat16, from the end of each sequence (kda_reverse_args in kdakit.h): writes
-    d_states, d_v, y_lost, alone, d_initial and after_first. span: through these chunks alone, with d_final after and d_initial before them.
-    Returns how to repeat it; None: something had to be copied."""
+    d_states, d_v, y_lost, alone, d_initial and after_first. Returns how to repeat it; None: something had to be copied."""
     mine = d_o, d_final
     d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)
     unseen: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
     given: dict[str, torch.Tensor | None] = dict.fromkeys(GIVEN)
     mine_given = given | {"cu_seqlens": arrays.cu_seqlens}
     given["cu_seqlens"] = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
-    forward_args = _differentiated(_within(problem, span), given["cu_seqlens"], unseen)
+    forward_args = _differentiated(problem, given["cu_seqlens"], unseen)
     forward_args.gate = GATES["log_decay"]  # it looks at no gate, so that nothing of one is missing
     args = library.ReverseArgs(forward_args, k_solved_dtype=FLOAT16 if k_solved.dtype == torch.float16 else BFLOAT16, group=group)
     pointers = dict(
         tiles=tiles, solved=solved, decay=decay, factors=factors, d_o=d_o, d_final=d_final, d_states=d_states, d_v=d_v, alone=alone,
         y_lost=y_lost, d_initial=d_initial, after_first=after_first,
     )  # fmt: skip
-    offsets = _offsets(span, unseen | given | pointers)
-    again = partial(_stage_again, "reverse", forward_args, args, tuple(pointers), d_v.device.index, offsets)
+    again = partial(_stage_again, "reverse", forward_args, args, tuple(pointers), d_v.device.index)
     every = (*unseen.values(), *given.values(), *pointers.values())
     again([_pointer(x) for x in every])
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))

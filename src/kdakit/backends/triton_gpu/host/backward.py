@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ from kdakit.backends.triton_gpu.config import (
     exact_q,
     padded,
 )
-from kdakit.backends.triton_gpu.host import ahead
 from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
@@ -31,8 +29,7 @@ from kdakit.backends.triton_gpu.kernels import replay as replay_kernel
 from kdakit.backends.triton_gpu.kernels import reverse as reverse_kernel
 from kdakit.backends.triton_gpu.runtime.launch import note_lent
 from kdakit.backends.triton_gpu.runtime.layout import Views, views
-from kdakit.backends.triton_gpu.runtime.schedule import asked
-from kdakit.backends.triton_gpu.runtime.streams import beside, meet
+from kdakit.backends.triton_gpu.runtime.streams import beside
 from kdakit.problem import Arrays, Problem
 
 
@@ -148,7 +145,7 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -
 def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoints, config: Config) -> None:
     """Second launch: the states before every chunk and v - k_in S again."""
     if out.tiles.shape[0] * problem.HV:
-        replay_kernel.launch(problem, config, x.layout, asked("late"))(
+        replay_kernel.launch(problem, config, x.layout)(
             v=x.v,
             cu_seqlens=arrays.cu_seqlens,
             checkpoints=checkpoints,
@@ -175,15 +172,10 @@ class Reversed(NamedTuple):
     y_lost: torch.Tensor | None  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
     alone: torch.Tensor | None  # what the gradient of a given beta needs
     d_initial: torch.Tensor | None
-    rest: Callable[[], None] | None = None  # launches what is left of the pass
 
 
-def reverse(
-    problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config,
-    aside: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext, late: int = 0,
-) -> Reversed:  # fmt: skip
-    """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs.
-    aside: where it is launched, with memory from here. late: through so many of the last chunks, `rest` through the others; 0: all."""
+def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config) -> Reversed:
+    """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_states_lost = torch.empty_like(d_states) if exact_decay(problem) else None
@@ -191,7 +183,7 @@ def reverse(
     after_first = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if has_after else None
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
     y_lost = torch.empty(last_shape(problem, config), dtype=d_v.dtype, device=device) if config.exact_last else None
-    d_initial, alone, rest = None, None, None
+    d_initial, alone = None, None
     if problem.options.beta == "given":
         alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
@@ -199,24 +191,11 @@ def reverse(
     given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
     written = dict(d_states=d_states, after_first=after_first, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
     if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
-        run = partial(kernel, problem, arrays, group=1 if config.normed else config.group)
-
-        def part(**changes: Any) -> None:
-            with aside():
-                note_lent(run(**(given | written | changes)))
-
-        if not late:
-            part()
-        else:
-            carry = torch.empty(problem.state_shape, dtype=torch.float32, device=device)
-            early, last = ahead.spans(problem, late)
-            part(span=last, d_initial=carry)
-            rest = partial(part, span=early, d_final=carry, y_lost=None)
+        note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
-        with aside():
-            launch(q_lost=y.q_lost, d_states_lost=d_states_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
-    return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial, rest)
+        launch(q_lost=y.q_lost, d_states_lost=d_states_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
+    return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial)
 
 
 def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: Reversed, config: Config) -> None:
@@ -306,12 +285,12 @@ def borrowed_of_chunks(
     kernel: Callable[..., Any], problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed,
     lower, d_o, d_final, d_beta, c: Config,
 ) -> Callable[..., None]:  # fmt: skip
-    """Both launches in one, of `borrowed.gradient`: a function of what the fifth writes, and perhaps of span and blocks."""
+    """Both launches in one, of `borrowed.gradient`: a function of what the fifth writes."""
 
-    def run(initial_state=arrays.initial_state, d_final=d_final, **written: Any) -> None:
+    def run(**written: Any) -> None:
         repeat = kernel(
             problem,
-            arrays._replace(q=x.q, k=x.k, g=x.g, initial_state=initial_state),
+            arrays._replace(q=x.q, k=x.k, g=x.g),
             lower=lower,
             factors=y.factors,
             states=y.states,
@@ -351,7 +330,7 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
     if slots * problem.HV:
         run(d_q=d_q, d_k=d_k, d_g=d_g, d_A_log=A_shares, d_dt_bias=bias_shares)
     if d_A_log is not None or d_dt_bias is not None:
-        launch = parameter_sums.launch(problem, config, x.layout, asked("sums"))
+        launch = parameter_sums.launch(problem, config, x.layout)
         launch(d_g=d_g, A_shares=A_shares, bias_shares=bias_shares, d_A_log=d_A_log, d_dt_bias=d_dt_bias)
     clear_gradients(problem, arrays, d_q, d_k, d_v, d_g, d_beta)
     if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
@@ -361,44 +340,26 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
 
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
     """All launches, on contiguous parameters and cotangents."""
-    x, first, restored = views(arrays), False, False
+    x = views(arrays)
     lower, solved, *rest = kept
-    slots, late = lower.shape[0], ahead.chunks(problem, config, d_o)
-    with contextlib.ExitStack() as beside_reverse:
-        if problem.options.disable_recompute:
-            y = replayed_of(problem, config, rest)
-            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
-        else:
-            y = rebuild(problem, arrays, x, lower, config)
-            first, restored = asked("first") or late > 0, asked("restore")
-            aside = beside_reverse.enter_context(beside(d_o, first))  # neither of the two fills the chip
-            of_reverse, of_replay = (aside, contextlib.nullcontext) if first else (contextlib.nullcontext, aside)
-            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config, of_reverse, late)
-            with of_replay():
-                replay(problem, arrays, x, y, rest[0], config)
-
-        def finish_reverse() -> None:
-            if back.rest is not None:
-                meet(d_o, first)
-                back.rest()
-            if restored:
-                with of_reverse():
-                    restore(problem, arrays, x, y, d_o, back, config)
-
-        if not late:
-            finish_reverse()
-            beside_reverse.close()
-        if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
-            if not late:
-                y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
-            d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
-            run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
-            if late:
-                run = ahead.in_two(problem, config, late, run, finish_reverse, beside_reverse.close)
-        else:
-            z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
-            d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)
-        d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, slots, run, back.d_v, d_beta, config)
-    if not restored:
+    if problem.options.disable_recompute:
+        y = replayed_of(problem, config, rest)
+        back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
         restore(problem, arrays, x, y, d_o, back, config)
+    else:
+        y = rebuild(problem, arrays, x, lower, config)
+        with beside(d_o) as aside:  # neither of the two fills the chip
+            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+            with aside():
+                replay(problem, arrays, x, y, rest[0], config)
+            restore(problem, arrays, x, y, d_o, back, config)  # while the replay still runs
+    slots = lower.shape[0]
+    if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
+        y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
+        d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
+        run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)
+    else:
+        z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
+        d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)
+    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, slots, run, back.d_v, d_beta, config)
     return Arrays(d_q, d_k, back.d_v, d_g, d_beta, d_A_log, d_dt_bias, back.d_initial)

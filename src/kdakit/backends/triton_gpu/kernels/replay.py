@@ -83,21 +83,18 @@ def replay_kernel(
     p_before_last, p_r, p_r_lost, T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_LOST: tl.constexpr, LATE_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head: the chunks from a checkpoint, or from the sequence's start, to the next checkpoint or the end. The states
     before every chunk and r = v - k_in S, serial only within the segment.
 
     Grid: ((POINTS + N) * HV * cdiv(V, BV),), blocks of V fastest, then heads, then places where a segment may begin: the POINTS slots that
-    CHECKPOINT divides, then the first slot of every sequence, which begins none of its own where it is one of those. LATE_FIRST: the last
-    of them first.
+    CHECKPOINT divides, then the first slot of every sequence, which begins none of its own where it is one of those.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0).to(tl.int64)
     i_v, i_p = i_p % NV, i_p // NV
     i_place, i_h = i_p // HV, i_p % HV
-    if LATE_FIRST:
-        i_place = POINTS + N - 1 - i_place
     i_s = i_place * CHECKPOINT
     if i_place >= POINTS:
         i_s = first_slot(p_cu_seqlens, i_place - POINTS, C) if VARLEN else (i_place - POINTS) * NT
@@ -135,9 +132,8 @@ def replay_kernel(
 
 
 @lru_cache(maxsize=1024)
-def launch(problem: Problem, config: Config, layout: Layout, late_first: bool = False) -> Launch:
+def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
     points = -(-chunk_slots(problem, config.chunk) // config.checkpoint)
     grid = (points + problem.N) * problem.HV * -(-problem.V // config.replay_block_v)
-    values = dict(POINTS=points, BV=config.replay_block_v, STAGES=config.replay_stages, LATE_FIRST=late_first)
-    options = dict(num_warps=config.replay_warps, registers=config.registers)
-    return Launch(replay_kernel, grid, arguments(problem, config, layout) | values, **options)
+    values = arguments(problem, config, layout) | dict(POINTS=points, BV=config.replay_block_v, STAGES=config.replay_stages)
+    return Launch(replay_kernel, grid, values, num_warps=config.replay_warps, registers=config.registers)

@@ -51,7 +51,6 @@ class Lent(NamedTuple):
     again: Callable[[Sequence[int | None]], None]
     tensors: tuple
     widened: tuple[int, ...]  # which of the tensors, all of them a call's own, are copied
-    aside: bool = False  # on the second stream of `beside`
 
 
 RAN = Seen, Lent
@@ -60,7 +59,7 @@ RAN = Seen, Lent
 def note_lent(repeat: tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]] | None) -> None:
     """For whoever is `watching`: the fields of another backend's launch. None: it cannot be repeated, and nor can the call."""
     if (seen := seen_here.get()) is not None:
-        seen.append(None if repeat is None else Lent(*repeat, aside_here.get()))
+        seen.append(None if repeat is None else Lent(*repeat))
 
 
 def launch(kernel, grid: Grid, args: tuple, constants: dict[str, Any], **options: int) -> Any:

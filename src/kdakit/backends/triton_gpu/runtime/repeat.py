@@ -11,7 +11,6 @@ their own, for as long as launches want it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from kdakit.backends.triton_gpu.runtime import launch, streams
 
 APART = 256  # bytes: where tensors may begin in the scratch memory
 LARGE = 2**22  # bytes: these are not part of it; with as many a GPU is busy for longer than the host is with them
-FORKS = streams.FORK, streams.FORK_FIRST
 Tensors = Sequence[Any]  # or None
 
 
@@ -80,7 +78,7 @@ class Plan:
         """{step: [(place, bytes)]} where large tensors begin, 0 bytes for one that is made, and {step: [place]} where scratch ends."""
         starts, stops, fork = list(range(len(self.steps))), list(range(len(self.steps))), 0
         for i, step in enumerate(self.steps):
-            if step in FORKS:
+            if step is streams.FORK:
                 fork = i
             elif step is streams.JOIN:
                 starts[fork:i], stops[fork:i] = [fork] * (i - fork), [i] * (i - fork)
@@ -117,19 +115,16 @@ class Plan:
                     else:
                         x = made[place - self.first_made] = self._make(self.made[place - self.first_made], given, device)
                     values[place] = x.data_ptr()
-                if step in FORKS:
-                    fork = streams.fork_here(step is streams.FORK_FIRST)
+                if step is streams.FORK:
+                    fork = streams.fork_here()
                     fork.fork()
                     second = fork.second.cuda_stream
-                elif step is streams.MEET:
-                    fork.join()
                 elif step is streams.JOIN:
                     fork.join()
                     fork = None
                 elif isinstance(step, launch.Lent):
-                    with torch.cuda.stream(fork.second) if step.aside else contextlib.nullcontext():
-                        wide = {i: given[step.tensors[i] - 1].float().contiguous() for i in step.widened}
-                        step.again([wide[i].data_ptr() if i in wide else values[place] for i, place in enumerate(step.tensors)])
+                    wide = {i: given[step.tensors[i] - 1].float().contiguous() for i in step.widened}
+                    step.again([wide[i].data_ptr() if i in wide else values[place] for i, place in enumerate(step.tensors)])
                 else:
                     stream = (second,) if step.aside else ()
                     launch.start(step.compiled, step.grid, [values[i] for i in step.tensors], step.rest, *stream)
