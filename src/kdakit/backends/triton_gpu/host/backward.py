@@ -178,7 +178,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
-    d_states_lost = torch.empty_like(d_states) if exact_decay(problem) else None
+    d_states_lost = torch.empty(d_states.shape, dtype=d_states.dtype, device=device) if exact_decay(problem) else None
     has_after = exact_ends(problem) and arrays.initial_state is not None
     after_first = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if has_after else None
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
