@@ -108,8 +108,8 @@ typedef struct kda_prefill_args {
   int32_t parts;      /* bfloat16: a sequence is scanned in at most so many parts beside each other; 0: the library's choice */
   int32_t checkpoint; /* chunks from one of `checkpoints` to the next */
 
-  /* bfloat16, KDA_GATE_LOG_DECAY, all three or none: what a backward begins with, see kda_gradient_args for slots and for the order of rows
-     and columns. */
+  /* bfloat16, KDA_GATE_LOG_DECAY or l2norm, all three or none: what a backward begins with, see kda_gradient_args for slots and for the
+     order of rows and columns. */
   void *lower;         /* [slots, HV, 64, 64] of lower_dtype, written: (I + A_kk)^-1 = I - Diag(beta) lower, strictly lower */
   void *solved;        /* [slots, HV, 64, 64] bfloat16, written: A_qk (I + A_kk)^-1, with the scale */
   void *checkpoints;   /* [ceil(slots / checkpoint), HV, V, K] bfloat16, written: the state before the chunk of every such slot */

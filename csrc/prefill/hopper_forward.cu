@@ -31,8 +31,9 @@ kda_status check_kept(const kda_prefill_args &args) {
     return fail(KDA_INVALID_ARGUMENT, "lower_dtype must be %d or %d, got %d", KDA_FLOAT16, KDA_FLOAT32, args.lower_dtype);
   if (args.group < 0 || args.group > 8 || (args.group & (args.group - 1)))
     return fail(KDA_INVALID_ARGUMENT, "group must be 0, 1, 2, 4 or 8, got %d", args.group);
-  if (args.gate != KDA_GATE_LOG_DECAY)
-    return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints are kept for gate %d alone, got %d", KDA_GATE_LOG_DECAY, args.gate);
+  if (args.gate != KDA_GATE_LOG_DECAY && !args.l2norm)
+    return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints are kept for gate %d, or with l2norm, got gate %d", KDA_GATE_LOG_DECAY,
+                args.gate);
   if (args.checkpoint < 1) return fail(KDA_INVALID_ARGUMENT, "checkpoint must be at least 1, got %d", args.checkpoint);
   return KDA_OK;
 }

@@ -1,23 +1,33 @@
-// The prepare kernel of a training forward, see hopper_prepare_chunk.cuh: of given log-decays, whatever their bound. With gates that are
-// computed here it is no faster than Triton's.
+// The prepare kernel of a training forward, see hopper_prepare_chunk.cuh: of given log-decays, whatever their bound, and of normalised keys
+// with gates that are computed here.
 #include "hopper_prepare_chunk.cuh"
 
 namespace kda::hopper {
 namespace {
 
-template <bool G32, bool L2NORM>
+template <Gate GATE, bool BOUNDED, bool G32, bool L2NORM>
 __global__ void __launch_bounds__(kWarps * 32, 3) prepare_kept_kernel(const __grid_constant__ HopperForward p,
                                                                       const __grid_constant__ Kept kept) {
-  prepare_chunk<Gate::log_decay, false, G32, L2NORM, true>(p, kept);
+  prepare_chunk<GATE, BOUNDED, G32, L2NORM, true>(p, kept);
+}
+
+// run(Form) of a call.
+template <typename Run>
+auto of_kept_form(const HopperForward& p, Run run) {
+  if (p.gate == Gate::bounded)
+    return p.gate_float32 ? run(Form<Gate::bounded, true, true, true>{}) : run(Form<Gate::bounded, true, false, true>{});
+  if (p.gate == Gate::softplus)
+    return p.gate_float32 ? run(Form<Gate::softplus, false, true, true>{}) : run(Form<Gate::softplus, false, false, true>{});
+  return with_form<Gate::log_decay, false>(p, run);
 }
 
 }  // namespace
 
 #ifndef KDA_EMULATE
 cudaError_t launch_prepare_kept(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream) {
-  return with_form<Gate::log_decay, false>(p, [&](auto form) {
+  return of_kept_form(p, [&](auto form) {
     using F = decltype(form);
-    const auto kernel = prepare_kept_kernel<F::gate_float32, F::l2norm>;
+    const auto kernel = prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>;
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(F::bounded));
     if (status != cudaSuccess) return status;
     kernel<<<grid_of(p, slots), kWarps * 32, shared_bytes(F::bounded), stream>>>(p, kept);

@@ -28,9 +28,9 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
   const HopperForward p = forward_of(*args);
   const Kept kept = kept_of(*args);
   if (kept.lower) {
-    with_form<Gate::log_decay, false>(p, [&](auto form) {
+    of_kept_form(p, [&](auto form) {
       using F = decltype(form);
-      run(p, slots_of(*args), order, [&] { prepare_kept_kernel<F::gate_float32, F::l2norm>(p, kept); });
+      run(p, slots_of(*args), order, [&] { prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept); });
       return 0;
     });
     return;

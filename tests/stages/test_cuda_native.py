@@ -71,8 +71,8 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 49, (
-        "16 kinds of chunks, in training four; two widths of the scan, each also in training; one of parts, eight gradients, "
+    assert len(found) == 53, (
+        "16 kinds of chunks, in training eight; two widths of the scan, each also in training; one of parts, eight gradients, "
         "four of the state's gradient, twelve that make tiles again"
     )
     for usage in found:
@@ -117,7 +117,7 @@ def test_what_is_kept_is_checked(native):
         (dict(lower_dtype=1), "lower_dtype must be 2 or 0, got 1"),
         (dict(group=3), "group must be 0, 1, 2, 4 or 8, got 3"),
         (dict(checkpoint=0), "checkpoint must be at least 1, got 0"),
-        (dict(gate=1, A_log=4096), "unsupported: lower, solved and checkpoints are kept for gate 0 alone, got 1"),
+        (dict(gate=1, A_log=4096), "unsupported: lower, solved and checkpoints are kept for gate 0, or with l2norm, got gate 1"),
     ):
         with pytest.raises(library.NativeError, match=message):
             native.prefill(arguments(**right | changes), "bf16")

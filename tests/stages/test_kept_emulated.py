@@ -11,7 +11,7 @@ from hopper_records import CHUNK, floats, prepare, row_order
 
 from kdakit import reference
 from kdakit.backends.cuda import library
-from kdakit.cases import CASES, Case
+from kdakit.cases import CASES, FUSED, Case
 from kdakit.chunked import intra
 from kdakit.rounding import round_to
 
@@ -86,6 +86,13 @@ def test_against_float64(kernels, name):
 
 def test_normalised_keys(kernels):
     check(kernels, Case("normed", "float16 `lower`", T=72, H=1, HV=1, K=128, V=128, gate="spikes", beta="logits", options=NORMED))
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_gates_that_are_computed_here(kernels, bounded):
+    gate = {"safe_gate": True, "lower_bound": -5.0} if bounded else {}
+    sizes = dict(T=72, H=1, HV=1, K=128, V=128)
+    check(kernels, Case("fused", "", gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | gate, **sizes))
 
 
 @pytest.mark.parametrize("scale", [1e-3, 300.0])

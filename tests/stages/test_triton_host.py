@@ -200,7 +200,7 @@ def test_a_plan_repeats_a_forward_and_its_backward(large, watched, monkeypatch):
     saved = made[1]
     planned = lambda: call.planned_backward(problem, x, saved, d_o, d_final, config)
     _grads, repeat, want = ahead_of(planned, given(x, saved, d_o, d_final), lambda made: made._asdict())
-    kernels = ["rebuild_normed", "reverse", "replay", "products", "gradient", "sums", "restore"]
+    kernels = ["rebuild_normed", "reverse", "replay", "restore", "products", "gradient", "sums"]
     assert [name for name, *_ in want] == [f"{name}_kernel" for name in kernels]
     others = [s.clone() for s in saved], d_o.clone(), d_final.clone()
     watched.started.clear()
@@ -292,16 +292,17 @@ def test_a_plan_widens_parameters_for_who_lends(watched, lent, monkeypatch):
 
     problem, x, y = case.problem("bfloat16", needs_grad=True), new(), new()
     config = triton_gpu.default_config(problem, "cpu")
-    saved = call.planned(problem, x, config)[0][1]
-    assert not lent, "the forward is Triton's"
     for _ in range(2):  # compiled by the first, found by the second
+        (_, saved), forward_again = call.planned(problem, x, config)
         grads, repeat = call.planned_backward(problem, x, saved, x.v.clone(), None, config)
     lent.clear()
-    seen = lambda args: lent.append([widened(args.forward.contents, n) for n in ("A_log", "dt_bias")])
+    seen = lambda args: lent.append([widened(args, n) for n in ("A_log", "dt_bias")])
+    monkeypatch.setattr(library, "prefill", lambda args, dtype: seen(args))
     for stage, got in (("rebuild", seen), ("reverse", lambda args: None), ("gradient", seen)):
-        monkeypatch.setattr(library, stage, got)
+        monkeypatch.setattr(library, stage, lambda args, got=got: got(args.forward.contents))
+    forward_again(y)
     repeat((*y, *saved, x.v.clone(), None))
-    assert lent == [[y.A_log[0].item(), y.dt_bias[0].item()]] * 2
+    assert lent == [[y.A_log[0].item(), y.dt_bias[0].item()]] * 3
     assert [grads.A_log.dtype, grads.dt_bias.dtype] == [torch.bfloat16] * 2
 
 

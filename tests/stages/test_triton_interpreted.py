@@ -9,7 +9,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, reduce
 from itertools import product
 
 import not_finite
@@ -31,7 +31,7 @@ from kdakit.backends.triton_gpu.device.matrix import round_to as round_operand  
 from kdakit.backends.triton_gpu.device.matrix import rounded_product  # noqa: E402
 from kdakit.backends.triton_gpu.device.pair_gradients import with_pairs  # noqa: E402
 from kdakit.backends.triton_gpu.host import forward  # noqa: E402
-from kdakit.backends.triton_gpu.kernels import prepare_normed  # noqa: E402
+from kdakit.backends.triton_gpu.kernels import parameter_sums, prepare_normed  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
 from kdakit.measure import checking, random_problems  # noqa: E402
@@ -594,6 +594,27 @@ def test_sums_that_lose_nothing():
     whole_sum_kernel[(1,)](torch.from_numpy(x), torch.from_numpy(y), out, 32, 16, 8)
     whole = (x.astype(float) * y).sum(0)
     assert np.array_equal(out.numpy(), whole.astype(np.float32))
+
+
+@interpreter
+@pytest.mark.parametrize("A_log, dt_bias", [(True, True), (True, False), (False, True)])
+def test_sums_over_slots(A_log, dt_bias):
+    """For each parameter that there is 32 sums beside each other, of every 32nd slot in turn, then those, whatever programs make them."""
+    bounded = FUSED | {"safe_gate": True, "lower_bound": -5.0}
+    case = Case("sums", "", T=64 * 150, H=1, HV=3, K=24, V=16, gate="raw", A_log=A_log, dt_bias=dt_bias, options=bounded)
+    problem, arrays = case.problem("bfloat16"), tensors(case, "bfloat16")
+    config = triton_gpu.default_config(problem, "cpu")
+    slots, KP = configs.chunk_slots(problem, config.chunk), configs.padded(problem.K)
+    assert slots > 128 and slots % 32
+    shares = torch.randn(2, slots, case.HV, KP, generator=torch.Generator().manual_seed(0))
+    d_A_log, d_dt_bias = (None if x is None else torch.full(x.shape, torch.nan) for x in (arrays.A_log, arrays.dt_bias))
+    run = parameter_sums.launch(problem, config, layout.views(arrays).layout)
+    run(d_g=arrays.g, A_shares=shares[0], bias_shares=shares[1], d_A_log=d_A_log, d_dt_bias=d_dt_bias)
+    turns = np.zeros((-(-slots // 32), 32, 2, case.HV, KP), np.float32)
+    turns.reshape(-1, 2, case.HV, KP)[:slots] = shares.transpose(0, 1).numpy()
+    A, bias = reduce(np.add, turns).sum(0)  # [HV, KP]
+    assert d_A_log is None or np.array_equal(d_A_log.numpy(), A.sum(1))
+    assert d_dt_bias is None or np.array_equal(d_dt_bias.numpy().reshape(case.HV, -1), bias[:, : case.K])
 
 
 @triton.jit

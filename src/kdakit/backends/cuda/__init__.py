@@ -115,7 +115,9 @@ def reverse(problem: Problem, device: Any) -> tuple[Any, str | None]:
 
 def kept_forward(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.forward_kept` for the problem, None), before another backend's backward; or (None, why it cannot run such a problem there)."""
-    reason = "keeps for a backward what given log-decays leave" if problem.options.gate != "log_decay" else _not_lent(problem, device)
+    o = problem.options
+    kept = o.gate == "log_decay" or o.l2norm
+    reason = _not_lent(problem, device) if kept else "keeps for a backward what given log-decays leave, or normalised keys"
     if reason is not None:
         return None, reason
     from kdakit.backends.cuda import op

@@ -9,7 +9,7 @@
                here begins with: for given log-decays without a bound,
                of keys that are not normalised here
 
-The variables: 0: never; 1: wherever it can run (forward: all given log-decays), to measure it.
+The variables: 0: never; 1: wherever it can run (forward: all given log-decays, and other gates of normalised keys), to measure it.
 """
 
 from __future__ import annotations

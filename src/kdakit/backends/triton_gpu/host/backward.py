@@ -178,7 +178,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
-    d_states_lost = torch.empty_like(d_states) if exact_decay(problem) else None
+    d_states_lost = torch.empty(d_states.shape, dtype=d_states.dtype, device=device) if exact_decay(problem) else None
     has_after = exact_ends(problem) and arrays.initial_state is not None
     after_first = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if has_after else None
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
@@ -345,12 +345,14 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
     if problem.options.disable_recompute:
         y = replayed_of(problem, config, rest)
         back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+        restore(problem, arrays, x, y, d_o, back, config)
     else:
         y = rebuild(problem, arrays, x, lower, config)
         with beside(d_o) as aside:  # neither of the two fills the chip
             back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
             with aside():
                 replay(problem, arrays, x, y, rest[0], config)
+            restore(problem, arrays, x, y, d_o, back, config)  # while the replay still runs
     slots = lower.shape[0]
     if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
         y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
@@ -360,5 +362,4 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
         z = products(problem, arrays, x, y, back, lower, d_o, d_final, config)
         d_beta, run = z.d_beta, gradient_of_chunks(problem, arrays, x, y, z, config)
     d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, slots, run, back.d_v, d_beta, config)
-    restore(problem, arrays, x, y, d_o, back, config)
     return Arrays(d_q, d_k, back.d_v, d_g, d_beta, d_A_log, d_dt_bias, back.d_initial)
