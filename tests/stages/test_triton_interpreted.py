@@ -583,6 +583,33 @@ def test_sums_that_lose_nothing():
     assert np.array_equal(out.numpy(), whole.astype(np.float32))
 
 
+@interpreter
+@pytest.mark.parametrize("keep_dims", [False, True])
+def test_the_quick_interpreter_has_the_same_bits(keep_dims):
+    """All of bfloat16, float32 of every size, and sums in two parts over any axis: as Triton's own interpreter has them."""
+    import quick_triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith(quick_triton.VERSION):
+        pytest.skip("this Triton interprets as it comes")
+    rng = np.random.default_rng(0)
+    narrow, wide = np.arange(2**16).astype(np.uint16), rng.integers(0, 2**32, (64, 64), np.uint32)
+    normal = (narrow[(narrow & 0x7F80) > 0], np.where(wide & 0x7F800000, wide, 0))  # or zero
+    for n, w in ((narrow, wide), normal):
+        for given in ((n, tl.bfloat16, tl.float32), (w.astype(np.uint32).view(np.float32), tl.float32, tl.bfloat16)):
+            found, want = (f(*given, None) for f in (interpreter._convert_float, quick_triton.plain.convert))
+            assert found.dtype == want.dtype and np.array_equal(found, want)
+    parts = rng.standard_normal((2, 4, 8, 2)).astype(np.float32)
+    block = tl.block_type(tl.float32, [4, 8, 2])
+    for axis in range(3):
+        reduce = interpreter.ReduceOps(axis, whole_sums.add_whole, keep_dims)
+        with_language = interpreter._patch_lang(rounded_product_kernel.fn)
+        x = tuple(tl.tensor(interpreter.TensorHandle(part, tl.float32), block) for part in parts)
+        found, want = reduce.generic_reduce(x), quick_triton.plain.reduce(reduce, x)
+        with_language.restore()
+        assert all(np.array_equal(a.handle.data, b.handle.data) and a.type == b.type for a, b in zip(found, want, strict=True))
+
+
 @triton.jit
 def slopes_kernel(p_x, p_lost, p_d, p_out, a, lower_bound, N: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr):
     o = tl.arange(0, N)
