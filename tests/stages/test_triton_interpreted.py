@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from functools import cache
 from itertools import product
 
+import fresh
 import not_finite
 import numpy as np
 import pytest
@@ -104,8 +103,7 @@ def run(problem, arrays):
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("part", ["gradients or parts or state", "not gradients and not parts and not state"])
 def test_in_the_interpreter(part):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = fresh.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 
