@@ -124,16 +124,27 @@ def _leave_equal_shapes_alone(semantic) -> None:
 
 
 def _leave_equal_types_alone(semantic, tl) -> None:
-    """Two tensors of one type compute in it; float16 and bfloat16 do not where they are divided."""
-    check, cast = semantic.binary_op_type_checking_impl, semantic.cast
+    """Two tensors of one type compute in it, and one with a number of its kind; float16 and bfloat16 do not where they are divided."""
+    check, cast, tensor = semantic.binary_op_type_checking_impl, semantic.cast, tl.tensor
     own = {id(x) for x in (tl.float32, tl.float64, tl.int1, tl.int32, tl.int64, tl.uint32, tl.uint64)}
+    integers = {id(tl.int32), id(tl.int64)}
 
-    def check_others(self, lhs, rhs, *rest, **named):
-        if type(lhs) is tl.tensor and type(rhs) is tl.tensor:
+    def of_its_kind(number, element) -> bool:
+        if element is tl.float32:
+            return type(number) is float or type(number) is int
+        return id(element) in integers and type(number) is int and -(2**31) <= number < 2**31
+
+    def check_others(self, lhs, rhs, left=False, right=False, arithmetic=True, divides=False):
+        if type(lhs) is tensor:
             element = lhs.dtype
-            if element is rhs.dtype and id(element) in own:
-                return self.broadcast_impl_value(lhs, rhs)
-        return check(self, lhs, rhs, *rest, **named)
+            if type(rhs) is tensor:
+                if element is rhs.dtype and id(element) in own:
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif arithmetic and of_its_kind(rhs, element):
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, element))
+        elif type(rhs) is tensor and arithmetic and of_its_kind(lhs, rhs.dtype):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
+        return check(self, lhs, rhs, left, right, arithmetic, divides)
 
     def cast_others(self, input, dst_ty, *rest, **named):
         return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *rest, **named)
