@@ -158,7 +158,7 @@ def one_number(monkeypatch):
     error, None for one as good as it. True: within the rule."""
     case, truth = CASES["plain"], {"g": np.r_[1.0, np.full(999, 1e-5)]}
 
-    def judged(seed, error=None):
+    def judged(seed, error=None, quickly=True):
         rng = np.random.default_rng(seed)
 
         def named(problem, arrays, d_o, d_final_state, dtype, einsum=None, disturb=None):
@@ -167,9 +167,16 @@ def one_number(monkeypatch):
         monkeypatch.setattr(accuracy, "_named", named)
         error = abs(SIGMA * rng.normal()) if error is None else error
         within = lambda plain: bool(error <= accuracy.tolerance(plain["g"], "float32"))
-        return within(accuracy.plain_errors(case.problem(), None, truth, enough=within))
+        return within(accuracy.plain_errors(case.problem(), None, truth, enough=within if quickly else None))
 
     return judged
+
+
+def test_no_more_draws_than_a_verdict_needs(one_number):
+    """It is that of all of them, for errors around what is allowed."""
+    sizes = np.linspace(0.5, 1.5, 120) * accuracy.SLACK * SIGMA
+    quick, whole = ([one_number(seed, size, quickly) for seed, size in enumerate(sizes)] for quickly in (True, False))
+    assert quick == whole and 20 < sum(whole) < 100
 
 
 def test_one_number_is_judged_by_many_draws(one_number, monkeypatch):

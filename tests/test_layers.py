@@ -1,11 +1,9 @@
 """The KDA layer in both frameworks: against its formula in NumPy, FLA's parameters, padding, packing, caches, refusals."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import numpy as np
 import pytest
 
@@ -335,7 +333,7 @@ def test_against_fla_on_the_cpu(which):
     places = [Path(p) / "layers" / "kda.py" for p in importlib.util.find_spec("fla").submodule_search_locations]
     if which == "layer" and not any(path.is_file() for path in places):
         pytest.skip("flash-linear-attention is not installed, only fla-core: pip install --no-deps flash-linear-attention")
-    done = subprocess.run([sys.executable, str(PEER), which], capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = fresh.run(PEER, which, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-3000:]
     differences = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert len(differences) == 4 and max(differences) < 1e-5, done.stdout

@@ -1,10 +1,9 @@
 """Tokens past cu_seqlens[-1] are padding: whatever stands there, their outputs and gradients are zero and nobody else notices them."""
 
 import os
-import subprocess
-import sys
 from itertools import product
 
+import fresh
 import numpy as np
 import pytest
 
@@ -171,7 +170,7 @@ def truth_of(given, options, d_o, d_final):
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter already")
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "test_torch and triton_gpu-1-chunk"]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "test_torch and triton_gpu-1-chunk")
+    run = fresh.run(*words, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stdout[-3000:]
     assert "skipped" not in run.stdout

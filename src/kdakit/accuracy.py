@@ -105,8 +105,16 @@ def plain_errors(
     few = {name: n for name, n in counts.items() if 0 < n < NUMBERS and (enough is None or _decides(enough, known, name))}
     if enough is not None and not enough({name: np.inf if name in few else e for name, e in known.items()}):
         return known  # others fail, whatever comes of these
-    others = [other(seed) for seed in range(int(np.ceil(NUMBERS / min(few.values()))) if few else 0)]
-    mean = {name: _root_mean_square(error(x[name], truth[name]) for x in others) for name in few}
+    runs, errors = int(np.ceil(NUMBERS / min(few.values()))) if few else 0, {name: [] for name in few}
+    for seed in range(runs):
+        found = other(seed)
+        for name in few:
+            errors[name].append(error(found[name], truth[name]))
+        least = {name: scale * _root_mean_square(errors[name], runs) for name in few}
+        least = {name: max(known[name], least.get(name, 0.0)) for name in truth}
+        if enough is not None and enough(least):
+            return least
+    mean = {name: _root_mean_square(errors[name]) for name in few}
     return {name: max(known[name], scale * mean.get(name, 0.0)) for name in truth}
 
 
@@ -130,10 +138,11 @@ def _decides(enough: Callable[[dict[str, float]], bool], known: dict[str, float]
     return not enough({other: e if other == name else np.inf for other, e in known.items()})
 
 
-def _root_mean_square(errors) -> float:
-    """Of those that are finite: a run in which zero is not exact says nothing of one in which it is."""
+def _root_mean_square(errors: list[float], runs: int | None = None) -> float:
+    """Of those that are finite: a run in which zero is not exact says nothing of one in which it is. Given the number of all `runs`, the
+    least that it can come to with what is still to run."""
     finite = [e for e in errors if np.isfinite(e)]
-    return float(np.sqrt(np.mean(np.square(finite)))) if finite else 0.0
+    return float(np.sqrt(np.sum(np.square(finite)) / (runs or len(finite)))) if finite else 0.0
 
 
 def rounding_einsum(operand_dtype: str, rng=None):

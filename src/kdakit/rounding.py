@@ -16,5 +16,11 @@ def round_to(x, dtype: str):
         with np.errstate(over="ignore"):
             return x.astype(dtype).astype(x.dtype)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    kept = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(x), x, kept.view(np.float32).reshape(x.shape)).astype(x.dtype)
+    kept = bits >> 16
+    kept &= 1
+    kept += bits
+    kept += np.uint32(0x7FFF)
+    kept &= np.uint32(0xFFFF0000)
+    near = kept.view(np.float32).reshape(x.shape).astype(x.dtype, copy=False)
+    missing = np.isnan(x)
+    return np.where(missing, x, near) if missing.any() else near

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kdakit import accuracy
 from kdakit.cases import CASES, SEGMENT_CASES
 from kdakit.measure import checking
 
@@ -68,12 +67,8 @@ def test_equals_one_device(collected, index):
     problem = problem.replace(return_intermediate_states=False)
     if "lengths" in job:
         arrays = arrays._replace(cu_seqlens=np.cumsum([0, *job["lengths"]]))
-    expected = checking.expect(problem, arrays, cotangents)
-    if dtype == "float64":
-        for name, truth in expected.truth.items():
-            assert accuracy.error(collected[index][name], truth) < 1e-10, (job, name)
-    for row in checking.compare(problem, arrays, collected[index], cotangents, expected=expected):
-        assert row.ok, (job, row)
+    for row in checking.compare_quickly(problem, arrays, collected[index], cotangents):
+        assert row.ok and (dtype != "float64" or row.error < 1e-10), (job, row)
 
 
 def test_only_maps_of_states_travel(collected):

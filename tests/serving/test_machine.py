@@ -2,9 +2,8 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 
+import fresh
 import numpy as np
 import pytest
 import sequences
@@ -234,8 +233,7 @@ def test_triton_in_its_interpreter():
     pytest.importorskip("torch")
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = fresh.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 

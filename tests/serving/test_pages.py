@@ -1,10 +1,9 @@
 """Decode and prefill on memory that somebody else owns, against float64: random pools, strides, slots, drafts and accepted counts."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -128,8 +127,8 @@ def test_refusals():
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter already")
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "triton_gpu"]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "triton_gpu")
+    run = fresh.run(*words, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stdout[-3000:]
     assert "passed" in run.stdout and "skipped" not in run.stdout
 

@@ -6,8 +6,6 @@ Run as a script it prints a JSON line per kernel.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,9 +15,10 @@ import pytest
 
 def test_kernels_compile():
     pytest.importorskip("triton")
+    import fresh  # which a script has no path to
+
     with tempfile.TemporaryDirectory() as cache:
-        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
-        done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env)
+        done = fresh.run(__file__, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     kernels = [row["kernel"] for row in rows]

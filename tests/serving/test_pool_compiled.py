@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,9 +26,10 @@ STACK = 64
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile(target):
     pytest.importorskip("triton")
+    import fresh  # which a script has no path to
+
     with tempfile.TemporaryDirectory() as cache:
-        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
-        done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
+        done = fresh.run(__file__, target, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == sum(4 if v_first else 6 for _, _, v_first, _, _ in (POOLS[i] for i in TAKEN[target]))

@@ -6,10 +6,9 @@ Triton's interpreter.
 
 import logging
 import os
-import subprocess
-import sys
 
 import engine_modules
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -217,7 +216,7 @@ def test_plugins_wait_to_be_asked(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the kernels run in this process")
 def test_in_the_interpreter(vllm):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "vllm_packed or vllm_speculative"]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "vllm_packed or vllm_speculative")
+    run = fresh.run(*words, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stdout[-3000:]
     assert "passed" in run.stdout and "skipped" not in run.stdout

@@ -4,12 +4,11 @@ and Triton's stages in its interpreter. What lies between them in memory is what
 The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import emulated
+import fresh
 import hopper_records
 import pytest
 
@@ -38,8 +37,7 @@ TRAINED = [
 
 @pytest.mark.skipif(INTERPRETED, reason="is what starts the others")
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=600)
+    done = fresh.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0 and f"{len(TRAINED)} passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
 

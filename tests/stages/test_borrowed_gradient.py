@@ -6,12 +6,11 @@ The interpreter must be chosen before Triton is imported: one test runs this fil
 import ctypes
 import math
 import os
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
 import emulated
+import fresh
 import pytest
 
 pytest.importorskip("triton")
@@ -43,8 +42,7 @@ TRAINED = [
 @pytest.mark.skipif(INTERPRETED, reason="is what starts the others")
 def test_in_the_interpreter():
     count = f"{len(TRAINED)} passed"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=600)
+    done = fresh.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0 and count in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,9 +26,10 @@ STACK = {"sm_80": 400, "sm_90": 400, "sm_100": 560, "gfx942": 400}
 @pytest.mark.parametrize("target", TARGETS)
 def test_layer_kernels_compile(target):
     pytest.importorskip("triton")
+    import fresh  # which a script has no path to
+
     with tempfile.TemporaryDirectory() as cache:
-        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
-        done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, env=env)
+        done = fresh.run(__file__, target, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {r["kernel"] for r in rows} == KERNELS

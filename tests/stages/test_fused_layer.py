@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
+import fresh
 import pytest
 
 pytest.importorskip("triton")
@@ -42,8 +41,7 @@ def test_cuts_are_the_fastest_that_were_timed():
 
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = fresh.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -5,10 +5,9 @@ The interpreter must be chosen before Triton is imported: one test runs this fil
 
 import ctypes
 import os
-import subprocess
-import sys
 
 import emulated
+import fresh
 import numpy as np
 import pytest
 from hopper_records import CHUNK, bits, floats, row_order
@@ -159,8 +158,7 @@ TRAINED = [
 
 @outside
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"}, timeout=900)
+    done = fresh.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0 and f"{len(TRAINED)} passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
 

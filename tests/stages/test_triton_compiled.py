@@ -127,9 +127,10 @@ kernel.warmup(*args, grid=(1,), **constants, **options)
 def test_a_beta_in_16_bits_leaves_float32_factors_as_they_are():
     """Where one is multiplied into them, Triton lays them out for 16-bit numbers, two side by side: 8.4 ms a step instead of 6.9."""
     pytest.importorskip("triton")
-    helpers = str(Path(__file__).parents[1] / "helpers")
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run([sys.executable, "-c", FACTORS], capture_output=True, text=True, env=env, check=True)
+    import fresh
+
+    done = fresh.run("-c", FACTORS, TRITON_INTERPRET="0", PYTHONPATH=with_helpers())
+    assert done.returncode == 0, done.stderr[-2000:]
     widths = re.findall(r"xf32, #ttg\.dot_op<\{opIdx = \d, parent = #mma\d*, kWidth = (\d)\}>>", done.stdout)
     assert len(widths) > 20 and {*widths} == {"1"}
 
@@ -160,12 +161,18 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ttgir"])
 def test_sums_that_round_stay_apart(tmp_path):
     """Of a sum and a product Triton makes one that begins with the sum, if it can: then a matrix unit cuts it off again."""
     pytest.importorskip("triton")
-    helpers, script = str(Path(__file__).parents[1] / "helpers"), tmp_path / "sums.py"
+    import fresh
+
+    script = tmp_path / "sums.py"
     script.write_text(SUMS)
-    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([helpers, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, check=True)
+    done = fresh.run(script, TRITON_INTERPRET="0", PYTHONPATH=with_helpers())
+    assert done.returncode == 0, done.stderr[-2000:]
     begun = re.findall(r"tt\.dot %\S+, %\S+, (%\w+)", done.stdout)
     assert len(begun) == 9 and sum(name.startswith("%cst") for name in begun) == 5, "four of 16 tokens each, and all the smaller parts"
+
+
+def with_helpers() -> str:
+    return os.pathsep.join([str(Path(__file__).parents[1] / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def check(target: str, row: dict) -> None:
@@ -177,9 +184,10 @@ def check(target: str, row: dict) -> None:
 
 def compiled(*words: str) -> list[dict]:
     pytest.importorskip("triton")
+    import fresh  # which a script has no path to
+
     with tempfile.TemporaryDirectory() as cache:
-        env = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
-        done = subprocess.run([sys.executable, __file__, *words], capture_output=True, text=True, env=env)
+        done = fresh.run(__file__, *words, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

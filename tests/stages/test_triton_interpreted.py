@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from functools import cache, reduce
 from itertools import product
 
+import fresh
 import not_finite
 import numpy as np
 import pytest
@@ -104,8 +103,7 @@ def run(problem, arrays):
 @pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
 @pytest.mark.parametrize("part", ["gradients or parts or state", "not gradients and not parts and not state"])
 def test_in_the_interpreter(part):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, __file__]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    done = fresh.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", part, __file__, TRITON_INTERPRET="1")
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
 
@@ -125,12 +123,7 @@ def test_against_float64(name, dtype, op):
     if op == "recurrent" and not (case.lengths or FULL):
         case = dataclasses.replace(case, T=min(case.T, 24))  # one token is like another
     problem, arrays = case.problem(dtype, op=op), case.arrays(dtype)
-    truth = accuracy.truths(problem, arrays)
-    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype=triton_gpu.operand_dtype(problem))
-    result = run(problem, tensors(case, dtype))
-    for key, want in truth.items():
-        got = accuracy.error(getattr(result, key).double().numpy(), want)
-        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+    assert_right(case, dtype, arrays, run(problem, tensors(case, dtype))._asdict(), problem)
 
 
 # Model-sized heads, for which the lanes of a warp lie otherwise; a gate that must not overflow, keys that must not cancel.
@@ -150,13 +143,9 @@ MODEL = (
 def test_normed_keys_against_float64(case):
     config = triton_gpu.default_config(case.problem("bfloat16"), "cpu")
     assert config.normed
-    problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
-    truth = accuracy.truths(problem, arrays)
-    plain = accuracy.plain_errors(problem, arrays, truth, operand_dtype="bfloat16")
-    result = triton_gpu.forward(problem, tensors(case, "bfloat16"), config)[0]
-    for key, want in truth.items():
-        got = accuracy.error(getattr(result, key).double().numpy(), want)
-        assert got <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+    result = triton_gpu.forward(case.problem("bfloat16"), tensors(case, "bfloat16"), config)[0]
+    assert triton_gpu.operand_dtype(case.problem("bfloat16")) == "bfloat16"
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), result._asdict(), case.problem("bfloat16"))
 
 
 @interpreter
@@ -170,11 +159,8 @@ def test_in_parts(name, number, monkeypatch):
     want = triton_gpu.forward(problem, arrays, config)[0]
     monkeypatch.setattr(forward, "parts", lambda problem, config: number)
     got = triton_gpu.forward(problem, arrays, config)[0]
-    truth = accuracy.truths(problem, case.arrays("bfloat16"))
-    plain = accuracy.plain_errors(problem, case.arrays("bfloat16"), truth, operand_dtype="bfloat16")
-    for key, value in truth.items():
-        error = accuracy.error(getattr(got, key).double().numpy(), value)
-        assert error <= accuracy.tolerance(plain[key], accuracy.output_dtypes(problem)[key]), key
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), got._asdict(), problem)
+    for key in ("o", "final_state"):
         assert accuracy.error(getattr(got, key).double().numpy(), getattr(want, key).double().numpy()) < 2**-8, key
 
 
@@ -392,9 +378,10 @@ def usual_gradients(name):
     return gradients(FEW[name], "bfloat16", tensors(FEW[name], "bfloat16"))
 
 
-def assert_right(case, dtype, values, results):
-    problem, found = case.problem(dtype), {name: x.double().numpy() for name, x in results.items()}
-    rows = checking.compare_quickly(problem, values, found, case.cotangents(dtype), triton_gpu.operand_dtype(problem))
+def assert_right(case, dtype, values, results, forward=None):
+    """Given the problem of a `forward`, without gradients."""
+    problem, found = forward or case.problem(dtype), {name: x.double().numpy() for name, x in results.items() if x is not None}
+    rows = checking.compare_quickly(problem, values, found, None if forward else case.cotangents(dtype), triton_gpu.operand_dtype(problem))
     assert all(row.ok for row in rows), [row for row in rows if not row.ok]
 
 
@@ -615,6 +602,33 @@ def test_sums_over_slots(A_log, dt_bias):
     A, bias = reduce(np.add, turns).sum(0)  # [HV, KP]
     assert d_A_log is None or np.array_equal(d_A_log.numpy(), A.sum(1))
     assert d_dt_bias is None or np.array_equal(d_dt_bias.numpy().reshape(case.HV, -1), bias[:, : case.K])
+
+
+@interpreter
+@pytest.mark.parametrize("keep_dims", [False, True])
+def test_the_quick_interpreter_has_the_same_bits(keep_dims):
+    """All of bfloat16, float32 of every size, and sums in two parts over any axis: as Triton's own interpreter has them."""
+    import quick_triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith(quick_triton.VERSION):
+        pytest.skip("this Triton interprets as it comes")
+    rng = np.random.default_rng(0)
+    narrow, wide = np.arange(2**16).astype(np.uint16), rng.integers(0, 2**32, (64, 64), np.uint32)
+    normal = (narrow[(narrow & 0x7F80) > 0], np.where(wide & 0x7F800000, wide, 0))  # or zero
+    for n, w in ((narrow, wide), normal):
+        for given in ((n, tl.bfloat16, tl.float32), (w.astype(np.uint32).view(np.float32), tl.float32, tl.bfloat16)):
+            found, want = (f(*given, None) for f in (interpreter._convert_float, quick_triton.plain.convert))
+            assert found.dtype == want.dtype and np.array_equal(found, want)
+    parts = rng.standard_normal((2, 4, 8, 2)).astype(np.float32)
+    block = tl.block_type(tl.float32, [4, 8, 2])
+    for axis in range(3):
+        reduce = interpreter.ReduceOps(axis, whole_sums.add_whole, keep_dims)
+        with_language = interpreter._patch_lang(rounded_product_kernel.fn)
+        x = tuple(tl.tensor(interpreter.TensorHandle(part, tl.float32), block) for part in parts)
+        found, want = reduce.generic_reduce(x), quick_triton.plain.reduce(reduce, x)
+        with_language.restore()
+        assert all(np.array_equal(a.handle.data, b.handle.data) and a.type == b.type for a, b in zip(found, want, strict=True))
 
 
 @triton.jit
