@@ -276,7 +276,7 @@ def compile_all(target: str, every: bool = False) -> None:
                 alike = (target, *launched_by(what, problem, arrays, others))
                 limit = min(configs.CHIPS[c].shared_memory for c in alike)
                 facts |= dict(shared=made.metadata.shared, limit=limit, code=triton_code.of_compiled(made), **resources(made))
-                inexact = re.findall(r"(?:lg2|ex2|sqrt|rcp)\.approx", made.asm.get("ptx", ""))
+                inexact = re.findall(r"(?:lg2|ex2)\.approx", made.asm.get("ptx", ""))
                 facts |= dict(dtype=problem.dtype, inexact=sorted(set(inexact)))
             print(json.dumps(facts), flush=True)
 
