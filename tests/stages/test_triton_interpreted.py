@@ -562,6 +562,17 @@ def test_gradients_of_one_slow_channel_in_float32():
     assert all(errors[1][n] < 0.75 * e for n, e in errors[0].items())
 
 
+@interpreter
+def test_gradients_of_gates_that_only_the_final_state_hears_of():
+    """Gates of e^-15 and less: the last one's gradient is keys times dS' r^T. With d_final rounded to bfloat16 it is off by as much."""
+    case = random_problems.parse("20003711:H=1,HV=1,T=6,V=16,lengths=3/2/1")
+    truth, errors = accuracy.truths(case.problem(), case.arrays(), *case.cotangents())["g"], []
+    for exact in (False, True):
+        found = gradients(case, "bfloat16", tensors(case, "bfloat16"), form=dict(exact_final=exact).items())
+        errors.append(accuracy.error(found["g"].double().numpy(), truth))
+    assert errors[1] < 0.75 * errors[0]
+
+
 @triton.jit
 def whole_sum_kernel(p_x, p_y, p_out, R: tl.constexpr, N: tl.constexpr, TURNS: tl.constexpr):
     o = tl.arange(0, R)[:, None] * N + tl.arange(0, N)[None, :]

@@ -70,6 +70,7 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         HAS_LOST=config.exact_last,
         EXACT_DECAY=exact_steps(problem),  # of steps
         EXACT_SHARE=config.exact_share,
+        EXACT_FINAL=config.exact_final,
         BOUNDED=config.bounded,
         BY_TOKEN=config.by_token,
         FLOOR=config.floor,

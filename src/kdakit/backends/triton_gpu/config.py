@@ -14,7 +14,8 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-ASKED_APART = os.environ.get("KDAKIT_APART", "0") == "1"  # no GPU has run this, see `joint`
+ASKED_APART = os.environ.get("KDAKIT_APART", "0") == "1"  # wrong as ptxas compiles it, see `joint`
+ASKED_EXACT_FINAL = os.environ.get("KDAKIT_EXACT_FINAL", "0") == "1"  # no GPU has run this, see `Config.exact_final`
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Config:
     step_block_v: int = 32
     step_warps: int = 2
     exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta
+    exact_final: bool = False  # half precision: what rounding takes from the gradient of a final state is added to that of keys
     exact_share: bool = False  # float32: what all gates of a chunk get, to a rounding or two, see `exact_share`
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
@@ -352,6 +354,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
         by_token=joint(problem, chip, normed),
         exact_last=not wide,
+        exact_final=ASKED_EXACT_FINAL and not wide,
         exact_share=exact_share(problem),
         **sizes,
     )

@@ -156,6 +156,14 @@ def state_products(
 
 
 @triton.jit
+def lost_of_state(p_state, i_nh, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+    """What rounding to DTYPE takes from a caller's state, [BK, BV]."""
+    m_S = (o_v < V)[:, None] & (o_k < K)[None, :]
+    b_S = tl.load(p_state + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_S, other=0.0).to(tl.float32)
+    return tl.trans(rounded_off(b_S, DTYPE))
+
+
+@triton.jit
 def add_lost_state(
     b_dq, b_dk, p_initial, p_d_o, p_d_v, i_nh, o_row, m_i, o_k,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
@@ -165,12 +173,25 @@ def add_lost_state(
     DTYPE: tl.constexpr = p_d_v.dtype.element_ty
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
-        m_S = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_S = tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_S, other=0.0).to(tl.float32)
-        b_S = tl.trans(rounded_off(b_S, DTYPE))
+        b_S = lost_of_state(p_initial, i_nh, o_v, o_k, K, V, V_FIRST, DTYPE)
         b_dq = product_add(b_S, tl.trans(load_rows(p_d_o, o_row, m_i, o_v, V, BV)), b_dq, PRECISION)
         b_dk = product_add(b_S, tl.trans(load_rows(p_d_v, o_row, m_i, o_v, V, BV)), b_dk, PRECISION)
     return b_dq, b_dk
+
+
+@triton.jit
+def add_lost_gradient(
+    b_dkh, p_d_final, p_r, i_nh, o_rc, m_c, o_k,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """b_dkh [BK, R] of a sequence's last chunk + what rounding took from the gradient of the caller's final state: dS'_lost r^T. Where
+    gates forget all that was before, the last one has no other gradient."""
+    DTYPE: tl.constexpr = p_r.dtype.element_ty
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_dS = lost_of_state(p_d_final, i_nh, o_v, o_k, K, V, V_FIRST, DTYPE)
+        b_dkh = product_add(b_dS, tl.trans(load_rows(p_r, o_rc, m_c, o_v, V, BV)), b_dkh, PRECISION)
+    return b_dkh
 
 
 @triton.jit
@@ -212,7 +233,7 @@ def products_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr,
-    BY_TOKEN: tl.constexpr, EXACT_SHARE: tl.constexpr,
+    BY_TOKEN: tl.constexpr, EXACT_SHARE: tl.constexpr, EXACT_FINAL: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r, of which d_v holds beta y, and where a given beta is tiny p_alone
     y (see `reverse`), S before and dS' after the chunk:
@@ -309,6 +330,9 @@ def products_kernel(
                     b_dq, b_dk = add_lost_state(
                         b_dq, b_dk, p_initial, p_d_o, p_d_v, i_n * HV + i_h, o_row, m_i, o_k, K, V, BV, V_FIRST, PRECISION
                     )
+            if HAS_FINAL and EXACT_FINAL:  # noqa: SIM102
+                if last:
+                    b_dkh = add_lost_gradient(b_dkh, p_d_final, p_r, i_n * HV + i_h, o_rc, m_c, o_k, K, V, BV, V_FIRST, PRECISION)
         if p_states_lost is not None:
             b_d_decay = exact_d_decay(
                 p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, None, None, i_n * HV + i_h, o_k, i_c == 0,
