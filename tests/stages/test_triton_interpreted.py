@@ -701,8 +701,11 @@ def test_gates_have_no_error_that_all_tokens_share():
     """e^A_log with what rounding took from it, and logarithms to a rounding, not to one side. A slope of e^-13 is off by 13 times the error
     of a, in every token, unless it knows of it."""
     A_log, e, out = torch.linspace(-9, 6, 512), torch.exp2(torch.linspace(-24, 0, 512)), torch.empty(3, 512)
+    A_log[:3] = torch.tensor([-torch.inf, -200.0, torch.nan])
     gate_parts_kernel[(1,)](A_log, e, out, 512)
-    (a, a_lost, logs), whole = out.double().numpy(), np.exp(A_log.double().numpy())
+    assert out[:2, :2].eq(0).all() and out[:2, 2].isnan().all()
+    (a, a_lost, _), whole = out[:, 3:].double().numpy(), np.exp(A_log[3:].double().numpy())
+    logs = out[2].double().numpy()
     off = logs / np.log1p(e.double().numpy()) - 1
     assert np.abs(a / whole - 1).max() < 2**-24 and np.abs((a + a_lost) / whole - 1).max() < 1e-14
     assert np.abs(off).max() < 1.5e-7 and abs(off.mean()) < 1e-8

@@ -196,9 +196,9 @@ def exact_pairs(problem: Problem, config: Config) -> bool:
 
 
 def joint(problem: Problem, chip: Chip, normed: bool) -> bool:
-    """The gradient kernel of `gradient_normed`. With 64 channels where it has been timed, and not where `exact_pairs` wants float32: it
-    multiplies with pairs in bfloat16. Smaller heads spill. float16 holds no gate that forgets nothing, which it takes for tokens that are
-    not there."""
+    """The gradient kernel of `gradient_normed`. With 64 channels only where asked for: on Hopper it is wrong as ptxas compiles it; and not
+    where `exact_pairs` wants float32, since it multiplies with pairs in bfloat16. Smaller heads spill. float16 holds no gate that forgets
+    nothing, which it takes for tokens that are not there."""
     o, KP = problem.options, padded(problem.K)
     half = ASKED_APART and KP == 64 and chip.wgmma and (o.beta == "sigmoid" or o.gate == "log_decay")
     return normed and bounded(problem) and (KP == 128 or half) and problem.gate_dtype != "float16"

@@ -145,14 +145,14 @@ def exact_gate_slope(p_A_log, i_h, HAS_A_LOG: tl.constexpr):
     """a = e^A_log of head i_h, or 1, and what rounding took from it. e^(a x) has x times the error of a, the same for all tokens."""
     a, a_lost = 1.0, 0.0
     if HAS_A_LOG:
-        x = tl.load(p_A_log + i_h).to(tl.float64)
+        x = tl.maximum(tl.load(p_A_log + i_h).to(tl.float32), -100.0, tl.PropagateNan.ALL).to(tl.float64)
         n = tl.floor(x * LOG2E + 0.5)
         r = x - n * LN2
         y = r * 0.0 + 1.0
         for i in tl.static_range(12):  # the series of e^r, |r| < 0.35, to 1e-15
             y = y * r * (1.0 / (12.0 - i)) + 1.0
-        n = tl.minimum(tl.maximum(n, -126.0), 127.0)
-        y = y * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True).to(tl.float64)
+        power = ((tl.minimum(tl.maximum(n, -126.0), 127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        y = tl.where(n < -126.0, 0.0, y * power.to(tl.float64))
         a = y.to(tl.float32)
         a_lost = (y - a.to(tl.float64)).to(tl.float32)
     return a, a_lost
