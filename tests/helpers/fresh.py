@@ -21,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 IMPORTED = ("pytest", "torch", "triton", "kdakit.measure.checking", "kdakit.backends.triton_gpu.call", "kdakit.measure.random_problems")
-
 LONGEST = 1800  # seconds
 
 
