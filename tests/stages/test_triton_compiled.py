@@ -179,6 +179,7 @@ def check(target: str, row: dict) -> None:
     assert row["shared"] <= row["limit"], row
     assert row["stack"] <= (TIMED_STACK if target == "sm_90" and TIMED in row["problem"] else STACK), row
     assert row["registers"] > 16, f"the compiler left nothing of {row}"
+    assert not row.get("lost"), f"the assembler has lost addresses of {row}"
     assert row["dtype"] != "float32" or not row["inexact"], f"off to one side, which sums over tokens keep: {row}"
 
 
@@ -240,6 +241,7 @@ def problem_of(dtype: str, K: int, V: int, bounded: bool, H: int, T: int):
 def compile_all(target: str, every: bool = False) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
     import triton_code
+    from lost_addresses import lost_addresses, two_formats
     from triton.runtime import driver
     from triton_offline import offline_driver, resources
 
@@ -278,6 +280,8 @@ def compile_all(target: str, every: bool = False) -> None:
                 facts |= dict(shared=made.metadata.shared, limit=limit, code=triton_code.of_compiled(made), **resources(made))
                 inexact = re.findall(r"(?:lg2|ex2)\.approx", made.asm.get("ptx", ""))
                 facts |= dict(dtype=problem.dtype, inexact=sorted(set(inexact)))
+                if two_formats(made.asm.get("ptx", "")):
+                    facts |= dict(lost=lost_addresses(made.asm["cubin"]))
             print(json.dumps(facts), flush=True)
 
     for index, sizes in enumerate(covering(target) if every else PROBLEMS):

@@ -32,14 +32,6 @@ def every_kind():
             yield problem(dtype, K, V, gate, l2norm, op, grad)
 
 
-def test_no_tile_has_64_rows_in_four_warps():
-    """The assembler of Triton 3.6 makes something wrong of them on Hopper (benchmarks/ptxas_levels.py): slices of 64 channels gave wrong
-    bfloat16 gradients for 33 <= K <= 64, which no interpreter shows; so does the kernel of 128 channels."""
-    chosen = [(one, config.choose(one, CHIP)) for one in every_kind() if one.needs_grad]
-    wrong = [str(one) for one, c in chosen if c.slice_k == 64 or (c.by_token and config.padded(one.K) == 64)]
-    assert not wrong, wrong
-
-
 def test_what_the_table_holds_can_run():
     """No form is in it that the present tile sizes do not lead to, whatever chunks the states are asked for between, with gates of float16
     too, for which bfloat16 has a form of its own."""
@@ -55,11 +47,11 @@ def test_what_the_table_holds_can_run():
 
 
 def test_a_changed_tile_waits(monkeypatch):
-    """With a table: the size that was wrong, and any other that nobody has run."""
-    one = problem("bfloat16", 64, 64)
+    """With a table: any size that nobody has run."""
+    one = problem("bfloat16", 64, 64, "softplus")
     right = config.choose(one, CHIP)
     known = dict.fromkeys(shown.forms(one, right), 1)
-    for changes in (dict(slice_k=64, slice_warps=4), dict(reverse_stages=7), dict(product_slice_k=16), dict(scan_warps=1)):
+    for changes in (dict(slice_k=32, slice_warps=4), dict(reverse_stages=7), dict(product_slice_k=16), dict(scan_warps=1)):
         assert not known.keys() >= set(shown.forms(one, replace(right, **changes))), changes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, exact_q, exact_steps, padded
+from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, exact_q, exact_steps, padded, turned
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -73,6 +73,7 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         EXACT_FINAL=config.exact_final,
         BOUNDED=config.bounded,
         BY_TOKEN=config.by_token,
+        TURNED=turned(problem, config),
         FLOOR=config.floor,
         VECTOR=config.vector,
         PRECISION=config.precision,

@@ -14,7 +14,6 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-ASKED_APART = os.environ.get("KDAKIT_APART", "0") == "1"  # wrong as ptxas compiles it, see `joint`
 ASKED_EXACT_FINAL = os.environ.get("KDAKIT_EXACT_FINAL", "0") == "1"  # no GPU has run this, see `Config.exact_final`
 
 
@@ -196,12 +195,19 @@ def exact_pairs(problem: Problem, config: Config) -> bool:
 
 
 def joint(problem: Problem, chip: Chip, normed: bool) -> bool:
-    """The gradient kernel of `gradient_normed`. With 64 channels only where asked for: on Hopper it is wrong as ptxas compiles it; and not
-    where `exact_pairs` wants float32, since it multiplies with pairs in bfloat16. Smaller heads spill. float16 holds no gate that forgets
-    nothing, which it takes for tokens that are not there."""
+    """The gradient kernel of `gradient_normed`. With 64 channels not where `exact_pairs` wants float32, since it multiplies with pairs in
+    bfloat16, and on Hopper alone, where it was timed. Smaller heads spill. float16 holds no gate that forgets nothing, which it takes for
+    tokens that are not there."""
     o, KP = problem.options, padded(problem.K)
-    half = ASKED_APART and KP == 64 and chip.wgmma and (o.beta == "sigmoid" or o.gate == "log_decay")
+    half = KP == 64 and chip.wgmma and (o.beta == "sigmoid" or o.gate == "log_decay")
     return normed and bounded(problem) and (KP == 128 or half) and problem.gate_dtype != "float16"
+
+
+def turned(problem: Problem, config: Config) -> bool:
+    """Gradients of pairs lie column by column, where the gradient kernel has tiles of 64 channels, rows of 128 bytes in shared memory:
+    tiles of pairs then have rows of 128 bytes too, q's and k's after each other; by rows they have 64. ptxas 12.8 may lose the address of a
+    place in shared memory that holds tiles of two formats in turn: see tests/helpers/lost_addresses.py."""
+    return config.slice_k == 64 or (config.by_token and padded(problem.K) == 64)
 
 
 def exact_decay(problem: Problem) -> bool:

@@ -56,30 +56,16 @@ def input_without_decay(GATE: tl.constexpr):
 
 
 @triton.jit
-def load_half_pairs(p_pairs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, APART: tl.constexpr):
-    """Pairs of the halves that begin there: q's rows above k's [64, 32], or apart, [32, 32] each."""
-    if APART:
-        o_x = (ROWS + tl.arange(0, 32))[:, None] * 64 + COLUMNS + tl.arange(0, 32)[None, :]
-        return tl.load(p_pairs + o_x), tl.load(p_pairs + 64 * 64 + o_x)
-    else:
-        return load_pairs(p_pairs, ROWS, COLUMNS, 64)
-
-
-@triton.jit
 def load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, FIRST: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr,
-              KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+              KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, TURNED: tl.constexpr):  # fmt: skip
     """All that a half needs, as it lies in memory: g, q above k, 1 / |q|, 1 / |k| [1, 32], the three tiles, and the pairs
-    [64, 32]. Asked for at once, so that the memory's delay is paid once. APART: q and k, and the pairs of either, are two tiles."""
+    [64, 32]. Asked for at once, so that the memory's delay is paid once."""
     o_t = span_tokens(32) + FIRST
     b_g = load_rows(p_g, p_g, FIRST, s_gt, s_gt, length, input_without_decay(GATE), 32, K, KP, ALIGN)
-    if APART:
-        b_q = load_rows(p_q, p_q, FIRST, s_qt, s_qt, length, 0.0, 32, K, KP, ALIGN)
-        b_qk = (b_q, load_rows(p_k, p_k, FIRST, s_kt, s_kt, length, 0.0, 32, K, KP, ALIGN))
-    else:
-        b_qk = load_rows(p_q, p_k, FIRST, s_qt, s_kt, length, 0.0, 64, K, KP, ALIGN)
+    b_qk = load_rows(p_q, p_k, FIRST, s_qt, s_kt, length, 0.0, 64, K, KP, ALIGN)
     b_r_q, b_r_k = tl.load(p_norms + o_t)[None, :], tl.load(p_norms + 64 + o_t)[None, :]
     b_dq, b_dk, b_dc = load_d_tile(p_d_tiles, 0, FIRST, KP), load_d_tile(p_d_tiles, 1, FIRST, KP), load_d_tile(p_d_tiles, 2, FIRST, KP)
-    return b_g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, load_half_pairs(p_pairs, FIRST, FIRST, APART)
+    return b_g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, load_pairs(p_pairs, FIRST, FIRST, 64, TURNED)
 
 
 @triton.jit

@@ -182,7 +182,11 @@ def unbounded_pairs(b_q, b_k, b_e, b_prefix, b_suffix, c, b_dA, DTYPE: tl.conste
 
 
 @triton.jit
-def load_pairs(p_pairs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr):
-    """Gradients of A_qk above those of A_kk / beta, rows and columns of the spans that begin there -> [64, 32]."""
+def load_pairs(p_pairs, ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, TURNED: tl.constexpr):
+    """Gradients of A_qk above those of A_kk / beta, rows and columns of the spans that begin there -> [64, 32]. TURNED: they lie column by
+    column, and so does the tile, see `config.turned`."""
+    if TURNED:
+        o_i, o_j = tl.arange(0, 64)[None, :], tl.arange(0, 32)[:, None]
+        return tl.trans(tl.load(p_pairs + o_i // 32 * R * R + (COLUMNS + o_j) * R + ROWS + o_i % 32))
     o_i, o_j = tl.arange(0, 64)[:, None], tl.arange(0, 32)[None, :]
     return tl.load(p_pairs + o_i // 32 * R * R + (ROWS + o_i % 32) * R + COLUMNS + o_j)

@@ -107,8 +107,8 @@ def load_d_columns(p_d_tiles, p_scales, FIRST: tl.constexpr, o_k, b_I, KP: tl.co
 @triton.jit
 def span_gradient(
     b_q, b_k, b_e, d, b_extra, b_lost, b_top, b_other, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k,
-    KP: tl.constexpr, R: tl.constexpr, PLACE: tl.constexpr, BOUNDED: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KP: tl.constexpr, R: tl.constexpr, PLACE: tl.constexpr, BOUNDED: tl.constexpr, TURNED: tl.constexpr, DTYPE: tl.constexpr,
+    PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One span, the 'first' of a chunk (or the only one) or its 'second'. d: its `octet_decays`. For the first
     b_extra is the gradient of its columns, k decayed to its end. For the second it is the first's columns decayed to its start, with b_lost
@@ -119,7 +119,7 @@ def span_gradient(
     """
     FIRST: tl.constexpr = 32 if PLACE == "second" else 0
     b_prefix, b_suffix, c, b_ahead = d
-    b_dA = load_pairs(p_pairs, FIRST, FIRST, R)
+    b_dA = load_pairs(p_pairs, FIRST, FIRST, R, TURNED)
     if BOUNDED:
         b_dq, b_dk, b_d_g = bounded_pairs(b_q, b_k, b_prefix, c, b_dA, DTYPE, PTX, PRECISION)
     else:
@@ -198,7 +198,7 @@ def slice_gradient(
     a, a_lost, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
     BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, EXACT_SHARE: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
+    TURNED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """Channels o_k [BK] of a chunk: its second span, if it has one, then its first, with operands of DTYPE. Stores the gradients of
     q, k and g; returns the chunk's share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
@@ -224,11 +224,11 @@ def slice_gradient(
         b_left = side_by_side(from_start(b_q * d[0], d[2]), from_start(b_k * d[0], d[2]))
         b_left_lost = rounded_off(b_left, DTYPE) if WHOLE else None
         b_left = round_to(b_left, DTYPE)
-        b_top = load_pairs(p_pairs, 32, 0, R)
+        b_top = load_pairs(p_pairs, 32, 0, R, TURNED)
         b_dkd0 = b_after * b_dkd + whole_with_pairs(b_left, b_left_lost, b_top, PRECISION)
         b_dq, b_dk, b_d_g, b_ahead = span_gradient(
             b_q, b_k, b_e, d, b_right, b_right_lost, b_top, b_before, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP,
-            R, "second", BOUNDED, DTYPE, PTX, PRECISION,
+            R, "second", BOUNDED, TURNED, DTYPE, PTX, PRECISION,
         )  # fmt: skip
         b_d_g += b_after * (b_behind + b_before * b_d_decay)
         b_d_bias1, b_d_A1 = store_span(
@@ -244,7 +244,7 @@ def slice_gradient(
     b_q, b_k = load_both(p_q, p_k, 0, s_qt, s_kt, o_k, length, b_I2, K, KP, ALIGN, HIP)
     b_dq, b_dk, b_d_g, _rest = span_gradient(
         b_q, b_k, b_e, d, b_dkd0, None, 0.0, 1.0, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, b_I2, b_I1, o_k, KP, R, "first", BOUNDED,
-        DTYPE, PTX, PRECISION,
+        TURNED, DTYPE, PTX, PRECISION,
     )  # fmt: skip
     if C > 32:
         b_d_g += b_ahead
@@ -269,8 +269,8 @@ def gradient_kernel(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, EXACT_SHARE: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
-    HIP: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, EXACT_SHARE: tl.constexpr, TURNED: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """From what `products_kernel` wrote through the decayed products, the gates and the activations.
 
@@ -320,7 +320,8 @@ def gradient_kernel(
         b_d_bias, b_d_A = slice_gradient(
             p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP,
             p_d_q, p_d_k, p_d_g, a, a_lost, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
-            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, EXACT_SHARE, GRADIENT_DTYPE, PRECISION, PTX, HIP,
+            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, EXACT_SHARE, TURNED, GRADIENT_DTYPE, PRECISION, PTX,
+            HIP,
         )  # fmt: skip
         if HAS_DT_BIAS:
             tl.store(p_d_dt_bias + i_p * KP + o_k, b_d_bias, mask=o_k < KP)

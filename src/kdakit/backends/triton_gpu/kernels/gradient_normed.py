@@ -37,7 +37,6 @@ from kdakit.backends.triton_gpu.device.gradient_halves import (
     input_without_decay,
     load_d_tile,
     load_half,
-    load_half_pairs,
     load_rows,
     load_scale,
     other_octet,
@@ -46,6 +45,7 @@ from kdakit.backends.triton_gpu.device.gradient_halves import (
     widened_d_tile,
 )
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to
+from kdakit.backends.triton_gpu.device.pair_gradients import load_pairs
 from kdakit.backends.triton_gpu.device.program import locate_chunk
 from kdakit.backends.triton_gpu.device.token_tiles import to_float32
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
@@ -102,9 +102,9 @@ def times_powers_of_2(b_x, b_p, PTX: tl.constexpr):
 
 @triton.jit
 def chosen_pairs(b_dA, WHICH: tl.constexpr):
-    """Pairs of a half's rows, q's above k's [64, 32] or of either [32, 32], the others 0. 'same': with columns of their block of 16;
-    'other': rows of the second block with columns of the first; 'first', 'second': rows of that block."""
-    m_i, m_j = (span_tokens(b_dA.shape[0]) % 32 >= 16)[:, None], (span_tokens(32) >= 16)[None, :]
+    """Pairs [64, 32] of a half's rows (q, k), the others 0. 'same': with columns of their block of 16; 'other': rows of the second block
+    with columns of the first; 'first', 'second': rows of that block."""
+    m_i, m_j = (span_tokens(64) % 32 >= 16)[:, None], (span_tokens(32) >= 16)[None, :]
     if WHICH == "same":
         m_pairs = m_i == m_j
     elif WHICH == "other":
@@ -156,65 +156,21 @@ def pair_gradients(b_left, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_to
 
 
 @triton.jit
-def rows_gradient(b_right, b_far, b_k, b_d, b_F, b_dA, b_top, SECOND: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradient of a half's rows of q or k, [KP, 32], from their pairs [32, 32]."""
-    b_L = widened_d_tile(b_d, PTX) * spread_octets(b_F)
-    b_L = product_add(b_right, tl.trans(chosen_pairs(b_dA, "same")), b_L, PRECISION)
-    b_L = product_add(times_powers_of_2(b_right, b_k, PTX), tl.trans(chosen_pairs(b_dA, "other")), b_L, PRECISION)
-    if SECOND:
-        b_L = product_add(b_far, tl.trans(chosen_pairs(b_top, "first")), b_L, PRECISION)
-        b_L = product_add(times_powers_of_2(b_far, b_k, PTX), tl.trans(chosen_pairs(b_top, "second")), b_L, PRECISION)
-    return b_L
-
-
-@triton.jit
-def pair_gradients_apart(b_q, b_k, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_top, b_R, SECOND: tl.constexpr, PTX: tl.constexpr,
-                         PRECISION: tl.constexpr):  # fmt: skip
-    """`pair_gradients` for rows b_q and b_k of q and k [KP, 32] and pairs [32, 32] of either: no factor is two tiles side by side."""
-    b_b = power_of_2(-tl.abs(b_m - other_octet(b_m, 2)), PTX)  # between the two blocks
-    b_late = spread_octets(tl.where(tl.arange(0, 4)[None, :] >= 2, b_b, tl.full(b_b.shape, 1.0, tl.float32)))
-    b_b = spread_octets(b_b)
-    KP: tl.constexpr = b_m.shape[0]
-    b_F = power_of_2(b_m, PTX)
-    b_Lq = rows_gradient(b_right, b_far, b_b, b_dq, b_F * load_scale(p_scales, 0, KP), b_dA[0], b_top[0], SECOND, PTX, PRECISION)
-    b_Lk = rows_gradient(b_right, b_far, b_b, b_dk, b_F * load_scale(p_scales, 1, KP), b_dA[1], b_top[1], SECOND, PTX, PRECISION)
-    b_R = product_add(b_q, chosen_pairs(b_dA[0], "same"), b_R, PRECISION)
-    b_R = product_add(b_k, chosen_pairs(b_dA[1], "same"), b_R, PRECISION)
-    b_q, b_k = times_powers_of_2(b_q, b_late, PTX), times_powers_of_2(b_k, b_late, PTX)  # all rows referred to the first block
-    b_R = product_add(b_q, chosen_pairs(b_dA[0], "other"), b_R, PRECISION)
-    b_R = product_add(b_k, chosen_pairs(b_dA[1], "other"), b_R, PRECISION)
-    b_X = b_R
-    if SECOND:
-        b_X = product_add(b_k, b_top[1], product(b_q, b_top[0], PRECISION), PRECISION)
-    return b_Lq, b_Lk, b_R, b_X
-
-
-@triton.jit
 def half_gradient(
     p_d_q, p_d_k, p_scales, FIRST: tl.constexpr, x, b_s, b_m, b_end, b_I, b_far, b_top, b_R, SECOND: tl.constexpr, HV, length,
-    K: tl.constexpr, KP: tl.constexpr, APART: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores d_q and d_k of a half, x as `load_half` has it; returns what each token has to do with the gates up to it [KP, 32], the sum
     over tokens of k_decayed d_k_decayed [KP, 4], and what `pair_gradients` gives to the other half. b_end [KP, 4]: the log2-decay over
     the chunk."""
     _g, b_qk, b_r_q, b_r_k, b_dq, b_dk, b_dc, b_dA = x
-    if APART:
-        b_q, b_k = placed_by_product(tl.trans(b_qk[0]), b_I), placed_by_product(tl.trans(b_qk[1]), b_I)
-    else:
-        b_q, b_k = split_sides(placed_by_product(tl.trans(b_qk), b_I))
+    b_q, b_k = split_sides(placed_by_product(tl.trans(b_qk), b_I))
     b_row, b_col = power_of_2(b_s, PTX), power_of_2(-b_s, PTX)
-    if APART:
-        b_Lf, b_Lb = round_to(b_q * b_row, tl.bfloat16), round_to(b_k * b_row, tl.bfloat16)
-        b_right = round_to(b_k * b_col, tl.bfloat16)
-        b_Lq, b_Lk, b_R, b_X = pair_gradients_apart(
-            b_Lf, b_Lb, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_top, b_R, SECOND, PTX, PRECISION
-        )
-    else:
-        b_left = round_to(side_by_side(b_q * b_row, b_k * b_row), tl.bfloat16)
-        b_right = round_to(b_k * b_col, tl.bfloat16)
-        b_L, b_R, b_X = pair_gradients(b_left, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_top, b_R, SECOND, PTX, PRECISION)
-        b_Lq, b_Lk = split_sides(b_L)
-        b_Lf, b_Lb = split_sides(b_left)
+    b_left = round_to(side_by_side(b_q * b_row, b_k * b_row), tl.bfloat16)
+    b_right = round_to(b_k * b_col, tl.bfloat16)
+    b_L, b_R, b_X = pair_gradients(b_left, b_right, b_m, b_dq, b_dk, b_dA, p_scales, b_far, b_top, b_R, SECOND, PTX, PRECISION)
+    b_Lq, b_Lk = split_sides(b_L)
+    b_Lf, b_Lb = split_sides(b_left)
     b_right = to_float32(b_right, PTX)
     b_C = widened_d_tile(b_dc, PTX) * spread_octets(power_of_2(b_end - b_m, PTX) * load_scale(p_scales, 2, KP))
     b_state = token_totals(b_right * b_C)
@@ -230,18 +186,17 @@ def half_gradient(
 @triton.jit
 def chunk_gradient(
     p_q, p_k, p_g, p_dt_bias, p_norms, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, a, lower_bound, length, HV, s_qt, s_kt,
-    s_gt, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PTX: tl.constexpr,
-    PRECISION: tl.constexpr,
+    s_gt, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, TURNED: tl.constexpr,
+    PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The second half, which needs the first's columns, then the first."""
-    APART: tl.constexpr = KP == 64  # q and k in tiles of their own; see benchmarks/ptxas_levels.py for why nothing chooses it yet
     unit = gate_unit(a, lower_bound, GATE)
-    b_I, b_I2, o_k = identity_matrix(32), identity_matrix(32 if APART else 64), tl.arange(0, KP)
+    b_I, b_I2, o_k = identity_matrix(32), identity_matrix(64), tl.arange(0, KP)
     b_g = load_rows(p_g, p_g, 0, s_gt, s_gt, length, input_without_decay(GATE), 32, K, KP, ALIGN)
     b_k = load_rows(p_k, p_k, 0, s_kt, s_kt, length, 0.0, 32, K, KP, ALIGN)
     b_dc = load_d_tile(p_d_tiles, 2, 0, KP)
-    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, APART)
-    b_top, b_d_decay = load_half_pairs(p_pairs, 32, 0, APART), tl.load(p_d_decay + o_k)[:, None]
+    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, 32, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, TURNED)
+    b_top, b_d_decay = load_pairs(p_pairs, 32, 0, 64, TURNED), tl.load(p_d_decay + o_k)[:, None]
 
     b_0 = tl.zeros([KP, 4], tl.float32)
     _g, b_s, b_m0, b_half = half_decay(b_g, p_dt_bias, b_0, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
@@ -255,16 +210,16 @@ def chunk_gradient(
     b_far = times_powers_of_2(b_right, b_move, PTX)
     b_R = tl.zeros([KP, 32], tl.float32)
     b_u, b_state, b_X = half_gradient(
-        p_d_q, p_d_k, p_scales, 32, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_R, True, HV, length, K, KP, APART, PTX, PRECISION
+        p_d_q, p_d_k, p_scales, 32, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_R, True, HV, length, K, KP, PTX, PRECISION
     )
     b_all += b_state
-    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, 0, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, APART)
+    x = load_half(p_q, p_k, p_g, p_norms, p_pairs, p_d_tiles, 0, length, s_qt, s_kt, s_gt, K, KP, ALIGN, GATE, TURNED)
     b_d, b_u1 = later_sums(b_u, b_all)
     b_bias1, b_A1 = half_gates(p_d_g, p_dt_bias, 32, b_g, b_d, a, lower_bound, HV, length, K, KP, GATE, HAS_DT_BIAS, PTX)
 
     b_g, b_s, b_m, b_half = half_decay(x[0], p_dt_bias, b_0, b_I, a, unit, K, GATE, HAS_DT_BIAS, PTX)
     b_u, _state, _X = half_gradient(
-        p_d_q, p_d_k, p_scales, 0, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_X * b_move, False, HV, length, K, KP, APART, PTX, PRECISION
+        p_d_q, p_d_k, p_scales, 0, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_X * b_move, False, HV, length, K, KP, PTX, PRECISION
     )
     b_d, _u = later_sums(b_u, b_all + b_u1)
     b_bias, b_A = half_gates(p_d_g, p_dt_bias, 0, b_g, b_d, a, lower_bound, HV, length, K, KP, GATE, HAS_DT_BIAS, PTX)
@@ -278,7 +233,7 @@ def gradient_normed_kernel(
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What `gradient.gradient_kernel` makes. Tiles are [channels, tokens of a half]. Grid: (slots * HV,), heads fastest."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -304,7 +259,7 @@ def gradient_normed_kernel(
     b_bias, b_A = chunk_gradient(
         p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_d_tiles + i_p * 192 * KP, p_scales + i_p * 3 * KP,
         p_d_decay + i_p * KP, p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
-        K, KP, ALIGN, GATE, HAS_DT_BIAS, PTX, PRECISION,
+        K, KP, ALIGN, GATE, HAS_DT_BIAS, TURNED, PTX, PRECISION,
     )  # fmt: skip
     if HAS_DT_BIAS:
         tl.store(p_d_dt_bias + i_p * KP + o_k, b_bias)

@@ -233,7 +233,7 @@ def products_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr,
-    BY_TOKEN: tl.constexpr, EXACT_SHARE: tl.constexpr, EXACT_FINAL: tl.constexpr,
+    BY_TOKEN: tl.constexpr, TURNED: tl.constexpr, EXACT_SHARE: tl.constexpr, EXACT_FINAL: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r, of which d_v holds beta y, and where a given beta is tiny p_alone
     y (see `reverse`), S before and dS' after the chunk:
@@ -246,7 +246,8 @@ def products_kernel(
     [slot, HV, 3, KP, R] (q_decayed, k_in, k_decayed), tokens in the order of `span_tokens`; d_decay [slot, HV, KP]. Unless
     GRADIENT_DTYPE is float32, d_tiles are float16 and each channel of each is taken times its power of 2 in scales [slot, HV, 3, KP];
     d_q_lost [N, HV, KP, R], if it is asked for, gets what that takes from q_decayed's in a sequence's first chunk.
-    BY_TOKEN, for `gradient_normed`: pairs are 0 where they mean nothing, and d_tiles lie in the order of tokens.
+    BY_TOKEN, for `gradient_normed`: pairs are 0 where they mean nothing, and d_tiles lie in the order of tokens. TURNED: pairs
+    lie column by column, see `config.turned`.
     GRADIENT_DTYPE is the dtype of what is neither input nor state. Grid: (slots * HV,), heads fastest.
     """
     R: tl.constexpr = C if C > 32 else 32
@@ -296,7 +297,7 @@ def products_kernel(
                 b_Pk, p_d_v, p_alone, p_y_lost + i_last, p_r, p_r_lost + i_last, o_row, o_i, m_i, m_alone, o_rc, o_c, m_c, V, VP, BV,
                 BETA == "given", PRECISION,
             )  # fmt: skip
-    p_pair = p_pairs + i_p * 2 * R * R + o_p[:, None] * R + o_p[None, :]
+    p_pair = p_pairs + i_p * 2 * R * R + (o_p[:, None] + o_p[None, :] * R if TURNED else o_p[:, None] * R + o_p[None, :])
     b_Aq = times_solved(b_Pq, X, GRADIENT_DTYPE, PRECISION) * b_norm_q[:, None]
     if BY_TOKEN:
         b_Aq = tl.where(o_i[:, None] >= o_i[None, :], b_Aq, 0.0)

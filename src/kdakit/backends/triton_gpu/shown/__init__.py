@@ -51,13 +51,14 @@ def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
     if not problem.needs_grad:
         return tuple(made)
     slices = (c.slice_k, f"w{c.slice_warps}", limit)
+    turned = ("turned",) if config.turned(problem, c) else ()
     joint = ("joint", *(() if c.gradient_warps == 8 else (f"w{c.gradient_warps}",)), f"r{c.gradient_registers}")
     return (
         *made,
         _name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *(() if c.normed else slices)),
         _name("replay", problem, "KV", order, c.solve_dtype, c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}", limit),
         _name("reverse", problem, "KV", order, c.solve_dtype, c.reverse_block_v, f"w{c.reverse_warps}", f"s{c.reverse_stages}", limit),
-        _name("products", problem, "KV", order, c.solve_dtype, "joint" if c.by_token else "split", c.slice_v, c.product_slice_k,
+        _name("products", problem, "KV", order, c.solve_dtype, "joint" if c.by_token else "split", *turned, c.slice_v, c.product_slice_k,
               f"w{c.product_warps}", f"s{c.product_stages}", limit),
         _name("gradient", problem, "K", gate, *(joint if c.by_token else (keys, order, *slices))),
     )  # fmt: skip
