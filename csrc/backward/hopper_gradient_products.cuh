@@ -215,36 +215,73 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, Results&
     for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
 }
 
-// The warp's eight value channels of sum_v S dS', four key channels per lane, to `parts` [16][128] in the pairs' place. At the ends of a
-// sequence S and dS' are as the caller gave them: short sequences have no rounding that this could hide behind.
-__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
-  float sum[4] = {};
-  const float *initial = c.initial, *final = c.final;
-  const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
-  if (initial || final) {
+// Four rows from `row` on of a float32 state [K, V], or [V, K], four channels per lane.
+__device__ __forceinline__ void load_rows(float (&x)[4][4], const float* state, int row, const Seat& at) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) unpack(x[r], __ldg(reinterpret_cast<const float4*>(state + (row + r) * kHead + 4 * at.lane)));
+}
+// Where they lie in a tile [V, K]. V_FIRST: rows are the tile's, row r at ^ (r << 4) + r * 256. Else columns: of value channel j of the
+// lane's four they are the four at ^ (j << 4) + j * 256.
+template <bool V_FIRST>
+__device__ __forceinline__ uint32_t rows_in_tile(int row, const Seat& at) {
+  return V_FIRST ? tile_at(row, at.lane >> 1) + (at.lane & 1) * 8 : tile_at(4 * at.lane, row >> 3) + (row & 7) * 2;
+}
+template <bool V_FIRST>
+__device__ __forceinline__ void load_rows(float (&x)[4][4], uint32_t tile) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float y[4];
+    unpack(y, load_shared_pair((tile ^ (i << 4)) + i * 256));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) (V_FIRST ? x[i][j] : x[j][i]) = y[j];
+  }
+}
+
+// sum_v S dS' at the ends of a sequence, where S and dS' are float32, or one of them: short sequences have no rounding that this could hide
+// behind. Rows as they lie in memory, eight a warp, four at a time: of [V, K] they are value channels and add up as in `decay_products`;
+// of [K, V] key channels, two of four in a lane once it has added its neighbour's, and 16 pairs of lanes make 16 parts.
+template <bool V_FIRST>
+__device__ __forceinline__ void decay_products_of_ends(const float* initial, const float* final, const Seat& at) {
+  float sum[4] = {}, *parts = at.floats(kAtPairs);
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      const int v = 8 * at.warp + i, by_k = p.in.state_v_first ? 1 : kHead, by_v = p.in.state_v_first ? kHead : 1;
-      float S[4], dS[4];
-      const uint32_t offset = (from ^ (i << 4)) + i * 256;
-      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+  for (int row = 8 * at.warp; row < 8 * at.warp + 8; row += 4) {
+    const uint32_t tile = at.smem + rows_in_tile<V_FIRST>(row, at);
+    float S[4][4], dS[4][4];
+    initial ? load_rows(S, initial, row, at) : load_rows<V_FIRST>(S, tile + kAtS);
+    final ? load_rows(dS, final, row, at) : load_rows<V_FIRST>(dS, tile + kAtDS);
+    if (V_FIRST) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int index = v * by_v + (4 * at.lane + j) * by_k;
-        if (initial) S[j] = initial[index];
-        if (final) dS[j] = final[index];
-        sum[j] = fmaf(S[j], dS[j], sum[j]);
-      }
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[r][j], dS[r][j], sum[j]);
+    } else {
+      const bool odd = at.lane & 1;
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+        sum[r] = fmaf(S[r][0], dS[r][0], S[r][1] * dS[r][1]) + fmaf(S[r][2], dS[r][2], S[r][3] * dS[r][3]);
+      float2 mine = odd ? make_float2(sum[2], sum[3]) : make_float2(sum[0], sum[1]);
+      mine.x += __shfl_xor_sync(~0u, odd ? sum[0] : sum[2], 1), mine.y += __shfl_xor_sync(~0u, odd ? sum[1] : sum[3], 1);
+      *reinterpret_cast<float2*>(parts + (at.lane >> 1) * kHead + row + 2 * odd) = mine;
     }
-  } else {
+  }
+  if (V_FIRST) store_four(parts + at.warp * kHead + 4 * at.lane, sum);
+}
+
+// 16 parts of sum_v S dS' to `parts` [16][128] in the pairs' place: the warp's eight value channels, four key channels per lane.
+__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
+  if (c.initial || c.final) {
+    p.in.state_v_first ? decay_products_of_ends<true>(c.initial, c.final, at) : decay_products_of_ends<false>(c.initial, c.final, at);
+    return;
+  }
+  float sum[4] = {};
+  const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float S[4], dS[4];
-      const uint32_t offset = (from ^ (i << 4)) + i * 256;
-      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+  for (int i = 0; i < 8; ++i) {
+    float S[4], dS[4];
+    const uint32_t offset = (from ^ (i << 4)) + i * 256;
+    unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[j], dS[j], sum[j]);
-    }
+    for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[j], dS[j], sum[j]);
   }
   store_four(at.floats(kAtPairs) + at.warp * kHead + 4 * at.lane, sum);
 }
