@@ -187,34 +187,6 @@ __device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const flo
     }
 }
 
-// Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two.
-__device__ __forceinline__ void state_products(const HopperGradient& p, Results& d_q, Results& d_k, Results& d_c, float unit,
-                                               const Seat& at) {
-  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
-  const uint32_t depth = at.smem + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
-#pragma unroll 2  // more would want more registers
-  for (int s = 0; s < kHead / 16; ++s) {
-    uint32_t a[4], b[2][4];
-    const uint32_t from = rows ^ (s << 5);
-    load_matrices_transposed(b[0], depth + kAtS + s * 4096), load_matrices_transposed(b[1], beside + kAtS + s * 4096);
-    load_matrices(a, from + kAtDO);
-#pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-    load_matrices(a, from + kAtDV);
-#pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-    load_matrices_transposed(b[0], depth + kAtDS + s * 4096), load_matrices_transposed(b[1], beside + kAtDS + s * 4096);
-    load_matrices(a, from + kAtVNew);
-#pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-  }
-  const float unit_q = p.in.scale * unit;
-#pragma unroll
-  for (int t = 0; t < 4; ++t)
-#pragma unroll
-    for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
-}
-
 // Four rows from `row` on of a float32 state [K, V], or [V, K], four channels per lane.
 __device__ __forceinline__ void load_rows(float (&x)[4][4], const float* state, int row, const Seat& at) {
 #pragma unroll
@@ -235,6 +207,68 @@ __device__ __forceinline__ void load_rows(float (&x)[4][4], uint32_t tile) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) (V_FIRST ? x[i][j] : x[j][i]) = y[j];
   }
+}
+
+// What rounding takes from the caller's state, or zeros if it is null, to a tile [V, K].
+template <bool V_FIRST>
+__device__ __forceinline__ void put_lost(uint32_t place, const float* state, const Seat& at) {
+#pragma unroll 1
+  for (int row = 8 * at.warp; row < 8 * at.warp + 8; row += 4) {
+    const uint32_t tile = at.smem + place + rows_in_tile<V_FIRST>(row, at);
+    float x[4][4] = {};
+    if (state) load_rows(x, state, row, at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y[j] = V_FIRST ? x[i][j] : x[j][i], y[j] -= low(pack_bf16(y[j], 0.0f));
+      store_shared((tile ^ (i << 4)) + i * 256, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
+    }
+  }
+}
+
+// Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two. Where S or dS' is the caller's, what rounding takes from
+// it then lies in the tile's place and is multiplied too: where few tokens follow, or gates forget all that was before, it is the only
+// rounding of a gate's gradient.
+__device__ __forceinline__ void state_products(const HopperGradient& p, const Chunk& c, Results& d_q, Results& d_k, Results& d_c,
+                                               float unit, const Seat& at) {
+  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+  const uint32_t depth = at.smem + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
+#pragma unroll 1
+  for (bool lost = false;; lost = true) {
+#pragma unroll 2  // more would want more registers
+    for (int s = 0; s < kHead / 16; ++s) {
+      uint32_t a[4], b[2][4];
+      const uint32_t from = rows ^ (s << 5);
+      load_matrices_transposed(b[0], depth + kAtS + s * 4096), load_matrices_transposed(b[1], beside + kAtS + s * 4096);
+      load_matrices(a, from + kAtDO);
+#pragma unroll
+      for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+      load_matrices(a, from + kAtDV);
+#pragma unroll
+      for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+      load_matrices_transposed(b[0], depth + kAtDS + s * 4096), load_matrices_transposed(b[1], beside + kAtDS + s * 4096);
+      load_matrices(a, from + kAtVNew);
+#pragma unroll
+      for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+    }
+    const int callers = c.callers;
+    if (lost || callers == 0) break;
+    __syncthreads();
+    const Seat here = seat_of(at.bytes);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int place = i ? kAtDS : kAtS;
+      const float* state = callers & (i ? kFinal : kInitial) ? i ? c.final : c.initial : nullptr;
+      p.in.state_v_first ? put_lost<true>(place, state, here) : put_lost<false>(place, state, here);
+    }
+    __syncthreads();
+  }
+  const float unit_q = p.in.scale * unit;
+#pragma unroll
+  for (int t = 0; t < 4; ++t)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
 }
 
 // sum_v S dS' at the ends of a sequence, where S and dS' are float32, or one of them: short sequences have no rounding that this could hide
