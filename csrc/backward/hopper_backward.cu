@@ -32,6 +32,7 @@ kda_status check_gradient(const kda_gradient_args &args, const kda_prefill_args 
       {"d_beta", args.d_beta, true}, {"A_shares", args.A_shares, forward.A_log != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
       {"bias_shares", args.bias_shares, forward.dt_bias != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
       {"before_last", args.before_last, false}, {"after_first", args.after_first, false},
+      {"forward->initial_state", forward.initial_state, false},
   };
   return check_pointers(tensors);
 }

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __g
     q.forget(), k.forget();
     if (!G32) g.forget();
     Results d_q = {}, d_k = {}, d_c = {};
-    state_products(p, d_q, d_k, d_c, unit, at);
+    state_products(p, chunk_at(turn, at), d_q, d_k, d_c, unit, at);
     __syncthreads();
     at = seat_of(bytes);
     if (chunk_at(turn ^ 1, at).item < items) fetch_states(p, turn ^ 1, at);

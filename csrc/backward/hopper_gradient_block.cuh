@@ -89,11 +89,12 @@ __device__ __forceinline__ float over_power(float x) { return __uint_as_float(0x
 struct Chunk {
   int64_t item, token;  // slot * HV + head; the first token's row of a [B, T, HV, ..] tensor
   int64_t offsets[4];    // of q, k, g, beta
-  const float *initial, *final;  // the sequence's initial_state, at its first chunk, and d_final, at its last; or null
+  const float *initial, *final;  // S and dS' in float32, at the sequence's first chunk and at its last; or null
   int length, head;
   float a;  // e^A_log
-  int unused;
+  int callers;  // kInitial: S is the caller's initial_state; kFinal: dS' is d_final
 };
+constexpr int kInitial = 1, kFinal = 2;
 static_assert(sizeof(Chunk) == kChunkBytes, "");
 
 __device__ __forceinline__ Chunk& chunk_at(int turn, const Seat& at) {
@@ -119,8 +120,8 @@ __device__ __forceinline__ void find_chunk(const HopperGradient& p, int64_t item
     const int64_t n = sequence_of(p.in, batch, first), state = (n * p.in.HV + c.head) * kHead * kHead;
     const Span span = sequence_span(p.in, n);
     const bool begins = first == span.first, ends = first + c.length == span.first + span.length;
-    if (p.in.initial_state && begins) c.initial = p.in.initial_state + state;
-    if (p.d_final && ends) c.final = p.d_final + state;
+    if (p.in.initial_state && begins) c.initial = p.in.initial_state + state, c.callers |= kInitial;
+    if (p.d_final && ends) c.final = p.d_final + state, c.callers |= kFinal;
     if (p.before_last && ends && !begins) c.initial = p.before_last + state;
     if (p.after_first && begins && !ends) c.final = p.after_first + state;
   }

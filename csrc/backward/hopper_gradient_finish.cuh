@@ -140,8 +140,8 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
   const Norms norms(factors, p.group_bits, at);
   const Chunk& chunk = chunk_at(turn, at);
   float all[4], bias[4] = {}, A[4] = {};
-  if (GATE != Gate::log_decay && G32) load_gates(raw, p, chunk, at);  // read once more: they take more registers than there are
   shares_of_all(all, over_power(back), at);
+  if (GATE != Gate::log_decay && G32) load_gates(raw, p, chunk, at);  // read once more: they take more registers than there are
   const int left = chunk.length - at.token(), bytes = p.wide ? 4 : 2;
   const auto step = static_cast<uint32_t>(p.in.HV) * kHead;
   const int64_t first = chunk.token * kHead + (at.token() * step + at.channel());

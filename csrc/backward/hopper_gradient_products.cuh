@@ -187,26 +187,82 @@ __device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const flo
     }
 }
 
-// Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two.
-__device__ __forceinline__ void state_products(const HopperGradient& p, Results& d_q, Results& d_k, Results& d_c, float unit,
-                                               const Seat& at) {
+// Four rows from `row` on of a float32 state [K, V], or [V, K], four channels per lane.
+__device__ __forceinline__ void load_rows(float (&x)[4][4], const float* state, int row, const Seat& at) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) unpack(x[r], __ldg(reinterpret_cast<const float4*>(state + (row + r) * kHead + 4 * at.lane)));
+}
+// Where they lie in a tile [V, K]. V_FIRST: rows are the tile's, row r at ^ (r << 4) + r * 256. Else columns: of value channel j of the
+// lane's four they are the four at ^ (j << 4) + j * 256.
+template <bool V_FIRST>
+__device__ __forceinline__ uint32_t rows_in_tile(int row, const Seat& at) {
+  return V_FIRST ? tile_at(row, at.lane >> 1) + (at.lane & 1) * 8 : tile_at(4 * at.lane, row >> 3) + (row & 7) * 2;
+}
+template <bool V_FIRST>
+__device__ __forceinline__ void load_rows(float (&x)[4][4], uint32_t tile) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float y[4];
+    unpack(y, load_shared_pair((tile ^ (i << 4)) + i * 256));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) (V_FIRST ? x[i][j] : x[j][i]) = y[j];
+  }
+}
+
+// What rounding takes from the caller's state, or zeros if it is null, to a tile [V, K].
+template <bool V_FIRST>
+__device__ __forceinline__ void put_lost(uint32_t place, const float* state, const Seat& at) {
+#pragma unroll 1
+  for (int row = 8 * at.warp; row < 8 * at.warp + 8; row += 4) {
+    const uint32_t tile = at.smem + place + rows_in_tile<V_FIRST>(row, at);
+    float x[4][4] = {};
+    if (state) load_rows(x, state, row, at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y[j] = V_FIRST ? x[i][j] : x[j][i], y[j] -= low(pack_bf16(y[j], 0.0f));
+      store_shared((tile ^ (i << 4)) + i * 256, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
+    }
+  }
+}
+
+// Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two. Where S or dS' is the caller's, what rounding takes from
+// it then lies in the tile's place and is multiplied too: where few tokens follow, or gates forget all that was before, it is the only
+// rounding of a gate's gradient.
+__device__ __forceinline__ void state_products(const HopperGradient& p, const Chunk& c, Results& d_q, Results& d_k, Results& d_c,
+                                               float unit, const Seat& at) {
   const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
   const uint32_t depth = at.smem + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
+#pragma unroll 1
+  for (bool lost = false;; lost = true) {
 #pragma unroll 2  // more would want more registers
-  for (int s = 0; s < kHead / 16; ++s) {
-    uint32_t a[4], b[2][4];
-    const uint32_t from = rows ^ (s << 5);
-    load_matrices_transposed(b[0], depth + kAtS + s * 4096), load_matrices_transposed(b[1], beside + kAtS + s * 4096);
-    load_matrices(a, from + kAtDO);
+    for (int s = 0; s < kHead / 16; ++s) {
+      uint32_t a[4], b[2][4];
+      const uint32_t from = rows ^ (s << 5);
+      load_matrices_transposed(b[0], depth + kAtS + s * 4096), load_matrices_transposed(b[1], beside + kAtS + s * 4096);
+      load_matrices(a, from + kAtDO);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-    load_matrices(a, from + kAtDV);
+      for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+      load_matrices(a, from + kAtDV);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-    load_matrices_transposed(b[0], depth + kAtDS + s * 4096), load_matrices_transposed(b[1], beside + kAtDS + s * 4096);
-    load_matrices(a, from + kAtVNew);
+      for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+      load_matrices_transposed(b[0], depth + kAtDS + s * 4096), load_matrices_transposed(b[1], beside + kAtDS + s * 4096);
+      load_matrices(a, from + kAtVNew);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+      for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+    }
+    const int callers = c.callers;
+    if (lost || callers == 0) break;
+    __syncthreads();
+    const Seat here = seat_of(at.bytes);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int place = i ? kAtDS : kAtS;
+      const float* state = callers & (i ? kFinal : kInitial) ? i ? c.final : c.initial : nullptr;
+      p.in.state_v_first ? put_lost<true>(place, state, here) : put_lost<false>(place, state, here);
+    }
+    __syncthreads();
   }
   const float unit_q = p.in.scale * unit;
 #pragma unroll
@@ -215,36 +271,51 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, Results&
     for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
 }
 
-// The warp's eight value channels of sum_v S dS', four key channels per lane, to `parts` [16][128] in the pairs' place. At the ends of a
-// sequence S and dS' are as the caller gave them: short sequences have no rounding that this could hide behind.
-__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
-  float sum[4] = {};
-  const float *initial = c.initial, *final = c.final;
-  const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
-  if (initial || final) {
+// sum_v S dS' at the ends of a sequence, where S and dS' are float32, or one of them: short sequences have no rounding that this could hide
+// behind. Rows as they lie in memory, eight a warp, four at a time: of [V, K] they are value channels and add up as in `decay_products`;
+// of [K, V] key channels, two of four in a lane once it has added its neighbour's, and 16 pairs of lanes make 16 parts.
+template <bool V_FIRST>
+__device__ __forceinline__ void decay_products_of_ends(const float* initial, const float* final, const Seat& at) {
+  float sum[4] = {}, *parts = at.floats(kAtPairs);
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      const int v = 8 * at.warp + i, by_k = p.in.state_v_first ? 1 : kHead, by_v = p.in.state_v_first ? kHead : 1;
-      float S[4], dS[4];
-      const uint32_t offset = (from ^ (i << 4)) + i * 256;
-      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+  for (int row = 8 * at.warp; row < 8 * at.warp + 8; row += 4) {
+    const uint32_t tile = at.smem + rows_in_tile<V_FIRST>(row, at);
+    float S[4][4], dS[4][4];
+    initial ? load_rows(S, initial, row, at) : load_rows<V_FIRST>(S, tile + kAtS);
+    final ? load_rows(dS, final, row, at) : load_rows<V_FIRST>(dS, tile + kAtDS);
+    if (V_FIRST) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int index = v * by_v + (4 * at.lane + j) * by_k;
-        if (initial) S[j] = initial[index];
-        if (final) dS[j] = final[index];
-        sum[j] = fmaf(S[j], dS[j], sum[j]);
-      }
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[r][j], dS[r][j], sum[j]);
+    } else {
+      const bool odd = at.lane & 1;
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+        sum[r] = fmaf(S[r][0], dS[r][0], S[r][1] * dS[r][1]) + fmaf(S[r][2], dS[r][2], S[r][3] * dS[r][3]);
+      float2 mine = odd ? make_float2(sum[2], sum[3]) : make_float2(sum[0], sum[1]);
+      mine.x += __shfl_xor_sync(~0u, odd ? sum[0] : sum[2], 1), mine.y += __shfl_xor_sync(~0u, odd ? sum[1] : sum[3], 1);
+      *reinterpret_cast<float2*>(parts + (at.lane >> 1) * kHead + row + 2 * odd) = mine;
     }
-  } else {
+  }
+  if (V_FIRST) store_four(parts + at.warp * kHead + 4 * at.lane, sum);
+}
+
+// 16 parts of sum_v S dS' to `parts` [16][128] in the pairs' place: the warp's eight value channels, four key channels per lane.
+__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
+  if (c.initial || c.final) {
+    p.in.state_v_first ? decay_products_of_ends<true>(c.initial, c.final, at) : decay_products_of_ends<false>(c.initial, c.final, at);
+    return;
+  }
+  float sum[4] = {};
+  const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float S[4], dS[4];
-      const uint32_t offset = (from ^ (i << 4)) + i * 256;
-      unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+  for (int i = 0; i < 8; ++i) {
+    float S[4], dS[4];
+    const uint32_t offset = (from ^ (i << 4)) + i * 256;
+    unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[j], dS[j], sum[j]);
-    }
+    for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[j], dS[j], sum[j]);
   }
   store_four(at.floats(kAtPairs) + at.warp * kHead + 4 * at.lane, sum);
 }

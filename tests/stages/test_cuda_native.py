@@ -20,7 +20,7 @@ ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0, "padding_kernel": 0,
-          "gradient_kernel": 64, "prepare_kept_kernel": 24, "scan_kept_kernel": 0, "reverse_kernel": 0, "rebuild_kernel": 16}  # fmt: skip
+          "gradient_kernel": 32, "prepare_kept_kernel": 24, "scan_kept_kernel": 0, "reverse_kernel": 0, "rebuild_kernel": 16}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, 128 one of 512.
 HOPPER_REGISTERS = {"prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128, "prepare_kept_kernel": 80,
@@ -145,6 +145,9 @@ def test_gradient_arguments_are_checked(native):
             native.gradient(library.GradientArgs(forward, **right | changes))
     with pytest.raises(library.NativeError, match="key_dim = value_dim = 128, got 64 and 64"):
         native.gradient(library.GradientArgs(arguments(**half), **right))
+    forward.initial_state = 4104
+    with pytest.raises(library.NativeError, match="forward->initial_state must start at 16 bytes"):
+        native.gradient(library.GradientArgs(forward, **right))
 
 
 @needs_nvcc

@@ -182,6 +182,43 @@ def test_ends_of_sequences_in_float32(kernels, v_first):
     assert accuracy.error(found[:, :70], truth[:, :70]) < 0.75 * accuracy.error(without[:, :70], truth[:, :70])
 
 
+@pytest.mark.parametrize("given", ["initial", "final", "both"])
+def test_states_of_either_layout(kernels, given):
+    """[K, V] and [V, K]: rows that lie in memory are of key channels and of value channels, beside tiles where only one state is given."""
+    options = {"chunk_size": 64, "output_final_state": given != "initial"}
+    case = Case("either", "", T=70, H=1, HV=1, K=D, V=D, gate="slow", initial_state=given != "final", lengths=(66, 4), options=options)
+    problem, arrays, (d_o, d_final) = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    d_final = d_final if given != "initial" else None
+    other = lambda x: None if x is None else np.ascontiguousarray(x.swapaxes(2, 3))
+    keys = gradient(kernels, problem, arrays, (d_o, d_final), ends=True)
+    by_values = problem.replace(state_v_first=True), arrays._replace(initial_state=other(arrays.initial_state))
+    values = gradient(kernels, *by_values, (d_o, other(d_final)), ends=True)
+    truth = accuracy.truths(problem, arrays, d_o, d_final)
+    for name in keys:
+        apart, error = accuracy.error(keys[name], values[name]), accuracy.error(keys[name], truth[name])
+        assert apart < 1e-3 * error, name
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("rounded", ["initial", "final"])
+def test_what_rounding_takes_from_the_callers_states(kernels, rounded, v_first):
+    """It is multiplied too: states that the caller has rounded give worse gradients."""
+    gate = "huge" if rounded == "final" else "slow"
+    case = Case(
+        "callers", "", T=12, H=1, HV=1, K=D, V=D, gate=gate, lengths=(8, 1, 3), options={"chunk_size": 64, "state_v_first": v_first}
+    )
+    problem, arrays, (d_o, d_final) = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    truth = accuracy.truths(problem, arrays, d_o, d_final)
+    found = gradient(kernels, problem, arrays, (d_o, d_final))
+    if rounded == "final":
+        worse = gradient(kernels, problem, arrays, (d_o, bf16(d_final)))
+    else:
+        worse = gradient(kernels, problem, arrays._replace(initial_state=bf16(arrays.initial_state).astype(np.float32)), (d_o, d_final))
+    for name in ("q", "g") if rounded == "initial" else ("k", "g"):
+        error, larger = (accuracy.error(x[name], truth[name]) for x in (found, worse))
+        assert error < (0.5 if name == "g" else 0.95) * larger, name
+
+
 def test_gradients_of_any_scale(kernels):
     """Pairs are divided by a power of two of their own: gradients of 2^-40 and 2^40 differ in nothing but that."""
     case = Case("scale", "scales", T=40, H=1, HV=1, K=D, V=D, gate="strong", initial_state=False, options={"output_final_state": False})
