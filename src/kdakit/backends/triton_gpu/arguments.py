@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, exact_q, exact_steps, padded, turned
+from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, end_chunks, exact_q, exact_steps, padded, turned
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -71,6 +71,7 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         EXACT_DECAY=exact_steps(problem),  # of steps
         EXACT_SHARE=config.exact_share,
         EXACT_FINAL=config.exact_final,
+        ENDS=end_chunks(problem, config),
         BOUNDED=config.bounded,
         BY_TOKEN=config.by_token,
         TURNED=turned(problem, config),

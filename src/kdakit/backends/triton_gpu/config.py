@@ -14,7 +14,6 @@ from kdakit.problem import SAFE_BOUND, Problem
 
 # What no GPU has shown to be right yet runs only where this is asked for, see `shown`.
 UNCHECKED = os.environ.get("KDAKIT_UNCHECKED", "0") == "1"
-ASKED_EXACT_FINAL = os.environ.get("KDAKIT_EXACT_FINAL", "0") == "1"  # no GPU has run this, see `Config.exact_final`
 
 
 @dataclass(frozen=True)
@@ -218,9 +217,14 @@ def exact_decay(problem: Problem) -> bool:
 
 
 def exact_ends(problem: Problem) -> bool:
-    """The same with 128 channels or more, in the first and the last of several chunks alone, where either S or dS' is the caller's own:
-    the other is kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
-    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) >= 128
+    """The same for all others, near a sequence's first and last token alone, where either S or dS' is the caller's own or nearly so: there
+    both are kept in float32. In a short sequence the recurrence has lost little, and the ends are all there is."""
+    return problem.dtype == "bfloat16" and not exact_decay(problem)
+
+
+def end_chunks(problem: Problem, config: Config) -> int:
+    """So many chunks are near either end: 64 tokens, as one chunk has where it is not shorter."""
+    return max(1, 64 // config.chunk) if exact_ends(problem) else 1
 
 
 def exact_share(problem: Problem) -> bool:
@@ -360,7 +364,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
         gradient_dtype="bfloat16" if problem.dtype == "bfloat16" else "float32",
         by_token=joint(problem, chip, normed),
         exact_last=not wide,
-        exact_final=ASKED_EXACT_FINAL and not wide,
+        exact_final=not wide,
         exact_share=exact_share(problem),
         **sizes,
     )

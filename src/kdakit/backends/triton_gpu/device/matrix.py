@@ -12,7 +12,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def round_to(x, DTYPE: tl.constexpr):
     """float32 x rounded to nearest even in DTYPE. The interpreter truncates to bfloat16, so there the rounding is spelled out."""
     if INTERPRETED and DTYPE.is_bf16():
-        bits = x.to(tl.uint32, bitcast=True)
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         x = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)

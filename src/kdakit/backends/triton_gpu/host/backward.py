@@ -14,6 +14,7 @@ from kdakit.backends.triton_gpu.config import (
     checkpoint_dtype,
     chunk_slots,
     corrected,
+    end_chunks,
     exact_decay,
     exact_ends,
     exact_pairs,
@@ -45,7 +46,7 @@ class Replayed(NamedTuple):
     r_lost: torch.Tensor | None = None  # [N, HV, C, VP]  what rounding took from r of the last chunks, if config.exact_last
     q_lost: torch.Tensor | None = None  # [slots, HV, C, KP]  what it took from q_decayed, if exact_q
     states_lost: torch.Tensor | None = None  # [slots, HV, VP, KP]  what it took from states, if exact_decay
-    before_last: torch.Tensor | None = None  # as final states: S before the last of several chunks, if exact_ends
+    before_last: torch.Tensor | None = None  # `end_states`: S before the last chunks but the first, if exact_ends
 
 
 def lost_specs(problem: Problem, config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -56,9 +57,15 @@ def lost_specs(problem: Problem, config: Config) -> dict[str, tuple[tuple[int, .
         r_lost=(config.exact_last, last_shape(problem, config), problem.dtype),
         q_lost=(exact_q(problem), (slots, HV, config.chunk, KP), problem.dtype),
         states_lost=(exact_decay(problem), (slots, HV, padded(problem.V), KP), problem.dtype),
-        before_last=(has_before, problem.state_shape, "float32"),
+        before_last=(has_before, end_states(problem, config), "float32"),
     )
     return {name: (shape, dtype) for name, (here, shape, dtype) in every.items() if here}
+
+
+def end_states(problem: Problem, config: Config) -> tuple[int, ...]:
+    """Of states near either end of every sequence, from the end inwards: [N, HV, end_chunks, K, V], or V before K as the caller's."""
+    N, HV, *matrix = problem.state_shape
+    return N, HV, end_chunks(problem, config), *matrix
 
 
 def replayed_of(problem: Problem, config: Config, tensors: list[torch.Tensor]) -> Replayed:
@@ -167,7 +174,7 @@ class Reversed(NamedTuple):
 
     d_states: torch.Tensor  # [slots, HV, VP, KP]  dS' after each chunk
     d_states_lost: torch.Tensor | None  # what rounding took from them, if exact_decay
-    after_first: torch.Tensor | None  # as initial states: dS' after the first of several chunks, if exact_ends
+    after_first: torch.Tensor | None  # `end_states`: dS' after the first chunks but the last, if exact_ends
     d_v: torch.Tensor  # [B, T, HV, V]
     y_lost: torch.Tensor | None  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
     alone: torch.Tensor | None  # what the gradient of a given beta needs
@@ -180,7 +187,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     d_states = torch.empty(y.states.shape, dtype=y.states.dtype, device=device)
     d_states_lost = torch.empty(d_states.shape, dtype=d_states.dtype, device=device) if exact_decay(problem) else None
     has_after = exact_ends(problem) and arrays.initial_state is not None
-    after_first = torch.empty(problem.state_shape, dtype=torch.float32, device=device) if has_after else None
+    after_first = torch.empty(end_states(problem, config), dtype=torch.float32, device=device) if has_after else None
     d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=device)
     y_lost = torch.empty(last_shape(problem, config), dtype=d_v.dtype, device=device) if config.exact_last else None
     d_initial, alone = None, None

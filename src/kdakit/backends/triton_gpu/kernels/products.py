@@ -64,11 +64,12 @@ def times_solved(b_x, X, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr, 
 @triton.jit
 def exact_d_decay(
     p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, p_before_last, p_after_first, i_nh, o_k, first, last,
+    begins, ends,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
     """sum_v S dS' [BK], with S and dS' as the caller gave them where they are the caller's own: at the sequence's start and end. With what
-    rounding took from the others, if p_states_lost and p_d_states_lost have it. p_before_last, p_after_first: S and dS' of the last and
-    the first of several chunks."""
+    rounding took from the others, if p_states_lost and p_d_states_lost have it. p_before_last, p_after_first: S and dS' of this
+    chunk, if it `ends` or `begins` a sequence of several."""
     b_sum = tl.zeros(o_k.shape, tl.float32)
     for i_v in range(0, V, 16):
         o_v = i_v + tl.arange(0, 16)
@@ -86,10 +87,10 @@ def exact_d_decay(
         if HAS_FINAL:
             b_dS = tl.where(last, tl.load(p_d_final + o_state, mask=m_S & last, other=0.0).to(tl.float32), b_dS)
         if p_before_last is not None:
-            m_last = last & (first == 0)
+            m_last = ends & (first == 0)
             b_S = tl.where(m_last, tl.load(p_before_last + o_state, mask=m_S & m_last, other=0.0), b_S)
         if p_after_first is not None:
-            m_first = first & (last == 0)
+            m_first = begins & (last == 0)
             b_dS = tl.where(m_first, tl.load(p_after_first + o_state, mask=m_S & m_first, other=0.0), b_dS)
         b_sum += tl.sum(b_S * b_dS, 0)
     return b_sum
@@ -234,6 +235,7 @@ def products_kernel(
     HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr,
     BY_TOKEN: tl.constexpr, TURNED: tl.constexpr, EXACT_SHARE: tl.constexpr, EXACT_FINAL: tl.constexpr,
+    ENDS: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r, of which d_v holds beta y, and where a given beta is tiny p_alone
     y (see `reverse`), S before and dS' after the chunk:
@@ -276,6 +278,10 @@ def products_kernel(
         p_d_q_lost += (i_n * HV + i_h) * KP * R
     if BETA == "given":
         p_alone += i_p * C * VP
+    if ENDS > 1 and p_before_last is not None:
+        p_before_last += ((i_n * HV + i_h) * (ENDS - 1) + (eos - start - 1) // C) * (K * V)
+    if ENDS > 1 and p_after_first is not None:
+        p_after_first += ((i_n * HV + i_h) * (ENDS - 1) + i_c) * (K * V)
 
     o_i, o_c, o_p = span_tokens(R), row_tokens(R, HALF, GROUP), tl.arange(0, R)
     m_i, m_c = o_i < length, o_c < length
@@ -320,27 +326,30 @@ def products_kernel(
         )
         if (HAS_INITIAL or HAS_FINAL) and not p_d_o.dtype.element_ty.is_fp32():
             first, last = i_c == 0, start + C >= eos
+            begins, ends = first, last
+            if ENDS > 1:
+                begins, ends = i_c < ENDS, start + ENDS * C >= eos
             if p_states_lost is None:  # noqa: SIM102
-                if first | last:  # short sequences have no rounding that this could hide behind
+                if begins | ends:  # short sequences have no rounding that this could hide behind
                     b_d_decay = exact_d_decay(
                         p_states, None, p_d_states, None, p_initial, p_d_final, p_before_last, p_after_first, i_n * HV + i_h, o_k,
-                        first, last, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
+                        first, last, begins, ends, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
                     )  # fmt: skip
             if HAS_INITIAL:  # noqa: SIM102
                 if first:
                     b_dq, b_dk = add_lost_state(
                         b_dq, b_dk, p_initial, p_d_o, p_d_v, i_n * HV + i_h, o_row, m_i, o_k, K, V, BV, V_FIRST, PRECISION
                     )
-            if HAS_FINAL and EXACT_FINAL:  # noqa: SIM102
-                if last:
-                    b_dkh = add_lost_gradient(b_dkh, p_d_final, p_r, i_n * HV + i_h, o_rc, m_c, o_k, K, V, BV, V_FIRST, PRECISION)
         if p_states_lost is not None:
             b_d_decay = exact_d_decay(
                 p_states, p_states_lost, p_d_states, p_d_states_lost, p_initial, p_d_final, None, None, i_n * HV + i_h, o_k, i_c == 0,
-                start + C >= eos, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
+                start + C >= eos, False, False, K, V, KP, V_FIRST, HAS_INITIAL, HAS_FINAL,
             )  # fmt: skip
         store_d_tile(p_d_tiles, p_scales, p_d_q_lost, i_c == 0, 0, i_k, b_dq * b_norm_q[None, :], KP, BY_TOKEN)
         store_d_tile(p_d_tiles, p_scales, None, False, 1, i_k, b_dk * -b_norm_k[None, :], KP, BY_TOKEN)
+        if HAS_FINAL and EXACT_FINAL:  # noqa: SIM102 - when the others are out of the registers
+            if start + C >= eos:
+                b_dkh = add_lost_gradient(b_dkh, p_d_final, p_r, i_n * HV + i_h, o_rc, m_c, o_k, K, V, BV, V_FIRST, PRECISION)
         store_d_tile(p_d_tiles, p_scales, None, False, 2, i_k, times_solved(b_dkh, X, GRADIENT_DTYPE, PRECISION), KP, BY_TOKEN)
         tl.store(p_d_decay + i_p * KP + o_k, b_d_decay, mask=o_k < KP)
 

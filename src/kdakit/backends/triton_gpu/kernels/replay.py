@@ -29,11 +29,11 @@ def replay_states(
     p_v, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost, p_before_last, p_r, p_r_lost, b_S, i_last, length, HV,
     s_vt, o_v, m_v, chunks,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    ALIGN: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, V_FIRST: tl.constexpr, HAS_LOST: tl.constexpr, ENDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, with S^T [BV, KP] the state before it:  stores S;  stores r = v - k_in S;  S <- Diag(decay) S + k_solved^T beta r.
     HAS_LOST: of a sequence's last chunk also what rounding takes from r, by token. p_states_lost: what it takes from S.
-    p_before_last: gets S before chunk i_last."""
+    p_before_last: gets S before the ENDS chunks up to i_last, the sequence's last, which may be another segment's; from the last on."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     o_c, o_k = tl.arange(0, C), tl.arange(0, KP)
     o_t = row_tokens(C, HALF, GROUP)
@@ -42,9 +42,6 @@ def replay_states(
     p_tile = p_tiles + o_c[:, None] * KP + o_k[None, :]
     p_solved = p_k_solved + (2 * C + o_c[:, None]) * KP + o_k[None, :]
     p_state = p_states + o_v[:, None] * KP + o_k[None, :]
-    if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
-        if i_last == 0:
-            store_before_last(p_before_last, b_S, o_v, m_v, K, V, KP, V_FIRST)
     for i_c in tl.range(0, chunks, num_stages=STAGES):
         m_cv = (o_t < length - i_c * C)[:, None] & m_v[None, :]
         b_v = tl.load(p_v, mask=m_cv, other=0.0)
@@ -65,9 +62,13 @@ def replay_states(
             m_last = m_cv & (length - i_c * C <= C)
             tl.store(p_r_lost + o_t[:, None] * VP + o_v[None, :], rounded_off(tl.trans(b_r), DTYPE), mask=m_last)
         b_S = product_add(round_to(b_r * b_beta[None, :], DTYPE), b_solved, b_S * b_decay[None, :], PRECISION)
-        if p_before_last is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
-            if i_c + 1 == i_last:
-                store_before_last(p_before_last, b_S, o_v, m_v, K, V, KP, V_FIRST)
+        if p_before_last is not None:
+            if ENDS == 1:
+                if i_c + 1 == i_last:
+                    store_before_last(p_before_last, b_S, o_v, m_v, K, V, KP, V_FIRST)
+            elif (i_c + 1 <= i_last) & (i_c + 1 + ENDS > i_last):
+                p_S = p_before_last + tl.cast(i_last - i_c - 1, tl.int64) * (K * V)
+                store_before_last(p_S, b_S, o_v, m_v, K, V, KP, V_FIRST)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
@@ -83,7 +84,7 @@ def replay_kernel(
     p_before_last, p_r, p_r_lost, T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LOST: tl.constexpr, ENDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One segment of one head: the chunks from a checkpoint, or from the sequence's start, to the next checkpoint or the end. The states
     before every chunk and r = v - k_in S, serial only within the segment.
@@ -120,14 +121,14 @@ def replay_kernel(
         p_states_lost += i_p * VP * KP
     i_last = -1
     if p_before_last is not None:
-        p_before_last += (i_n * HV + i_h) * K * V
-        i_last = tl.where((start + chunks * C >= eos) & (i_c + chunks > 1), chunks - 1, -1)
+        p_before_last += (i_n * HV + i_h) * (ENDS * K * V)
+        i_last = tl.cdiv(eos - start, C).to(tl.int32) - 1
     replay_states(
         p_v + (i_b * s_vb + start * s_vt + i_h * s_vh) * ALIGN, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
         p_decay + i_p * KP, p_factors + i_p * 3 * C, p_states + i_p * VP * KP, p_states_lost,
         p_before_last, p_r + ((i_b * T + start) * HV + i_h) * V, p_r_lost, b_S, i_last, eos - start, HV,
         s_vt, o_v, m_v, chunks,
-        K, V, KP, VP, C, HALF, GROUP, ALIGN, V_FIRST, HAS_LOST, PRECISION, STAGES,
+        K, V, KP, VP, C, HALF, GROUP, ALIGN, V_FIRST, HAS_LOST, ENDS, PRECISION, STAGES,
     )  # fmt: skip
 
 

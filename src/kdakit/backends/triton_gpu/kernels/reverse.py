@@ -33,7 +33,7 @@ def reverse_kernel(
     p_after_first, p_y_lost, p_alone, p_d_initial, T, NT, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_LOST: tl.constexpr, BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LOST: tl.constexpr, ENDS: tl.constexpr, BETA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per chunk, from the last to the first, with dS' the gradient of the state after it:
 
@@ -42,7 +42,7 @@ def reverse_kernel(
     y is the gradient of beta (v - k_in S), so that beta y is that of v. Writes d_v = beta y, dS' for every chunk and dS for the initial
     state. Where beta is the caller's own it may be 0, and its gradient needs y: alone [slot, HV, C, VP] gets that of such tokens.
     HAS_LOST: y_lost [N, HV, C, VP] gets what rounding takes from either in a sequence's last chunk. q_lost: what it took from q_decayed.
-    d_states_lost: gets what it takes from dS'. after_first: gets dS' of the first of several chunks.
+    d_states_lost: gets what it takes from dS'. after_first: gets dS' of the first ENDS chunks but the last.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads. dS^T [BV, KP] stays in float32 registers.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -113,9 +113,12 @@ def reverse_kernel(
             b_lost = rounded_off(tl.trans(b_y * b_taken[None, :]), DTYPE)
             tl.store(p_y_lost + i_nh * C * VP + o_t[:, None] * VP + o_v[None, :], b_lost, mask=m_cv & (i == 0))
         b_dS = product_add(round_to(b_y * -b_beta[None, :], DTYPE), b_k_in, b_next, PRECISION)
-        if p_after_first is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
-            if i_c == 1:
-                tl.store(p_after_first + o_state, b_dS, mask=m_state)
+        if p_after_first is not None:
+            if ENDS == 1:
+                if i_c == 1:
+                    tl.store(p_after_first + o_state, b_dS, mask=m_state)
+            elif (i_c >= 1) & (i_c <= ENDS):
+                tl.store(p_after_first + (i_nh * (ENDS - 1) + i_c - 1) * (K * V) + o_state, b_dS, mask=m_state)
     if HAS_INITIAL:
         tl.store(p_d_initial + o_state, round_to(b_dS, p_d_initial.dtype.element_ty), mask=m_state)
 
