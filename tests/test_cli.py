@@ -482,10 +482,10 @@ def test_bench_cuts_heads_over_devices(tmp_path):
     """xla@2 computes what xla does over two devices, which JAX makes before it counts them: in a process of its own."""
     frameworks_of("jax")
     record = tmp_path / "b.json"
-    words = ["--backend", "xla", "xla@2", "--shape", "1x32x2x16", "--repeat", "1", "--json", str(record)]
+    words = ["--backend", "xla", "xla@2", "--shape", "1x32x2x16", "--mode", "fwdbwd", "--repeat", "1", "--json", str(record)]
     subprocess.run([sys.executable, "-m", "kdakit.cli.main", "bench", *words], check=True, capture_output=True)
     data = json.loads(record.read_text())
-    assert [row["contestant"] for row in data["results"]] == ["xla", "xla@2"] * 2 and not data["missing"]
+    assert [row["contestant"] for row in data["results"]] == ["xla", "xla@2"] and not data["missing"]
     assert all(row["difference"] < 1e-6 for row in data["results"])
     rows, missing = race.run(["xla@64"], contestants.Job(Shape(1, 32, 64, 16), "fwd", "float32"), 1, 0.1)
     assert not rows and "too few for 64" in missing[0]["reason"]

@@ -59,7 +59,9 @@ AGAIN = len(JOBS) - 2
 def collected(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("ranks")
     (tmp / "jobs").write_text(json.dumps(JOBS))
-    (ended,) = launch(tmp, (RANKS, max(SIZES), tmp / "out", tmp / "jobs"), imports=("kdakit.backends.torch_native", "kdakit.measure.checking"))
+    (ended,) = launch(
+        tmp, (RANKS, max(SIZES), tmp / "out", tmp / "jobs"), imports=("kdakit.backends.torch_native", "kdakit.measure.checking")
+    )
     for rank, (code, err) in enumerate(ended):
         assert code == 0, f"rank {rank}: {err}"
     return pickle.loads((tmp / "out").read_bytes())
