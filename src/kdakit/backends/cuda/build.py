@@ -93,7 +93,7 @@ def build(
     chosen = [s for s in sources() if not for_hopper(s) or "90a" in architectures]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         objects = [Path(folder) / f"{s.stem}.o" for s in chosen]
-        reports = list(pool.map(lambda pair: compile_one(*pair, architectures, options), zip(chosen, objects, strict=True)))
+        reports = list(pool.map(lambda pair: compile_one(pair[0], pair[1], architectures, options), zip(chosen, objects, strict=True)))
         target.parent.mkdir(parents=True, exist_ok=True)
         link = [str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "--no-undefined", "-o", str(target), *map(str, objects)]
         done = subprocess.run(link, capture_output=True, text=True)
