@@ -8,8 +8,8 @@ SEED ?= 90
 LIBRARY := src/kdakit/backends/cuda/libkdakit.so
 # Several processes where PYTHON has pytest-xdist; tests that share a build stay together.
 SPREAD = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=loadgroup)
-# One thread per test process: more would fight for the same cores.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+# One thread per test process: more would fight for the same cores. Bytecode is kept: a hundred processes import the same files.
+ONE_THREAD := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help venv dist demo test test-full test-gpu gpu-cases gpu-random gpu-tests lint docs tables cuda test-cuda clean

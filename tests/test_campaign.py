@@ -1,30 +1,16 @@
 """Campaigns of random problems: workers that may crash or hang, a command that repeats what failed, tables of what was shown."""
 
 import json
-import os
 import time
 
 import pytest
+from pretended import pretend
 
 from kdakit.cli.main import main
 from kdakit.measure import campaign
 from kdakit.measure.random_problems import numbers
-from kdakit.measure.trial import Verdict
 
 pytest.importorskip("torch")
-
-
-def pretend(label, backend, device):
-    """In place of a backend: some of its problems crash the process, some hang, some are wrong, some lose the device."""
-    number = int(label) // 2
-    about = dict(label=label, what=label, backend=backend, dtype="float32", call="forward", K=16, V=16)
-    if number % 10 == 3:
-        os._exit(139)
-    if number % 10 == 5:
-        time.sleep(60)
-    if number % 10 == 7:
-        return Verdict(ok=False, complaint="CUDA error: an illegal memory access was encountered", **about)
-    return Verdict(ok=number % 10 != 8, complaint="wrong" if number % 10 == 8 else "", **about)
 
 
 def test_a_crash_is_a_result(monkeypatch):

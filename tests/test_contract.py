@@ -34,6 +34,8 @@ SIZES = ["softplus_huge", "grouped", "one_token", "whole_chunks", "wide", "softp
 # The same kernels again, which take an interpreter long: packed as varlen, a batch as grouped, gates as softplus_huge and
 # lower_bound_saturated, and what test_disable_recompute_gives_the_same_numbers compares.
 SLOW = ["varlen_many", "plain", "softplus", "lower_bound", "keep"]
+# With one head in an interpreter, which compiles every head; the others have several.
+ONE_HEAD = ["varlen", "varlen_no_state", "segments", "chunk128", "lower_bound_saturated"]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -57,6 +59,12 @@ def skip_where_compiled(backend, unless):
     """JAX compiles a program for every new size and dtype."""
     if checking.framework_of(backend) == "jax" and not unless and not FULL:
         pytest.skip(f"{backend}: takes a part of these, a program each")
+
+
+def in_few_heads(backend, name):
+    """The case, with one head where an interpreter would compile another."""
+    alone = name in ONE_HEAD and checking.interpreted(backend) and not FULL
+    return replace(ALL[name], H=1, HV=1) if alone else ALL[name]
 
 
 def assert_within(rows):
@@ -86,7 +94,7 @@ def test_forward_and_gradients(backend, name):
     skip_where_compiled(backend, unless=name not in ALIKE)
     skip_in_interpreters(backend, unless=name not in SLOW)
     skip_unless_able(backend, ALL[name], grad=True)
-    assert_within(checking.check(backend, ALL[name]))
+    assert_within(checking.check(backend, in_few_heads(backend, name)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -152,7 +160,7 @@ def test_prefix_causality(backend, name, op):
 
 @pytest.mark.parametrize("name", ["softplus_huge", "varlen", "gate_huge"])
 def test_same_call_same_bits(backend, name):
-    case = CASES[name]
+    case = in_few_heads(backend, name)
     skip_unless_able(backend, case, grad=True)
     first, second = (checking.run_case(backend, case) for _ in range(2))
     assert first.keys() == second.keys()

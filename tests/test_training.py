@@ -267,7 +267,7 @@ def spawn(folder, *words):
 def test_kill_9_loses_at_most_the_last_interval(tmp_path):
     """Killed without warning as soon as a second checkpoint shows; the resumed run repeats the curve of one that was left alone."""
     pytest.importorskip("torch")
-    folder, options = tmp_path / "killed", ["--steps", "60", *SMALL_RUN]
+    folder, options = tmp_path / "killed", ["--steps", "30", *SMALL_RUN]
     process = spawn(folder, *options)
     end = time.monotonic() + 120
     while time.monotonic() < end and not list(folder.glob("weights-0000000[4-9]*")):
@@ -276,13 +276,13 @@ def test_kill_9_loses_at_most_the_last_interval(tmp_path):
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     found = checkpoint.load(folder)
-    assert 2 <= found.state.step < 60 and found.state.step % 2 == 0
+    assert 2 <= found.state.step < 30 and found.state.step % 2 == 0
     resumed = spawn(folder, "--resume")
     said, _ = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, said
     assert main(["train", "--out", str(tmp_path / "whole"), "--every", "2", *options]) == 0
     curves = [[(row["step"], row["loss"]) for row in checkpoint.load(f).curve] for f in (folder, tmp_path / "whole")]
-    assert [step for step, _ in curves[0]] == list(range(2, 61, 2))
+    assert [step for step, _ in curves[0]] == list(range(2, 31, 2))
     np.testing.assert_allclose(curves[0], curves[1], rtol=1e-6)
 
 

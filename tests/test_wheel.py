@@ -56,9 +56,9 @@ def test_the_wheel_is_pure_and_has_everything(built):
 @pytest.mark.xdist_group("wheel")
 def test_installed_in_an_empty_environment(built, tmp_path):
     (wheel,) = built.glob("*.whl")
-    run(sys.executable, "-m", "venv", tmp_path / "empty")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty")
     python = tmp_path / "empty" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel, env=CLEAN)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel, env=CLEAN)
     # The frameworks are those of this interpreter: path files in folders that one names are not read, so no editable kdakit is found.
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", env=CLEAN).strip()
     (Path(site) / "frameworks.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))

@@ -1,6 +1,7 @@
 """The JAX model on 8 host devices, cut over data, context and heads, equals the whole one. A process of its own."""
 
 import os
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +46,21 @@ def spread(x, slices, filler):
     return jnp.concatenate([jnp.pad(part, [(0, 0), (0, max(slices) - part.shape[1])], constant_values=filler) for part in parts], 1)
 
 
-def compare(mesh, rows, tokens, targets, slices=None, **options):
-    """Whole and cut: evenly, or into `slices` of so many tokens."""
+@cache
+def made():
     graph, state = nnx.split(KimiLinear(CONFIG, seed=3))
-    state = jax.tree.map(lambda x: x.astype(jnp.float64), state)
+    return graph, jax.tree.map(lambda x: x.astype(jnp.float64), state)
 
-    def whole(state, tokens, targets):
-        return total(nnx.merge(graph, state), tokens, targets, **options)
+
+@jax.jit
+@jax.value_and_grad
+def whole(state, tokens, targets, cu_seqlens):
+    return total(nnx.merge(made()[0], state), tokens, targets, cu_seqlens=cu_seqlens)
+
+
+def compare(mesh, rows, tokens, targets, slices=None, **options):
+    """Whole, packed also where rows are sequences, and cut: evenly, or into `slices` of so many tokens."""
+    graph, state = made()
 
     def cut(state, tokens, targets):
         def part(state, tokens, targets):
@@ -64,7 +73,10 @@ def compare(mesh, rows, tokens, targets, slices=None, **options):
             tokens, targets = spread(tokens, slices, 3), spread(targets, slices, -1)
         return manual(state, tokens, targets)
 
-    want, want_gradients = jax.jit(jax.value_and_grad(whole))(state, tokens, targets)
+    B, T = tokens.shape
+    cu_seqlens = options.get("cu_seqlens", jnp.arange(0, B * T + 1, T))
+    cu_seqlens = jnp.pad(cu_seqlens, (0, 6 - len(cu_seqlens)), mode="edge")  # one program for all
+    want, want_gradients = whole(state, tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens)
     value, gradients = jax.jit(jax.value_and_grad(cut))(placed(state, mesh), tokens, targets)
     np.testing.assert_allclose(value, want, rtol=1e-8)  # dot_product_attention takes its softmax in float32
     want_gradients = named(want_gradients)

@@ -59,7 +59,9 @@ AGAIN = len(JOBS) - 2
 def collected(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("ranks")
     (tmp / "jobs").write_text(json.dumps(JOBS))
-    (ended,) = launch(tmp, (RANKS, max(SIZES), tmp / "out", tmp / "jobs"))
+    (ended,) = launch(
+        tmp, (RANKS, max(SIZES), tmp / "out", tmp / "jobs"), imports=("kdakit.backends.torch_native", "kdakit.measure.checking")
+    )
     for rank, (code, err) in enumerate(ended):
         assert code == 0, f"rank {rank}: {err}"
     return pickle.loads((tmp / "out").read_bytes())
@@ -141,16 +143,19 @@ REFUSALS = {
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory):
-    tmp = tmp_path_factory.mktemp("refused")
+def few_ranks(tmp_path_factory):
+    """{what they do: their ends}, forked from one process."""
+    tmp = tmp_path_factory.mktemp("few")
     (tmp / "refusal.py").write_text(REFUSAL)
-    return dict(zip(REFUSALS, launch(tmp, *((tmp / "refusal.py", 3, what) for what in REFUSALS), timeout=120), strict=True))
+    (tmp / "halo.py").write_text(HALO)
+    jobs = {what: (tmp / "refusal.py", 3, what) for what in REFUSALS} | {"halo": (tmp / "halo.py", 4)}
+    return dict(zip(jobs, launch(tmp, *jobs.values(), timeout=120), strict=True))
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_every_rank_raises(refused, what):
+def test_every_rank_raises(few_ranks, what):
     """A rank that disagrees, refuses, dies or hangs in the middle of the others' call: an error on all of them within the timeout."""
-    for rank, ((code, err), message) in enumerate(zip(refused[what], REFUSALS[what], strict=True)):
+    for rank, ((code, err), message) in enumerate(zip(few_ranks[what], REFUSALS[what], strict=True)):
         assert code > 0, (rank, code, err)  # below 0: it had to be killed
         assert message is None or message in err, (rank, err)
         assert message is not None or ("Error" in err and "raised too late" not in err), (rank, err)
@@ -179,18 +184,16 @@ torch.testing.assert_close(part.grad, whole.grad[:, mine])
 """
 
 
-def test_a_convolution_reads_over_the_border(tmp_path):
+def test_a_convolution_reads_over_the_border(few_ranks):
     """Slices of 5, 0, 1 and 6 tokens, a window of four: outputs and gradients equal those of the whole."""
-    script = tmp_path / "halo.py"
-    script.write_text(HALO)
-    (ended,) = launch(tmp_path, (script, 4), timeout=120)
-    for rank, (code, err) in enumerate(ended):
+    for rank, (code, err) in enumerate(few_ranks["halo"]):
         assert code == 0, (rank, err)
 
 
 def test_the_model_cut_over_context_heads_and_data(tmp_path):
     """Eight ranks as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences: loss and every gradient equal those of one process."""
     imports = ("kdakit.backends.triton_gpu", "kdakit.models.torch", "torch._dynamo", "torch.distributed.tensor.parallel")
+    imports += ("kdakit.backends.torch_native", "kdakit.parallel.heads", "numpy.testing")
     (ended,) = launch(tmp_path, (RANKS.with_name("model_ranks.py"), 8), imports=imports)
     for rank, (code, err) in enumerate(ended):
         assert code == 0, (rank, err)

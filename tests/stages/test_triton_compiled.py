@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from itertools import product
@@ -82,10 +81,12 @@ print(len(kernels), *(kernel.cache_key for kernel in kernels))
 def test_names_in_the_cache_do_not_depend_on_what_came_first():
     """A second process finds what a first one compiled, in whatever order both compile."""
     pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    import fresh
 
     def names(step):
-        return subprocess.run([sys.executable, "-c", NAMES, step], capture_output=True, text=True, env=env, check=True).stdout.split()
+        done = fresh.run("-c", NAMES, step, TRITON_INTERPRET="0")
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.split()
 
     forward = names("1")
     assert int(forward[0]) >= 20 and len(set(forward)) == len(forward) and names("-1") == forward
