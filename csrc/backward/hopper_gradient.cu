@@ -115,13 +115,12 @@ cudaError_t launch(const HopperGradient& p, int64_t items, cudaStream_t stream) 
 }
 template <Gate GATE, bool BOUNDED>
 cudaError_t with_dtype(const HopperGradient& p, int64_t items, cudaStream_t stream) {
-  return p.in.gate_float32 ? launch<GATE, BOUNDED, kFloat32Gates>(p, items, stream) : launch<GATE, BOUNDED, false>(p, items, stream);
+  return p.in.gate_float32 ? launch<GATE, BOUNDED, true>(p, items, stream) : launch<GATE, BOUNDED, false>(p, items, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream) {
-  if (p.in.gate_float32 && !kFloat32Gates) return cudaErrorNotSupported;
   const int64_t items = slots * p.in.HV;
   switch (p.in.gate) {
     case Gate::bounded: return with_dtype<Gate::bounded, true>(p, items, stream);

@@ -170,14 +170,13 @@ cudaError_t launch(const HopperRebuild& p, int64_t slots, cudaStream_t stream) {
 template <Gate GATE>
 cudaError_t with_dtypes(const HopperRebuild& p, int64_t slots, cudaStream_t stream) {
   if (p.in.gate_float32)
-    return p.lower_float32 ? launch<GATE, kFloat32Gates, true>(p, slots, stream) : launch<GATE, kFloat32Gates, false>(p, slots, stream);
+    return p.lower_float32 ? launch<GATE, true, true>(p, slots, stream) : launch<GATE, true, false>(p, slots, stream);
   return p.lower_float32 ? launch<GATE, false, true>(p, slots, stream) : launch<GATE, false, false>(p, slots, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_rebuild(const HopperRebuild& p, int64_t slots, cudaStream_t stream) {
-  if (p.in.gate_float32 && !kFloat32Gates) return cudaErrorNotSupported;
   switch (p.in.gate) {
     case Gate::bounded: return with_dtypes<Gate::bounded>(p, slots, stream);
     case Gate::softplus: return with_dtypes<Gate::softplus>(p, slots, stream);

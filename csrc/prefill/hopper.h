@@ -14,13 +14,6 @@ namespace kda::hopper {
 enum class Gate : int { log_decay = 0, softplus = 1, bounded = 2 };
 enum class Beta : int { given = 0, sigmoid = 1, double_sigmoid = 2 };
 
-// Whether there are forms for float32 gates. A build with KDAKIT_FEW_FORMS has only the others, in two thirds of a compiler's time.
-#ifdef KDAKIT_FEW_FORMS
-constexpr bool kFloat32Gates = false;
-#else
-constexpr bool kFloat32Gates = true;
-#endif
-
 struct TokenStrides {  // in elements; channels are adjacent
   int64_t batch, token, head;
 };

@@ -13,7 +13,6 @@ __global__ void __launch_bounds__(kWarps * 32, 3) prepare_kernel(const __grid_co
 
 #ifndef KDA_EMULATE
 cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream) {
-  if (p.gate_float32 && !kFloat32Gates) return cudaErrorNotSupported;
   return of_form(p, [&](auto form) {
     using F = decltype(form);
     const auto kernel = prepare_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>;

@@ -40,7 +40,7 @@ struct Form {
 // run(Form) of a call.
 template <Gate GATE, bool BOUNDED, typename Run>
 auto with_form(const HopperForward& p, Run run) {
-  if (p.gate_float32) return p.l2norm ? run(Form<GATE, BOUNDED, kFloat32Gates, true>{}) : run(Form<GATE, BOUNDED, kFloat32Gates, false>{});
+  if (p.gate_float32) return p.l2norm ? run(Form<GATE, BOUNDED, true, true>{}) : run(Form<GATE, BOUNDED, true, false>{});
   return p.l2norm ? run(Form<GATE, BOUNDED, false, true>{}) : run(Form<GATE, BOUNDED, false, false>{});
 }
 template <typename Run>

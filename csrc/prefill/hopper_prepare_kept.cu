@@ -15,9 +15,9 @@ __global__ void __launch_bounds__(kWarps * 32, 3) prepare_kept_kernel(const __gr
 template <typename Run>
 auto of_kept_form(const HopperForward& p, Run run) {
   if (p.gate == Gate::bounded)
-    return p.gate_float32 ? run(Form<Gate::bounded, true, kFloat32Gates, true>{}) : run(Form<Gate::bounded, true, false, true>{});
+    return p.gate_float32 ? run(Form<Gate::bounded, true, true, true>{}) : run(Form<Gate::bounded, true, false, true>{});
   if (p.gate == Gate::softplus)
-    return p.gate_float32 ? run(Form<Gate::softplus, false, kFloat32Gates, true>{}) : run(Form<Gate::softplus, false, false, true>{});
+    return p.gate_float32 ? run(Form<Gate::softplus, false, true, true>{}) : run(Form<Gate::softplus, false, false, true>{});
   return with_form<Gate::log_decay, false>(p, run);
 }
 
@@ -25,7 +25,6 @@ auto of_kept_form(const HopperForward& p, Run run) {
 
 #ifndef KDA_EMULATE
 cudaError_t launch_prepare_kept(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream) {
-  if (p.gate_float32 && !kFloat32Gates) return cudaErrorNotSupported;
   return of_kept_form(p, [&](auto form) {
     using F = decltype(form);
     const auto kernel = prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>;

@@ -15,7 +15,6 @@ import pytest
 from kdakit.backends.cuda import build, library, unsupported
 from kdakit.cases import CASES, FUSED, Case
 
-FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full: also the forms of float32 gates, which csrc/tests runs on the CPU
 ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
 # Registers that let as many blocks run on a multiprocessor as the shared memory does: 65536 / (threads * blocks).
 REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255, "32": 255}}
@@ -35,7 +34,7 @@ needs_nvcc = pytest.mark.skipif(build.unbuildable() is not None, reason=build.un
 def built(tmp_path_factory):
     """The library, compiled here, and the compiler's report."""
     target = tmp_path_factory.mktemp("native") / "libkdakit.so"
-    return target, build.build(target, ARCHITECTURES, jobs=os.cpu_count() or 1, options=() if FULL else ("-DKDAKIT_FEW_FORMS",))
+    return target, build.build(target, ARCHITECTURES, jobs=os.cpu_count() or 1)
 
 
 @pytest.fixture
@@ -72,9 +71,9 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == (53 if FULL else 31), (
+    assert len(found) == 53, (
         "16 kinds of chunks, in training eight; two widths of the scan, each also in training; one of parts, eight gradients, "
-        "four of the state's gradient, twelve that make tiles again; of bfloat16 gates half the chunks, gradients and tiles"
+        "four of the state's gradient, twelve that make tiles again"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)

@@ -70,30 +70,28 @@ def unbuildable() -> str | None:
     return None
 
 
-def compile_one(source: Path, target: Path, architectures: tuple[str, ...], options: tuple[str, ...] = ()) -> str:
+def compile_one(source: Path, target: Path, architectures: tuple[str, ...]) -> str:
     """One object file; returns the compiler's report."""
     if for_hopper(source):
         architectures = ("90a",)
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     hopper = ["-DKDAKIT_HOPPER"] if any(map(for_hopper, sources())) and "90a" in architectures else []
-    command = [str(nvcc()), *FLAGS, *options, *hopper, *codes, "-c", "-o", str(target), str(source)]
+    command = [str(nvcc()), *FLAGS, *hopper, *codes, "-c", "-o", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvcc failed on {source.name}:\n{done.stderr[-4000:]}")
     return done.stdout + done.stderr
 
 
-def build(
-    target: Path = PLACE, architectures: tuple[str, ...] = ARCHITECTURES, jobs: int = 1, options: tuple[str, ...] = ()
-) -> list[Usage]:
-    """Compile, with more options for nvcc, and link; returns every kernel's resource usage."""
+def build(target: Path = PLACE, architectures: tuple[str, ...] = ARCHITECTURES, jobs: int = 1) -> list[Usage]:
+    """Compile and link; returns every kernel's resource usage."""
     reason = unbuildable()
     if reason is not None:
         raise RuntimeError(reason)
     chosen = [s for s in sources() if not for_hopper(s) or "90a" in architectures]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         objects = [Path(folder) / f"{s.stem}.o" for s in chosen]
-        reports = list(pool.map(lambda pair: compile_one(pair[0], pair[1], architectures, options), zip(chosen, objects, strict=True)))
+        reports = list(pool.map(lambda pair: compile_one(*pair, architectures), zip(chosen, objects, strict=True)))
         target.parent.mkdir(parents=True, exist_ok=True)
         link = [str(nvcc()), "-shared", "-cudart", "static", "-Xlinker", "--no-undefined", "-o", str(target), *map(str, objects)]
         done = subprocess.run(link, capture_output=True, text=True)
