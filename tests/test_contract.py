@@ -8,6 +8,7 @@ test-full`) runs them whole.
 import os
 import types
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -102,7 +103,8 @@ def test_forward_and_gradients(backend, name):
 @pytest.mark.parametrize("name", FEW)
 def test_other_dtypes(backend, name, dtype):
     skip_where_compiled(backend, unless=name in FLOAT16 if dtype == "float16" else name not in SIZES)
-    skip_in_interpreters(backend, unless=name == "gate_huge" if dtype == "float16" else name != "plain")
+    # A bounded gate in bfloat16: test_pallas_tpu.py has it for two heads side by side, test_triton_interpreted.py too.
+    skip_in_interpreters(backend, unless=name == "gate_huge" if dtype == "float16" else name not in ("plain", "lower_bound"))
     skip_unless_able(backend, CASES[name], dtype, grad=True)
     assert_within(checking.check(backend, CASES[name], dtype))
 
@@ -178,9 +180,8 @@ def fused_as_for_users(backend, monkeypatch):
         return
     if "fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
         monkeypatch.setattr(checking, "COMPILER_OPTIONS", {"xla_cpu_use_fusion_emitters": True})
-    checking._jax_functions.cache_clear()
+    monkeypatch.setattr(checking, "_jax_functions", lru_cache(checking._jax_functions.__wrapped__))  # and other tests find theirs again
     yield
-    checking._jax_functions.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["plain", "varlen_fused", "lower_bound"])
