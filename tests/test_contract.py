@@ -8,6 +8,7 @@ test-full`) runs them whole.
 import os
 import types
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -35,7 +36,8 @@ SIZES = ["softplus_huge", "grouped", "one_token", "whole_chunks", "wide", "softp
 # lower_bound_saturated, and what test_disable_recompute_gives_the_same_numbers compares.
 SLOW = ["varlen_many", "plain", "softplus", "lower_bound", "keep"]
 # With one head in an interpreter, which compiles every head; the others have several.
-ONE_HEAD = ["varlen", "varlen_no_state", "segments", "chunk128", "lower_bound_saturated"]
+ONE_HEAD = ["varlen", "varlen_no_state", "segments", "chunk16", "chunk128", "lower_bound_saturated", "whole_chunks", "no_final",
+            "odd_sizes", "v_first"]  # fmt: skip
 
 
 @pytest.fixture(params=BACKENDS)
@@ -101,7 +103,9 @@ def test_forward_and_gradients(backend, name):
 @pytest.mark.parametrize("name", FEW)
 def test_other_dtypes(backend, name, dtype):
     skip_where_compiled(backend, unless=name in FLOAT16 if dtype == "float16" else name not in SIZES)
-    skip_in_interpreters(backend, unless=name == "gate_huge" if dtype == "float16" else name != "plain")
+    skip_where_compiled(backend, unless=(name, dtype) != ("lower_bound", "float64"))  # given gates and computed ones are enough of it
+    # A bounded gate in bfloat16: test_pallas_tpu.py has it for two heads side by side, test_triton_interpreted.py too.
+    skip_in_interpreters(backend, unless=name == "gate_huge" if dtype == "float16" else name not in ("plain", "lower_bound"))
     skip_unless_able(backend, CASES[name], dtype, grad=True)
     assert_within(checking.check(backend, CASES[name], dtype))
 
@@ -112,7 +116,7 @@ def test_other_dtypes(backend, name, dtype):
 def test_token_recurrence(backend, name):
     skip_in_interpreters(backend, unless=name not in SLOW[:2])
     skip_unless_able(backend, ALL[name], op="recurrent")
-    assert_within(checking.check(backend, ALL[name], op="recurrent", grad=False))
+    assert_within(checking.check(backend, in_few_heads(backend, name), op="recurrent", grad=False))
 
 
 @pytest.mark.parametrize("name", ["softplus", "varlen_fused"])
@@ -127,7 +131,7 @@ def test_gradients_of_the_token_recurrence(backend, name):
 @pytest.mark.parametrize("name", ["plain", "gate_resets", "v_first"])
 def test_hand_off(backend, name, at, op):
     """Split anywhere, hand the state over, and be as close to the truth as in one piece."""
-    case = CASES[name]
+    case = in_few_heads(backend, name)
     skip_in_interpreters(backend, unless=at == 45 and (name, op) in (("v_first", "chunk"), ("plain", "recurrent")))
     skip_where_compiled(backend, unless=name == "plain" or at == 45)
     skip_unless_able(backend, case, op=op)
@@ -146,9 +150,11 @@ def test_hand_off(backend, name, at, op):
 @pytest.mark.parametrize("name", ["plain", "gate_spikes", "softplus", "varlen"])
 def test_prefix_causality(backend, name, op):
     """Changing tokens from t on, to anything, changes no bit of the output before t."""
-    case = CASES[name]
+    case = in_few_heads(backend, name)
     skip_in_interpreters(backend, unless=(name, op) in (("gate_spikes", "chunk"), ("varlen", "chunk"), ("plain", "recurrent")))
     skip_unless_able(backend, case, op=op)
+    if op == "recurrent" and checking.interpreted(backend) and not FULL:
+        case = replace(case, T=60)  # token by token; what is shown is the same
     arrays, other = case.arrays(), case.arrays(seed=1)
     before = forward(backend, case, arrays, op=op)["o"]
     for at in (17, 50) if checking.interpreted(backend) and not FULL else (1, 17, 32, 50, case.T - 1):
@@ -175,9 +181,8 @@ def fused_as_for_users(backend, monkeypatch):
         return
     if "fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
         monkeypatch.setattr(checking, "COMPILER_OPTIONS", {"xla_cpu_use_fusion_emitters": True})
-    checking._jax_functions.cache_clear()
+    monkeypatch.setattr(checking, "_jax_functions", lru_cache(checking._jax_functions.__wrapped__))  # and other tests find theirs again
     yield
-    checking._jax_functions.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["plain", "varlen_fused", "lower_bound"])
@@ -212,7 +217,7 @@ def test_state_layouts_hold_the_same_numbers(backend, op):
 
 @pytest.mark.parametrize("op", ["chunk", "recurrent"])
 def test_empty_sequences_keep_their_state(backend, op):
-    case = CASES["varlen"]
+    case = in_few_heads(backend, "varlen")
     skip_unless_able(backend, case, op=op)
     arrays = case.arrays()
     final = forward(backend, case, arrays, op=op)["final_state"]
@@ -233,7 +238,7 @@ def test_no_batch(backend):
 
 @pytest.mark.parametrize("name", ["plain", "v_first", "varlen", "grouped"])
 def test_intermediate_states(backend, name):
-    case = CASES[name]
+    case = in_few_heads(backend, name)
     case = replace(case, options=case.options | {"return_intermediate_states": True})
     skip_in_interpreters(backend, unless=name in ("v_first", "varlen"))
     skip_unless_able(backend, case)
@@ -245,7 +250,7 @@ def test_intermediate_states(backend, name):
 
 
 def test_integer_widths_of_cu_seqlens_agree(backend):
-    case = CASES["varlen"]
+    case = in_few_heads(backend, "varlen")
     skip_unless_able(backend, case)
     arrays = case.arrays()
     wide = forward(backend, case, arrays)

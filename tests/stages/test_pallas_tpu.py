@@ -5,6 +5,7 @@ The contract itself is test_contract.py, where pallas_tpu takes part like every 
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -38,7 +39,6 @@ STATES = replace(PACKED, why="the same, with states before chunks", options=PACK
 # Each kernel and way of knowing sequences, with two seeds and both ways of executing copies among them.
 RACES = [
     (SMALL, "float32", "chunk", 0, True),
-    (SMALL, "float32", "chunk", 1, False),
     (GATED, "float32", "chunk", 0, False),
     (GATED, "bfloat16", "chunk", 1, True),
     (SEGMENTS, "float32", "chunk", 1, False),
@@ -48,6 +48,7 @@ RACES = [
     (PACKED, "float32", "recurrent", 0, True),
     (PACKED, "float32", "recurrent", 1, False),
 ]
+RACES += [(SMALL, "float32", "chunk", 1, False)] if os.environ.get("KDAKIT_FULL") == "1" else []  # make test-full
 
 
 def races_found() -> bool:
