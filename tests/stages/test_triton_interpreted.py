@@ -400,14 +400,15 @@ def test_gradients_of_normed_keys_against_float64(case):
 
 @interpreter
 @pytest.mark.parametrize("K, gate", [(64, "raw"), (41, "bounded")])
-def test_gradients_of_64_channels_in_tiles_apart(K, gate, monkeypatch):
-    """`gradient_normed` with q and k in tiles of their own: two chunks, the second not full; and where rows are padded."""
-    monkeypatch.setattr(configs, "ASKED_APART", True)
+def test_gradients_of_64_channels(K, gate):
+    """`gradient_normed` with pairs that lie by columns: two chunks, the second not full; and where rows are padded."""
     sizes = SIZES | dict(K=K, beta="logits", options=FUSED | BOUND | {"chunk_size": 64}, gate=gate)
     if gate == "bounded":  # as it is given
         sizes |= dict(beta="uniform", options=NORMED | BOUND, lengths=(29, 0, 41))
-    case = Case(f"apart_{K}", "", A_log=gate == "raw", dt_bias=gate == "raw", **sizes)
-    assert triton_gpu.default_config(case.problem("bfloat16", needs_grad=True), "cpu").by_token
+    case = Case(f"turned_{K}", "", A_log=gate == "raw", dt_bias=gate == "raw", **sizes)
+    problem = case.problem("bfloat16", needs_grad=True)
+    config = triton_gpu.default_config(problem, "cpu")
+    assert config.by_token and configs.turned(problem, config)
     assert_right(case, "bfloat16", case.arrays("bfloat16"), gradients(case, "bfloat16", tensors(case, "bfloat16")))
 
 
