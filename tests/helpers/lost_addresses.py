@@ -9,31 +9,23 @@ ptxas 12.8 may make the last addition of neither half of `place`, but of one reg
 
     UIADD3 UR25, UP0, UR16, 0x2, URZ;  UIADD3.X UR24, UR16, -0x7fffffe0, URZ, UP0, !UPT         (UR16: last written for another purpose)
 
-The product then reads another place: gradients were wrong by up to 1e20, or an access was illegal. -O1 does it too, -O0 does not, nor do
-the ptxas of CUDA 12.9 and 13.0. So `config.turned` gives tiles that share
-places one format. `python tests/stages/test_lost_addresses.py` shows it, without a GPU.
+The product then reads another place: gradients were wrong by up to 1e20, or an access was illegal. That is -O3; -O1 reads registers that
+nothing has written, -O0 is right, and so are the ptxas of CUDA 12.9 and 13.0. So `config.turned` gives tiles that share places one format.
+`python tests/stages/test_lost_addresses.py` shows it, without a GPU.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import tempfile
 from collections import defaultdict
+
+from triton_offline import said_of
 
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 LOW = re.compile(r"UIADD3 UR\d+, (UP\d), (UR\d+), -?0x[0-9a-f]+, URZ")
 HIGH = re.compile(r"UIADD3\.X UR\d+, (UR\d+), -?0x[0-9a-f]+, URZ, (UP\d), !UPT")
 WRITTEN = re.compile(r"\S+ (UR\d+),")
 NAMED = re.compile(r"(?:or\.b64|add\.s64)\s+%rd\d+, (%rd\d+), (-?\d{15,});")
-
-
-def tool(name: str) -> str:
-    """A program that Triton brings."""
-    from triton.backends import nvidia
-
-    return os.path.join(nvidia.__path__[0], "bin", name)
 
 
 def two_formats(ptx: str) -> list[str]:
@@ -46,13 +38,9 @@ def two_formats(ptx: str) -> list[str]:
 
 def lost_addresses(cubin: bytes) -> list[str]:
     """Additions of 64 bits, a low and a high half, that take both from one register which nothing has written in between."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool("nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True).stdout
     low: dict[str, tuple[str, str]] = {}  # carry -> the register it comes from, the instruction
     found = []
-    for line in text.splitlines():
+    for line in said_of(cubin, "nvdisasm", "-c").splitlines():
         if not (instruction := INSTRUCTION.match(line)):
             continue
         code = instruction[1]

@@ -26,17 +26,26 @@ def offline_driver(chip):
     return Driver()
 
 
+def tool(name: str) -> str:
+    """A program that Triton brings for NVIDIA's GPUs."""
+    from triton.backends import nvidia
+
+    return os.path.join(nvidia.__path__[0], "bin", name)
+
+
+def said_of(cubin: bytes, name: str, *options: str) -> str:
+    """What such a program prints about machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool(name), *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
 def resources(kernel) -> dict[str, int]:
     """Registers and bytes of stack per thread."""
     if "amdgcn" in kernel.asm:
         found = [re.search(rf"\.{n}:\s+(\d+)", kernel.asm["amdgcn"]) for n in ("vgpr_count", "private_segment_fixed_size")]
         return dict(registers=int(found[0][1]), stack=int(found[1][1]))
-    from triton.backends import nvidia
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        tool = os.path.join(os.path.dirname(nvidia.__path__[0] + "/"), "bin", "cuobjdump")
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    text = said_of(kernel.asm["cubin"], "cuobjdump", "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return dict(registers=int(found[1]), stack=int(found[2]))

@@ -69,7 +69,8 @@ def assembled(ptx: str, assembler: str) -> bytes:
 
 
 def main() -> None:
-    from lost_addresses import lost_addresses, tool, two_formats
+    from lost_addresses import lost_addresses, two_formats
+    from triton_offline import tool
 
     assemblers = [tool("ptxas")] if sys.argv[1:] else [x for x in (tool("ptxas"), tool("ptxas-blackwell"), shutil.which("ptxas")) if x]
     for turned in (False, True):
