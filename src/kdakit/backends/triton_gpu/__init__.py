@@ -102,12 +102,13 @@ def forms(problem: Problem, device: Any) -> tuple[str, ...]:
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
-    from kdakit.backends.triton_gpu import widened
+    from kdakit.backends.triton_gpu import shown, widened
     from kdakit.backends.triton_gpu.host import backward
 
-    K, V, dtype = widened.run_as(problem, chip_of(device))
+    chip = chip_of(device)
+    K, V, dtype = widened.run_as(problem, chip)
     problem = problem.replace(K=K, V=V, dtype=dtype)
-    return backward.saved_specs(problem, choose(problem.replace(N=1), chip_of(device)))
+    return backward.saved_specs(problem, shown.keeping_if_shown(choose(problem.replace(N=1), chip), problem, chip))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:

@@ -54,9 +54,9 @@ def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 
 def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's forward of a call that will be differentiated; None: Triton's."""
+    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept, which it does not leave."""
     given = problem.options.gate == "log_decay" and not config.bounded and not problem.options.l2norm
-    fits = config.chunk == 64 and config.half == 32 and problem.T > 0
+    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep
     return lent("forward", problem, device, fits, given)
 
 

@@ -80,6 +80,7 @@ class Config:
     step_warps: int = 2
     exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta
     exact_final: bool = False  # half precision: what rounding takes from the gradient of a final state is added to that of keys
+    keep: bool = False  # the forward's tiles are kept for the backward, see `keeps`
     exact_share: bool = False  # float32: what all gates of a chunk get, to a rounding or two, see `exact_share`
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
@@ -170,6 +171,13 @@ def bounded(problem: Problem) -> bool:
     """The log-decay is known to be at least -5 per token."""
     o = problem.options
     return o.lower_bound is not None and o.lower_bound >= SAFE_BOUND and (o.gate == "bounded" or o.safe_gate)
+
+
+def keeps(problem: Problem, normed: bool) -> bool:
+    """A forward with disable_recompute leaves the tiles of `prepare_normed` to its backward, which then need not make them again. Elsewhere
+    the option changes nothing. Not where the caller has an initial state: its gradient wants rows of gates that forget all as exactly as
+    `rebuild_normed` makes them, and what rounding takes from them."""
+    return problem.options.disable_recompute and problem.needs_grad and normed and not problem.has_initial_state
 
 
 def corrected(problem: Problem) -> bool:
@@ -366,6 +374,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
         exact_last=not wide,
         exact_final=not wide,
         exact_share=exact_share(problem),
+        keep=keeps(problem, normed),
         **sizes,
     )
 

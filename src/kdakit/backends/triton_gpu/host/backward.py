@@ -21,7 +21,7 @@ from kdakit.backends.triton_gpu.config import (
     exact_q,
     padded,
 )
-from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
+from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients, in_solve_dtype
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
 from kdakit.backends.triton_gpu.kernels import products as products_kernel
@@ -35,7 +35,8 @@ from kdakit.problem import Arrays, Problem
 
 
 class Replayed(NamedTuple):
-    """What the replay makes of a forward's inputs, its `lower` and its checkpoints; rows as in Workspace."""
+    """What is made again of a forward's inputs, its `lower` and its checkpoints; rows as in Workspace. With config.keep the first three are
+    the forward's own."""
 
     tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
     decay: torch.Tensor  # [slots, HV, KP]
@@ -91,27 +92,21 @@ def last_shape(problem: Problem, config: Config) -> tuple[int, ...]:
     return problem.N, problem.HV, config.chunk, padded(problem.V)
 
 
-def k_solved(x: Replayed, config: Config) -> torch.Tensor:
-    """The tiles as k_solved, the last of three, is kept in them: as precisely as the inverse where that fits."""
-    return x.tiles.view(torch.float16) if config.solve_dtype == "float16" else x.tiles
+TILES = 3  # fields of Replayed that a forward may have made
 
 
 def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
-    """`lower`, A_qk inverse and checkpoints of the state; or, with disable_recompute, in place of the latter all that the replay makes."""
+    """`lower`, A_qk inverse and checkpoints of the state; with config.keep also the tiles, their decay and factors."""
     C, HV = config.chunk, problem.HV
     slots = chunk_slots(problem, C)
     specs = [((slots, HV, C, C), config.solve_dtype), ((slots, HV, C, C), problem.dtype)]
-    if problem.options.disable_recompute:
-        return specs + replayed_specs(problem, config)
-    return [*specs, ((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), checkpoint_dtype(problem))]
+    specs += [((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), checkpoint_dtype(problem))]
+    return specs + (replayed_specs(problem, config)[:TILES] if config.keep else [])
 
 
-def saved(problem: Problem, arrays: Arrays, x: Views, space: Workspace | Kept, config: Config) -> list[torch.Tensor]:
-    if problem.options.disable_recompute:
-        y = rebuild(problem, arrays, x, space.lower, config)
-        replay(problem, arrays, x, y, space.checkpoints, config)
-        return [space.lower, space.solved, *(x for x in y if x is not None)]
-    return [space.lower, space.solved, space.checkpoints]
+def saved(space: Workspace | Kept, config: Config) -> list[Any]:
+    tiles = [space.tiles, space.decay, space.beta] if config.keep and isinstance(space, Workspace) else []
+    return [space.lower, space.solved, space.checkpoints, *tiles]
 
 
 def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[str, ...]:
@@ -119,11 +114,15 @@ def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[st
     return borrowed.replaced(problem, config, device) if problem.needs_grad else ()
 
 
-def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -> Replayed:
-    """First launch: the tiles of every chunk again."""
+def room(problem: Problem, config: Config, device: torch.device, tiles: list[torch.Tensor]) -> Replayed:
+    """For what is made again: all of it, or all but the tiles."""
+    rest = replayed_specs(problem, config)[len(tiles) :]
+    return replayed_of(problem, config, [*tiles, *(torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in rest)])
+
+
+def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, out: Replayed, config: Config) -> None:
+    """First launch, unless they were kept: the tiles of every chunk again."""
     device = arrays.q.device
-    made = [torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in replayed_specs(problem, config)]
-    out = replayed_of(problem, config, made)
     if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, device)) is not None:
         own, first = arrays._replace(q=x.q, k=x.k, g=x.g), out.first if corrected(problem) else None
         group = 1 if config.normed else config.group
@@ -140,13 +139,12 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, config: Config) -
             cu_seqlens=arrays.cu_seqlens,
             lower=lower,
             tiles=out.tiles,
-            k_solved=k_solved(out, config),
+            k_solved=in_solve_dtype(out.tiles, config),
             decay=out.decay,
             factors=out.factors,
             first=out.first,
             **({} if config.normed else {"q_lost": out.q_lost}),
         )
-    return out
 
 
 def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoints, config: Config) -> None:
@@ -158,7 +156,7 @@ def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoint
             checkpoints=checkpoints,
             initial=arrays.initial_state,
             tiles=out.tiles,
-            k_solved=k_solved(out, config),
+            k_solved=in_solve_dtype(out.tiles, config),
             decay=out.decay,
             factors=out.factors,
             states=out.states,
@@ -195,7 +193,8 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
         alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
-    given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
+    given = dict(tiles=y.tiles, solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
+    given |= dict(k_solved=in_solve_dtype(y.tiles, config))
     written = dict(d_states=d_states, after_first=after_first, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
     if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
@@ -224,11 +223,11 @@ class Products(NamedTuple):
 
 
 def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reversed, lower, d_o, d_final, config: Config) -> Products:
-    """Fourth launch: all products over V. Tiles that the replay made are used up."""
+    """Fourth launch: all products over V. Tiles that were made again are used up."""
     C, KP, device, small = config.chunk, padded(problem.K), d_o.device, getattr(torch, config.gradient_dtype)
     slots, HV, R = lower.shape[0], problem.HV, max(32, config.chunk)
     part = torch.float32 if small == torch.float32 else torch.float16
-    mine = y.tiles.dtype == small and C == R and not problem.options.disable_recompute
+    mine = y.tiles.dtype == small and C == R and not config.keep
     out = Products(
         torch.empty((slots, HV, 2, R, R), dtype=torch.float32 if exact_pairs(problem, config) else small, device=device),
         y.tiles.view(slots, HV, 3, KP, R).view(part) if mine else torch.empty((slots, HV, 3, KP, R), dtype=part, device=device),
@@ -348,18 +347,15 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
     """All launches, on contiguous parameters and cotangents."""
     x = views(arrays)
-    lower, solved, *rest = kept
-    if problem.options.disable_recompute:
-        y = replayed_of(problem, config, rest)
+    lower, solved, checkpoints, *tiles = kept
+    y = room(problem, config, d_o.device, tiles)
+    if not tiles:
+        rebuild(problem, arrays, x, lower, y, config)
+    with beside(d_o) as aside:  # neither of the two fills the chip
         back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
-        restore(problem, arrays, x, y, d_o, back, config)
-    else:
-        y = rebuild(problem, arrays, x, lower, config)
-        with beside(d_o) as aside:  # neither of the two fills the chip
-            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
-            with aside():
-                replay(problem, arrays, x, y, rest[0], config)
-            restore(problem, arrays, x, y, d_o, back, config)  # while the replay still runs
+        with aside():
+            replay(problem, arrays, x, y, checkpoints, config)
+        restore(problem, arrays, x, y, d_o, back, config)  # while the replay still runs
     slots = lower.shape[0]
     if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
         y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room

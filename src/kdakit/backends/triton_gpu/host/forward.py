@@ -26,10 +26,11 @@ class Workspace(NamedTuple):
     tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
     squares: torch.Tensor  # [slots, HV, C, C]  A_solved
     decay: torch.Tensor  # [slots, HV, KP]
-    beta: torch.Tensor  # [slots, HV, C]  the prepare kernel's own
+    beta: torch.Tensor  # [slots, HV, C]  the prepare kernel's own; with config.keep [slots, HV, 3, C], a backward's `factors`
     lower: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward
     solved: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward: A_qk inverse
     checkpoints: torch.Tensor | None = None  # [slots / checkpoint, HV, VP, KP]  for a backward
+    k_solved: torch.Tensor | None = None  # [slots, HV, C, KP]  the scan's, if config.keep: that of the tiles is then the backward's
 
 
 def workspace(problem: Problem, config: Config, device) -> Workspace:
@@ -40,7 +41,9 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
         return torch.empty((slots, HV, *shape), dtype=dtype, device=device)
 
     dtype = getattr(torch, problem.dtype)
-    space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), empty(C))
+    beta = empty(3, C) if config.keep else empty(C)
+    k_solved = empty(C, KP, dtype=dtype) if config.keep else None
+    space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), beta, k_solved=k_solved)
     return space._replace(**kept(problem, config, device)._asdict()) if problem.needs_grad else space
 
 
@@ -76,7 +79,7 @@ def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
     """Stage intra of every chunk."""
     space = workspace(problem, config, arrays.q.device)
-    kernel = prepare_normed if config.normed else prepare_plain
+    kernel, more = (prepare_normed, kept_tiles(space, config)) if config.normed else (prepare_plain, {})
     if space.slots:
         kernel.launch(problem, config, x.layout)(
             q=x.q,
@@ -92,8 +95,19 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
             betas=space.beta,
             lower=space.lower,
             solved=space.solved,
+            **more,
         )
     return space
+
+
+def kept_tiles(space: Workspace, config: Config) -> dict[str, torch.Tensor | None]:
+    """Of `prepare_normed` alone: the tiles once more if they are kept, in the dtype of the backward's k_solved; the scan's k_solved."""
+    return dict(kept=in_solve_dtype(space.tiles, config) if config.keep else None, k_solved=space.k_solved)
+
+
+def in_solve_dtype(tiles: torch.Tensor, config: Config) -> torch.Tensor:
+    """The tiles as the backward's k_solved, the last of three, is kept in them: as precisely as the inverse where that fits."""
+    return tiles.view(torch.float16) if config.solve_dtype == "float16" else tiles
 
 
 class Paged(NamedTuple):
@@ -126,6 +140,7 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     tensors = dict(
         v=x.v,
         tiles=space.tiles,
+        k_solved=space.k_solved,
         squares=space.squares,
         decay=space.decay,
         cu_seqlens=arrays.cu_seqlens,
@@ -144,8 +159,11 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
         scan_in_parts(problem, config, x.layout, of_pages, tensors)
     elif config.staged:
         scan_staged.launch(problem, config, x.layout, 1, "whole", of_pages)(**tensors, maps=None)
+    elif config.in_halves:
+        del tensors["k_solved"]
+        scan_wide.launch(problem, config, x.layout, of_pages)(**tensors)
     else:
-        (scan_wide if config.in_halves else scan_plain).launch(problem, config, x.layout, of_pages)(**tensors)
+        scan_plain.launch(problem, config, x.layout, of_pages)(**tensors)
     clear_output(problem, arrays, out)
     return Result(out, final, states)
 
@@ -157,7 +175,7 @@ def scan_in_parts(problem: Problem, config: Config, layout: Layout, of_pages: tu
         KP, VP = padded(problem.K), padded(problem.V)
         maps = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=tensors["v"].device)
         scan_staged.launch(problem, config, layout, number, "first", of_pages)(**tensors, maps=maps)
-        of_parts = {name: tensors[name] for name in ("v", "tiles", "decay", "cu_seqlens")}
+        of_parts = {name: tensors[name] for name in ("v", "tiles", "k_solved", "decay", "cu_seqlens")}
         scan_parts.launch_parts(problem, config, layout, number)(**of_parts, maps=maps)
         scan_parts.launch_combine(problem, config, layout, number)(maps=maps, cu_seqlens=tensors["cu_seqlens"])
     scan_staged.launch(problem, config, layout, number, "later", of_pages)(**tensors, maps=maps)

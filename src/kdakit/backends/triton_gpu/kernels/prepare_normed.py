@@ -83,14 +83,18 @@ def load_bias(p_bias, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit
-def row_scale(b_squares, scale, left, FLIP: tl.constexpr):
+def row_scale(b_squares, p_norms, scale, left, FLIP: tl.constexpr):
     """b_squares [8 J, 8, c] -> scale / |q| and 1 / |k|, [8 J, 8]; 0 from token `left` on. The sum over j, which goes through shared memory,
-    is one of [J, 64] with p fastest: 8 lanes then write and read 8 banks, not one."""
+    is one of [J, 64] with p fastest: 8 lanes then write and read 8 banks, not one. p_norms [2, 64]: gets 1 / |q| and 1 / |k|, if it is
+    there."""
     J: tl.constexpr = b_squares.shape[0] // 8
     b_norm = tl.permute(tl.reshape(tl.sum(b_squares, 2), [J, 8, 8]), (0, 2, 1))
     b_norm = tl.trans(tl.reshape(tl.sum(tl.reshape(b_norm, [J, 64]), 0), [8, 8]))  # [8, 8]
     o_r = tl.arange(0, 8)[None, :]
-    b_norm = inverse_norm(b_norm) * tl.where((o_r < 4) != FLIP, scale, 1.0)
+    b_norm = inverse_norm(b_norm)
+    if p_norms is not None:
+        tl.store(p_norms + tl.where((o_r < 4) != FLIP, 0, 64) + tl.arange(0, 8)[:, None] * 4 + o_r % 4, b_norm)
+    b_norm = b_norm * tl.where((o_r < 4) != FLIP, scale, 1.0)
     b_norm = tl.where(tl.arange(0, 8)[:, None] * 4 + o_r % 4 < left, b_norm, 0.0)
     return tl.reshape(tl.broadcast_to(b_norm[None], [J, 8, 8]), [8 * J, 8])
 
@@ -183,7 +187,7 @@ def store_decay(p_decay, b_x):
 
 @triton.jit
 def half_factors(
-    b_qk, b_g, b_bias, b_before, p_tiles, p_decay, a, scale, unit, left,
+    b_qk, b_g, b_bias, b_before, p_tiles, p_decay, p_norms, a, scale, unit, left,
     KP: tl.constexpr, FLIP: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Gate, norms, pair factors and tiles of a half, of which `left` tokens are there, after a log2-decay of b_before [8 J, c]. Returns
@@ -194,7 +198,7 @@ def half_factors(
     J: tl.constexpr = b_g.shape[0] // 8
     b_g = to_float32(b_g, PTX) if b_g.dtype.is_bf16() else b_g.to(tl.float32)
     b_g = gate_share(b_g, b_bias, a, unit, GATE, BOUNDED, PTX) * tl.where(token_index(J, 4) < left, 1.0, 0.0)
-    b_scale = row_scale(squares_of(b_qk, PTX), scale, left, FLIP)
+    b_scale = row_scale(squares_of(b_qk, PTX), p_norms, scale, left, FLIP)
     if BOUNDED:
         b_s, b_total = bounded_sums(b_g, unit)
         b_8, b_16, b_from = b_total, b_total, b_total
@@ -265,7 +269,7 @@ def both_tails(b_x, b_tails, b_decay, SOLVE_DTYPE: tl.constexpr, ALIGN: tl.const
 @kernel
 def prepare_normed_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay, p_betas, p_lower, p_solved,
-    T, N, NT, H, HV, scale, lower_bound,
+    p_kept, p_k_solved, T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
     BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE_DTYPE: tl.constexpr,
@@ -275,6 +279,9 @@ def prepare_normed_kernel(
     a division would delay the first load.
 
     A half's rows are q above k, or in the second half k above q, so that the rows of A_qk and A_kk that a warp needs are those that it has.
+
+    p_kept, the tiles once more as SOLVE_DTYPE, where a backward is to find them: k_solved is then the backward's, without beta, and the
+    scan's goes to p_k_solved [slot, HV, C, KP]; betas are the factors [slot, HV, 3, C] = beta, 1 / |q|, 1 / |k|.
     """
     C: tl.constexpr = 64
     J: tl.constexpr = 4
@@ -310,11 +317,16 @@ def prepare_normed_kernel(
     b_bias = scaled_bias(b_bias, a, GATE)[:, None, :]
     o_i = tl.arange(0, 64)
     b_beta = write_strength(tl.load(p_beta + o_i * s_bt, mask=o_i < length, other=0.0).to(tl.float32), BETA)
-    p_betas += i_p * C
+    p_norms, p_norms1 = None, None
+    if p_kept is None:
+        p_betas += i_p * C
+    else:
+        p_betas += i_p * 3 * C
+        p_norms, p_norms1 = p_betas + C, p_betas + C + 32
     tl.store(p_betas + o_i, tl.where(o_i < length, b_beta, 0.0))
     b_none = tl.zeros([8 * J, c], tl.float32)
     b_rows, b_cols, b_first, b_tails, b_total, b_8, b_16, b_from = half_factors(
-        b_qk, b_g, b_bias, b_none, p_tiles, p_decay, a, scale, unit, length, KP, False, GATE, BOUNDED, SOLVE_DTYPE, PTX
+        b_qk, b_g, b_bias, b_none, p_tiles, p_decay, p_norms, a, scale, unit, length, KP, False, GATE, BOUNDED, SOLVE_DTYPE, PTX
     )  # fmt: skip
     b_first = tl.trans(by_token(b_first))
     if BOUNDED:  # leaves registers before the loads need them
@@ -323,7 +335,7 @@ def prepare_normed_kernel(
     # Products of all pairs of a half [64, 32]; those of later columns mean nothing.
     b_A0 = product(b_near, b_far, PRECISION) if BOUNDED else unbounded_pairs(b_rows, b_cols, b_8, b_16, PTX, PRECISION)
     b_rows, b_cols, _, b_tails1, b_decay, b_8, b_16, b_from = half_factors(
-        b_qk, b_g, b_bias, b_total, p_tiles, p_decay, a, scale, unit, length - 32, KP, True, GATE, BOUNDED, SOLVE_DTYPE, PTX
+        b_qk, b_g, b_bias, b_total, p_tiles, p_decay, p_norms1, a, scale, unit, length - 32, KP, True, GATE, BOUNDED, SOLVE_DTYPE, PTX
     )  # fmt: skip
     o_t = (o_i + 32) % 64  # rows of A_kk, and all columns: the second half first
     tl.debug_barrier()  # betas are read back, on their way during the products
@@ -353,10 +365,12 @@ def prepare_normed_kernel(
         b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
         b_lower = tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T) / b_beta[:, None], b_lower)
         tl.store(p_lower + o_square + o_t[:, None] * C, round_to(b_lower, SOLVE_DTYPE))
+        if p_kept is not None:
+            store_swapped(p_kept + (i_p * 3 + 2) * C * KP, round_to(product(tl.trans(b_Tn), b_k, PRECISION), SOLVE_DTYPE))
     b_T = round_to(b_T * tl.load(p_betas + o_t)[None, :], SOLVE_DTYPE)
     tl.store(p_squares + i_p * C * C + o_t[None, :] + o_i[:, None] * C, round_to(product(b_A_qk, b_T, PRECISION), DTYPE))
     b_k = round_to(product(tl.trans(b_T), b_k, PRECISION), DTYPE)
-    store_swapped(p_tiles + 2 * C * KP, b_k)
+    store_swapped(p_tiles + 2 * C * KP if p_kept is None else p_k_solved + i_p * C * KP, b_k)
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from kdakit.problem import Problem
 
 @kernel
 def scan_kernel(
-    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots,
+    p_v, p_tiles, p_k_solved, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots,
     p_known, p_marks, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
@@ -30,6 +30,7 @@ def scan_kernel(
 
         r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
 
+    k_solved is the third of the tiles, or p_k_solved [slot, HV, C, KP] where a backward finds its own there.
     This is v_new = inverse beta r carried to both places where it is used, so that the chain from state to state is two products.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     S^T [BV, KP] stays in float32 registers; every product takes S^T or a value derived from it as its left factor, which needs no trip
@@ -66,6 +67,8 @@ def scan_kernel(
     p_o += ((i_b * T + bos + o_t) * HV + i_h) * V + o_v[None, :]  # [C, BV]
     i_chunks, i_slot = i_slot, i_slot * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
+    if p_k_solved is not None:
+        p_k_solved += i_slot * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
     if WIDE:  # there are twice as many threads as channels, and of fewer numbers than threads each would load all it needs
@@ -102,7 +105,7 @@ def scan_kernel(
             i_point += (beyond == CHECKPOINT).to(tl.int64)
             beyond = tl.where(beyond == CHECKPOINT, 0, beyond)
         b_k_in = tl.load(p_tile)  # [C, KP]
-        b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
+        b_k_solved = tl.load(p_tile + 2 * C * KP if p_k_solved is None else p_k_solved)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
         b_A_solved = tl.load(p_square)  # [C, C]
         b_decay = tl.load(p_decay)
@@ -127,6 +130,8 @@ def scan_kernel(
         b_v = b_v_next
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
+        if p_k_solved is not None:
+            p_k_solved += tl.cast(C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
         if p_marks is not None:  # noqa: SIM102

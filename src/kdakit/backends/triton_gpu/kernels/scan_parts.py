@@ -23,7 +23,7 @@ from kdakit.problem import Problem
 
 @kernel
 def parts_kernel(
-    p_v, p_tiles, p_decay, p_cu_seqlens, p_maps,
+    p_v, p_tiles, p_k_solved, p_decay, p_cu_seqlens, p_maps,
     T, NT, HV, PARTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
     BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -56,18 +56,22 @@ def parts_kernel(
     p_v += (i_b * s_vb + (bos + first * C) * s_vt + i_h * s_vh) * ALIGN
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
+    if p_k_solved is not None:
+        p_k_solved += i_slot * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_decay += i_slot * KP + o_k
     b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
     for _ in tl.range(first, end, num_stages=STAGES):  # no part but the last has a chunk that is not full
         b_v = tl.load(p_v, mask=m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
-        b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
+        b_k_solved = tl.load(p_tile + 2 * C * KP if p_k_solved is None else p_k_solved)  # [C, KP]
         b_decay = tl.load(p_decay)  # [KP]
         b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
         b_r = product_add(round_to(b_S, DTYPE), tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
         b_S = product_add(round_to(-b_r, DTYPE), b_k_solved, b_S * b_decay[None, :], PRECISION)  # [BV, KP]
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
+        if p_k_solved is not None:
+            p_k_solved += tl.cast(C * KP, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
     p_maps += (i_nh * (PARTS - 1) + i_part) * (VP + KP) * KP
     if i_row >= VP:

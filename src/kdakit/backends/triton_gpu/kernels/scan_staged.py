@@ -23,8 +23,8 @@ from kdakit.problem import Problem
 
 @kernel
 def staged_scan_kernel(
-    p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots, p_known,
-    p_marks, p_maps, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page, PARTS,
+    p_v, p_tiles, p_k_solved, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots,
+    p_known, p_marks, p_maps, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page, PARTS,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
@@ -72,6 +72,8 @@ def staged_scan_kernel(
     p_o += ((i_b * T + bos + first.to(tl.int64) * C + o_out) * HV + i_h) * V + o_v[None, :]  # [C, BV]
     i_chunks, i_slot = i_slot, (i_slot + first) * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
+    if p_k_solved is not None:
+        p_k_solved += i_slot * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
     p_decay += i_slot * KP + o_k
     b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
@@ -103,7 +105,7 @@ def staged_scan_kernel(
             beyond = tl.where(beyond == CHECKPOINT, 0, beyond)
         b_v = tl.load(p_v, mask=(o_t < length - i_c * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
         b_k_in = tl.load(p_tile)  # [C, KP]
-        b_k_solved = tl.load(p_tile + 2 * C * KP)  # [C, KP]
+        b_k_solved = tl.load(p_tile + 2 * C * KP if p_k_solved is None else p_k_solved)  # [C, KP]
         b_q_decayed = tl.load(p_tile + C * KP)  # [C, KP]
         b_A_solved = tl.load(p_square)  # [C, C]
         b_decay = tl.load(p_decay)  # [KP]
@@ -120,6 +122,8 @@ def staged_scan_kernel(
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
+        if p_k_solved is not None:
+            p_k_solved += tl.cast(C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
         if p_marks is not None:  # noqa: SIM102

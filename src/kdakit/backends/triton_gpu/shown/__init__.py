@@ -40,7 +40,7 @@ def forms(problem: Problem, c: Config) -> tuple[str, ...]:
 
 
 def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
-    keys, use = "normed" if c.normed else "plain", "training" if problem.needs_grad else "alone"
+    keys, use = "normed" if c.normed else "plain", "keeping" if c.keep else "training" if problem.needs_grad else "alone"
     gate, limit, order = gate_kind(problem), f"r{c.registers}", f"C{c.chunk}/{c.half}/{c.group} {c.precision}"
     whole = "staged" if c.staged else "halves" if c.in_halves else "scan"
     scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else (whole, c.block_v)
@@ -89,11 +89,30 @@ def _missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
 
 
 def settled(problem: Problem, chip: Chip) -> Config:
-    """What `config.choose` says, but for a scan in parts that the chip has not shown: there, sequences are scanned whole."""
-    c, known = config.choose(problem, chip), shown(chip.name)
+    """What `config.choose` says, but for two things that the chip has not shown: a scan in parts, there sequences are scanned whole; and
+    kernels that keep tiles, where these are made again."""
+    c, known = keeping_if_shown(config.choose(problem, chip), problem, chip), shown(chip.name)
     if c.split and known and not all(name in known for name in forms(problem, c) if name.startswith("scan")):
         return replace(c, split=False)
     return c
+
+
+def keeping_if_shown(c: Config, problem: Problem, chip: Chip) -> Config:
+    """c, which keeps tiles only if the chip has shown the kernels for that, with any number of sequences and heads: how many tensors a
+    forward keeps must not change with its batch."""
+    if not c.keep or config.UNCHECKED or config.INTERPRETED or _keeping(problem.replace(B=1, T=1, N=1, H=1, HV=1, varlen=""), chip):
+        return c
+    return replace(c, keep=False)
+
+
+@lru_cache(maxsize=4096)
+def _keeping(problem: Problem, chip: Chip) -> bool:
+    def known(crowd: Problem, c: Config) -> bool:
+        return all(shown(chip.name).get(name, 0) >= LEAST for name in forms(crowd, c) if " keeping " in name)
+
+    crowds = [problem.replace(B=n, N=n) for n in sequences(chip)]
+    chosen = [(crowd, config.choose(crowd, chip)) for crowd in crowds]
+    return all(known(crowd, c) or known(crowd, replace(c, split=False)) for crowd, c in chosen)
 
 
 def wider(problem: Problem, chip: Chip) -> tuple[int, int]:
