@@ -21,7 +21,7 @@ from kdakit.backends.triton_gpu.config import (
     exact_q,
     padded,
 )
-from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients, in_solve_dtype
+from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
 from kdakit.backends.triton_gpu.kernels import products as products_kernel
@@ -92,6 +92,11 @@ def last_shape(problem: Problem, config: Config) -> tuple[int, ...]:
     return problem.N, problem.HV, config.chunk, padded(problem.V)
 
 
+def k_solved(x: Replayed, config: Config) -> torch.Tensor:
+    """The tiles as k_solved, the last of three, is kept in them: as precisely as the inverse where that fits."""
+    return x.tiles.view(torch.float16) if config.solve_dtype == "float16" else x.tiles
+
+
 TILES = 3  # fields of Replayed that a forward may have made
 
 
@@ -139,7 +144,7 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, out: Replayed, co
             cu_seqlens=arrays.cu_seqlens,
             lower=lower,
             tiles=out.tiles,
-            k_solved=in_solve_dtype(out.tiles, config),
+            k_solved=k_solved(out, config),
             decay=out.decay,
             factors=out.factors,
             first=out.first,
@@ -156,7 +161,7 @@ def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoint
             checkpoints=checkpoints,
             initial=arrays.initial_state,
             tiles=out.tiles,
-            k_solved=in_solve_dtype(out.tiles, config),
+            k_solved=k_solved(out, config),
             decay=out.decay,
             factors=out.factors,
             states=out.states,
@@ -193,8 +198,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
         alone = torch.empty((y.tiles.shape[0], problem.HV, C, padded(problem.V)), dtype=d_v.dtype, device=device)
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
-    given = dict(tiles=y.tiles, solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
-    given |= dict(k_solved=in_solve_dtype(y.tiles, config))
+    given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
     written = dict(d_states=d_states, after_first=after_first, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
     if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))

@@ -79,7 +79,7 @@ def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[
 def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Workspace:
     """Stage intra of every chunk."""
     space = workspace(problem, config, arrays.q.device)
-    kernel, more = (prepare_normed, kept_tiles(space, config)) if config.normed else (prepare_plain, {})
+    kernel = prepare_normed if config.normed else prepare_plain
     if space.slots:
         kernel.launch(problem, config, x.layout)(
             q=x.q,
@@ -95,19 +95,9 @@ def prepare(problem: Problem, arrays: Arrays, x: Views, config: Config) -> Works
             betas=space.beta,
             lower=space.lower,
             solved=space.solved,
-            **more,
+            **({"k_solved": space.k_solved} if config.normed else {}),
         )
     return space
-
-
-def kept_tiles(space: Workspace, config: Config) -> dict[str, torch.Tensor | None]:
-    """Of `prepare_normed` alone: the tiles once more if they are kept, in the dtype of the backward's k_solved; the scan's k_solved."""
-    return dict(kept=in_solve_dtype(space.tiles, config) if config.keep else None, k_solved=space.k_solved)
-
-
-def in_solve_dtype(tiles: torch.Tensor, config: Config) -> torch.Tensor:
-    """The tiles as the backward's k_solved, the last of three, is kept in them: as precisely as the inverse where that fits."""
-    return tiles.view(torch.float16) if config.solve_dtype == "float16" else tiles
 
 
 class Paged(NamedTuple):

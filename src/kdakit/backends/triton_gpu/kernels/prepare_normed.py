@@ -269,7 +269,7 @@ def both_tails(b_x, b_tails, b_decay, SOLVE_DTYPE: tl.constexpr, ALIGN: tl.const
 @kernel
 def prepare_normed_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_tiles, p_squares, p_decay, p_betas, p_lower, p_solved,
-    p_kept, p_k_solved, T, N, NT, H, HV, scale, lower_bound,
+    p_k_solved, T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr,
     BETA: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_DT_BIAS: tl.constexpr, PRECISION: tl.constexpr, SOLVE_DTYPE: tl.constexpr,
@@ -280,8 +280,8 @@ def prepare_normed_kernel(
 
     A half's rows are q above k, or in the second half k above q, so that the rows of A_qk and A_kk that a warp needs are those that it has.
 
-    p_kept, the tiles once more as SOLVE_DTYPE, where a backward is to find them: k_solved is then the backward's, without beta, and the
-    scan's goes to p_k_solved [slot, HV, C, KP]; betas are the factors [slot, HV, 3, C] = beta, 1 / |q|, 1 / |k|.
+    p_k_solved [slot, HV, C, KP]: gets the scan's k_solved where tiles are kept for a backward. Their third is then the backward's, as
+    SOLVE_DTYPE and without beta: k_solved = inverse^T k_decayed; and betas are its factors [slot, HV, 3, C] = beta, 1 / |q|, 1 / |k|.
     """
     C: tl.constexpr = 64
     J: tl.constexpr = 4
@@ -318,7 +318,7 @@ def prepare_normed_kernel(
     o_i = tl.arange(0, 64)
     b_beta = write_strength(tl.load(p_beta + o_i * s_bt, mask=o_i < length, other=0.0).to(tl.float32), BETA)
     p_norms, p_norms1 = None, None
-    if p_kept is None:
+    if p_k_solved is None:
         p_betas += i_p * C
     else:
         p_betas += i_p * 3 * C
@@ -365,12 +365,13 @@ def prepare_normed_kernel(
         b_eye = tl.where(o_t[:, None] == o_t[None, :], 1.0, 0.0)
         b_lower = tl.where((tl.abs(b_beta) > DIVISIBLE)[:, None], (b_eye - b_T) / b_beta[:, None], b_lower)
         tl.store(p_lower + o_square + o_t[:, None] * C, round_to(b_lower, SOLVE_DTYPE))
-        if p_kept is not None:
-            store_swapped(p_kept + (i_p * 3 + 2) * C * KP, round_to(product(tl.trans(b_Tn), b_k, PRECISION), SOLVE_DTYPE))
     b_T = round_to(b_T * tl.load(p_betas + o_t)[None, :], SOLVE_DTYPE)
     tl.store(p_squares + i_p * C * C + o_t[None, :] + o_i[:, None] * C, round_to(product(b_A_qk, b_T, PRECISION), DTYPE))
-    b_k = round_to(product(tl.trans(b_T), b_k, PRECISION), DTYPE)
-    store_swapped(p_tiles + 2 * C * KP if p_kept is None else p_k_solved + i_p * C * KP, b_k)
+    b_solved = round_to(product(tl.trans(b_T), b_k, PRECISION), DTYPE)
+    store_swapped(p_tiles + 2 * C * KP if p_k_solved is None else p_k_solved + i_p * C * KP, b_solved)
+    if p_k_solved is not None:
+        b_solved = round_to(product(tl.trans(b_Tn), b_k, PRECISION), SOLVE_DTYPE)
+        store_swapped((p_tiles + 2 * C * KP).to(tl.pointer_type(SOLVE_DTYPE)), b_solved)
 
 
 @lru_cache(maxsize=1024)
