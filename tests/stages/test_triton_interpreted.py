@@ -165,6 +165,21 @@ def test_in_parts(name, number, monkeypatch):
 
 
 @interpreter
+@pytest.mark.parametrize("split", [True, False], ids=("parts", "staged"))
+def test_in_parts_with_kept_tiles(split, monkeypatch):
+    """Each of these scans finds its own k_solved beside tiles that a backward finds another in: the same bits."""
+    monkeypatch.setattr(forward, "parts", lambda problem, config: 3)
+    case = Case("parts_kept", "", T=140, H=1, HV=1, K=32, V=16, initial_state=False, options=NORMED)
+    arrays, results = tensors(case, "bfloat16"), []
+    for keep in (False, True):
+        problem = case.problem("bfloat16", needs_grad=True).replace(disable_recompute=keep)
+        config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=split, staged=True, block_v=16, part_block=16)
+        assert config.keep == keep
+        results.append(triton_gpu.forward(problem, arrays, config)[0])
+    assert all(torch.equal(getattr(results[0], n), getattr(results[1], n)) for n in ("o", "final_state"))
+
+
+@interpreter
 @pytest.mark.parametrize("name, changes", [("varlen", {}), ("v_first", {}), ("chunk16", {"return_intermediate_states": True})])
 def test_in_halves_of_channels(name, changes):
     """The state in two halves is the state, with what a scan leaves on its way; and a backward begins with it."""
@@ -812,12 +827,53 @@ def test_gradients_where_nothing_is_written():
     assert_right(case, "float32", values, gradients(case, "float32", arrays))
 
 
+KEEPING = dict(disable_recompute=True)
+
+
 @interpreter
-def test_kept_intermediates_give_the_same_bits():
+def test_gradients_where_nothing_can_be_kept_have_the_same_bits():
+    """Of a caller's initial state: what is kept is what is always kept."""
     case = FEW["varlen_fused"]
     first = usual_gradients("varlen_fused")
-    second = gradients(case, "bfloat16", tensors(case, "bfloat16"), dict(disable_recompute=True).items())
+    second = gradients(case, "bfloat16", tensors(case, "bfloat16"), KEEPING.items())
     assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@interpreter
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_gradients_from_kept_tiles(gate):
+    """Packed, an empty sequence among them. The forward gives the same bits; gradients are those of tiles that may have been rounded the
+    other way. Kept tensors are as `saved_specs` says, which `gradients` looks at."""
+    options = FUSED | {"chunk_size": 64} | ({"lower_bound": -5.0} if gate == "bounded" else {})
+    shape = dict(T=90, H=1, HV=1, K=48, V=20, lengths=(33, 0, 57), gate="raw", beta="logits", A_log=gate == "softplus", dt_bias=True)
+    case = Case(f"kept_{gate}", "", initial_state=False, options=options, **shape)
+    arrays = tensors(case, "bfloat16")
+    made, kept = gradients(case, "bfloat16", arrays), gradients(case, "bfloat16", arrays, KEEPING.items())
+    assert all(torch.equal(made[n], kept[n]) for n in ("o", "final_state"))
+    assert all(accuracy.error(kept[n].double().numpy(), made[n].double().numpy()) < 1e-3 for n in made)
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), kept)
+
+
+def test_gradients_from_kept_tiles_launch_no_rebuild():
+    """One launch less, and 788 bytes a token and head more: three tiles, a decay, three factors. Elsewhere nothing changes."""
+    options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": -5.0, "chunk_size": 64}
+    case = Case("kept", "", T=128, H=2, HV=2, K=128, V=128, initial_state=False, options=options)
+
+    def launched(case, dtype="bfloat16", **changes):
+        problem = case.problem(dtype, needs_grad=True).replace(**changes)
+        config = configs.choose(problem, configs.CHIPS["sm_90"])
+        return sorted(x[0].__name__ for x in call.launches(problem, tensors(case, dtype), config))
+
+    def kept(case, **changes):
+        specs = triton_gpu.saved_specs(case.problem("bfloat16", needs_grad=True).replace(**changes), "cpu")
+        return sum(int(np.prod(shape)) * getattr(torch, dtype).itemsize for shape, dtype in specs)
+
+    assert sorted([*launched(case, **KEEPING), "rebuild_normed_kernel"]) == launched(case)
+    if INTERPRETED:  # what no GPU has shown is chosen there
+        assert kept(case, **KEEPING) - kept(case) == (3 * 2 * 128 + 4 * 128 // 64 + 3 * 4) * 128 * 2
+    stateful = dataclasses.replace(case, initial_state=True)
+    assert launched(stateful, **KEEPING) == launched(stateful) and kept(stateful, **KEEPING) == kept(stateful)
+    assert launched(case, "float32", **KEEPING) == launched(case, "float32")
 
 
 @interpreter
@@ -834,7 +890,7 @@ def test_gradients_with_exact_last_rows():
 @pytest.mark.parametrize("K, most", [(32, 1.2e-3), (128, 1.45e-3)])
 def test_gradients_of_slow_gates(monkeypatch, K, most):
     """Two chunks that forget nothing: sum_v S dS', of states in two parts or of ends in float32, is not what d_g has its error from (6.2e-4
-    and 1.2e-3; 2.0e-3 and 1.7e-3 with rounded states). From checkpoints too, and with few channels from what was kept."""
+    and 1.2e-3; 2.0e-3 and 1.7e-3 with rounded states). From checkpoints too."""
     case = random_problems.parse(f"106003429:A_log=False,H=1,HV=1,K={K},T=90,V=16,dt_bias=False,lengths=90")
     for module, name in ((triton_gpu, "choose"), (widened, "config_for")):
         usual = getattr(module, name)
@@ -842,10 +898,6 @@ def test_gradients_of_slow_gates(monkeypatch, K, most):
     truth = accuracy.truths(case.problem("bfloat16"), case.arrays("bfloat16"), *case.cotangents("bfloat16"))["g"]
     found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
     assert accuracy.error(found["g"].double().numpy(), truth) < most
-    if K == 128:  # as long again
-        return
-    kept = gradients(case, "bfloat16", tensors(case, "bfloat16"), dict(disable_recompute=True).items())
-    assert all(torch.equal(found[n], kept[n]) for n in found)
 
 
 @interpreter

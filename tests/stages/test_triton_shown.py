@@ -34,13 +34,14 @@ def every_kind():
 
 def test_what_the_table_holds_can_run():
     """No form is in it that the present tile sizes do not lead to, whatever chunks the states are asked for between, with gates of float16
-    too, for which bfloat16 has a form of its own."""
+    too, for which bfloat16 has a form of its own, and with tiles that are kept."""
     known = set(shown.shown("sm_90"))
     kinds = [(one, n) for one in every_kind() for n in shown.sequences(CHIP)]
     found = {name for one, n in kinds for name in shown.forms(one.replace(B=n, N=n), config.choose(one.replace(B=n, N=n), CHIP))}
     for one, n in kinds if known - found else ():
         between = ({"return_intermediate_states": True, "chunk_size": C} for C in (16, 32))
-        for changes in ({"state_v_first": True}, {"gate_dtype": "float16"}, *between):
+        keeping = {"disable_recompute": True, "has_initial_state": False}
+        for changes in ({"state_v_first": True}, {"gate_dtype": "float16"}, keeping, *between):
             other = one.replace(B=n, N=n, **changes)
             found.update(shown.forms(other, config.choose(other, CHIP)))
     assert known and known <= found
@@ -70,6 +71,37 @@ def test_a_scan_in_parts_that_waits_is_a_whole_one(monkeypatch):
     shown._missing.cache_clear()
     assert shown.settled(one, CHIP) == replace(usual, split=False) and shown.missing(one, CHIP) == ()
     shown._missing.cache_clear()
+
+
+def test_tiles_are_kept_by_kernels_that_were_shown(monkeypatch):
+    """Until then they are made again, with kernels that were: for every number of sequences, since a forward keeps as many tensors for
+    each. A scan in parts may be a whole one."""
+    monkeypatch.setattr(config, "UNCHECKED", False)
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    one = problem("bfloat16", 128, 128, "bounded").replace(disable_recompute=True, has_initial_state=False)
+    usual = config.choose(one, CHIP)
+    made_again = [shown.forms(x, replace(config.choose(x, CHIP), keep=False)) for x in crowds(one)]
+    keeping = [shown.forms(x, config.choose(x, CHIP)) for x in crowds(one)]
+    known = {name: 1 for names in (*made_again, *keeping) for name in names}
+    monkeypatch.setattr(shown, "shown", lambda chip: known)
+
+    def settled():
+        shown._missing.cache_clear(), shown._keeping.cache_clear()
+        assert shown.missing(one, CHIP) == () and shown.waits(one, CHIP) is None
+        return shown.settled(one, CHIP)
+
+    assert usual.keep and settled() == usual and shown.keeping_if_shown(usual, one, CHIP) == usual
+    new = sorted({name for names in keeping for name in names} - {name for names in made_again for name in names})
+    assert {name.split()[0] for name in new} == {"prepare", "scan"} and all(" keeping " in name for name in new)
+    for name in [name for name in new if " parts " not in name]:
+        del known[name]
+        assert settled() == replace(usual, keep=False) == shown.keeping_if_shown(usual, one, CHIP)
+        known[name] = 1
+    shown._missing.cache_clear(), shown._keeping.cache_clear()
+
+
+def crowds(one):
+    return [one.replace(B=n, N=n) for n in shown.sequences(CHIP)]
 
 
 def test_chips_without_a_table(monkeypatch):
