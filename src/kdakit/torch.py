@@ -77,7 +77,8 @@ def chunk_kda(
             it both are ignored, as fla.ops.kda does.
         use_beta_sigmoid_in_kernel: beta -> sigmoid(beta); with allow_neg_eigval, 2 * sigmoid(beta).
         safe_gate: promises log-decays in [lower_bound, 0), so that a backend may take a shorter path. Never needed for correctness.
-        disable_recompute: keep the forward's intermediates for the backward instead of computing them again: same numbers, more memory.
+        disable_recompute: keep intermediates of the forward for the backward instead of computing them again: more memory, the same result,
+            gradients that differ by roundings at most.
         return_intermediate_states: return (o, final_state, h) with h [B, NT, HV, K, V] in q's dtype, the state before each chunk; not
             differentiated. NT counts the chunks of all packed sequences.
         cu_seqlens: [N + 1] int32 or int64, for B = 1 with N sequences packed along T; some may be empty. Tokens past cu_seqlens[-1] are

@@ -10,6 +10,7 @@
 
 Two launches forward: `prepare` over chunks, `scan` over sequences. Five backward: `rebuild` over chunks, `replay` over segments, `reverse`
 over sequences, `products` and `gradient` over chunks; and two short ones. Those over chunks have a twin for bfloat16 and normalised keys.
+With disable_recompute `prepare`'s twin leaves to the backward what `rebuild`'s would make again.
 Without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set. This file needs neither Triton nor a GPU.
 """
 
