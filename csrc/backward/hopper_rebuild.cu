@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(Warp<HEAD>::threads, kRebuildBlocks<HEAD>) reb
 
   make_inverse<W::threads, LOWER32>(p, betas, thread, smem + Places::inverse);
   float sum[4] = {};  // from the chunk's start to a token
-#pragma unroll
+#pragma unroll (HEAD == 128 ? 8 : 2)
   for (int w = 0; w < 8; ++w) {
     const float4 y = *reinterpret_cast<const float4*>(sums + w * HEAD + channel);
     if (w < group) sum[0] += y.x, sum[1] += y.y, sum[2] += y.z, sum[3] += y.w;
