@@ -43,6 +43,13 @@ struct Inputs {
   __device__ __forceinline__ float norm_k(int t) const {
     return HEAD == 128 ? __shfl_sync(~0u, inverse_norm, 16 + 2 * t) : __shfl_sync(~0u, inverse_norm, 8 + t, 16);
   }
+  // Those of a group of the warp, in all its lanes.
+  __device__ __forceinline__ float norm_q_of(int group, int t) const {
+    return HEAD == 128 ? norm_q(t) : __shfl_sync(~0u, inverse_norm, 16 * group + t);
+  }
+  __device__ __forceinline__ float norm_k_of(int group, int t) const {
+    return HEAD == 128 ? norm_k(t) : __shfl_sync(~0u, inverse_norm, 16 * group + 8 + t);
+  }
 };
 // Which of the two norms a lane has, and of which of the warp's tokens.
 template <int HEAD>
@@ -94,9 +101,9 @@ __device__ __forceinline__ void find_norms(Inputs<HEAD>& x, int lane) {
     const float q = __shfl_sync(~0u, odd ? with_q[1] : with_q[0], from), k = __shfl_sync(~0u, odd ? with_k[3] : with_k[2], from);
     const float found = (HEAD == 128 ? lane < 16 : (lane & 8) == 0) ? q : k;
     square = group == 0 || W::group(lane) == group ? found : square;
+    if (group == W::groups - 1) x.inverse_norm = rsqrtf(square + 1e-6f);
     x.dot[group] = odd ? with_k[1] : with_k[0];
   }
-  x.inverse_norm = rsqrtf(square + 1e-6f);
 }
 
 template <int HEAD>
