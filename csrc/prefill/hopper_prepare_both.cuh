@@ -11,7 +11,8 @@ template <bool BOUNDED>
 __device__ __forceinline__ void near_both(const Place& at, uint32_t (&q)[kSteps][4], uint32_t (&k)[kSteps][4], Square& near_q,
                                           Square& near_k) {
   using P = Places<64>;
-  const uint32_t tile = at.smem + at.block * P::tile, rows = tile + row_fragment<64>(at.lane), columns = tile + column_fragment<64>(at.lane);
+  const uint32_t tile = at.smem + at.block * P::tile;
+  const uint32_t rows = tile + row_fragment<64>(at.lane), columns = tile + column_fragment<64>(at.lane);
   float cross_q[4] = {}, cross_k[4] = {};
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {

@@ -7,13 +7,14 @@
 //   A_qk[i,j] = q_i . (k_j d(j, i)),  j <= i        A_kk[i,j] = beta_i k_i . (k_j d(j, i)),  j < i        X = (I + A_kk)^-1
 //   k_solved = Diag(beta) X^T k_decayed        A_solved^T = scale Diag(beta) X^T A_qk^T
 //
-// A lane has four channels of a group of eight tokens while decays are formed: sums over tokens stay in registers. A pair of warps then owns
-// a block of 16 tokens: row block b of A_kk (even warp) and A_qk (odd warp), afterwards column block b of X, half the channels each. The
-// second is long where the first is short, and pairs wait for each other only three times. With 64 channels one warp owns a block.
+// A lane has four channels of a group of eight tokens while decays are formed: sums over tokens stay in registers. A pair of warps then
+// owns a block of 16 tokens: row block b of A_kk (even warp) and A_qk (odd warp), afterwards column block b of X, half the channels each.
+// The second is long where the first is short, and pairs wait for each other only three times. With 64 channels one warp owns a block.
 //
 // hopper_prepare_block.cuh: shared memory; hopper_tokens.cuh: inputs and norms; hopper_prepare_decay.cuh: decayed tiles;
-// hopper_prepare_pairs.cuh, hopper_prepare_both.cuh: A_kk and A_qk; hopper_prepare_solve.cuh: X, k_solved and A_solved; hopper_prepare_keep.cuh: what a backward
-// begins with. hopper_prepare.cu and hopper_prepare_kept.cu have the kernels without and with the latter.
+// hopper_prepare_pairs.cuh and, of 64 channels, hopper_prepare_both.cuh: A_kk and A_qk; hopper_prepare_solve.cuh: X, k_solved and A_solved;
+// hopper_prepare_keep.cuh: what a backward begins with. hopper_prepare.cu and hopper_prepare_kept.cu have the kernels without and with the
+// latter.
 #pragma once
 #include "hopper.h"
 #include "hopper_prepare_both.cuh"

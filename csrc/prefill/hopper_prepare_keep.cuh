@@ -119,7 +119,8 @@ __device__ __forceinline__ void solve_and_keep_columns(const Place& at, const Sh
 
 // From `square_out`: block (i, at.block) of `solved` from its transpose, which the norms and the scale were kept out of.
 template <bool L2NORM>
-__device__ __forceinline__ void stage_solved(const HopperForward& p, const Place& at, const Shared<128>& shared, int block, const Square& sum) {
+__device__ __forceinline__ void stage_solved(const HopperForward& p, const Place& at, const Shared<128>& shared, int block,
+                                             const Square& sum) {
   const int lane = at.lane, first = at.block * kBlock;
 #pragma unroll
   for (int n = 0; n < 2; ++n)

@@ -33,8 +33,8 @@ __device__ __forceinline__ uint32_t stage_of(const Place& at, int d) {
   return at.smem + at.block * P::tile + (d == 0 ? P::rows_k : P::rows_q) + (at.block + d) * P::next;
 }
 
-// Rows of A_solved^T of this block, every second column block where a pair of warps has it, staged for the record: those at and right of the
-// diagonal. keep(i, sum) sees the sum of column block i, (A_qk X)^T, on its way.
+// Rows of A_solved^T of this block, every second column block where a pair of warps has it, staged for the record: those at and right of
+// the diagonal. keep(i, sum) sees the sum of column block i, (A_qk X)^T, on its way.
 template <int HEAD, bool L2NORM, typename Keep>
 __device__ __forceinline__ void square_out(const HopperForward& p, const Place& at, const Shared<HEAD>& shared,
                                            const uint32_t (&solved)[4][4], const float (&strength)[2], Keep keep) {

@@ -20,7 +20,9 @@ static void run(const HopperForward &p, int64_t slots, int threads, int order, K
     for (unsigned head = 0; head < gridDim.x; ++head) emulate::run_block(head, threads, order, kernel);
 }
 
-extern "C" size_t kda_emulate_record_bytes_bf16(int64_t head) { return head == 64 ? Record<64>::record_bytes : Record<128>::record_bytes; }
+extern "C" size_t kda_emulate_record_bytes_bf16(int64_t head) {
+  return head == 64 ? Record<64>::record_bytes : Record<128>::record_bytes;
+}
 
 template <int HEAD>
 static void prepare(const HopperForward &p, int64_t slots, int order) {
@@ -39,7 +41,8 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
   if (kept.lower) {
     of_kept_form(p, [&](auto form) {
       using F = decltype(form);
-      run(p, slots_of(*args), Warp<128>::threads, order, [&] { prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept); });
+      const auto kernel = [&] { prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept); };
+      run(p, slots_of(*args), Warp<128>::threads, order, kernel);
       return 0;
     });
     return;
