@@ -68,10 +68,11 @@ kda_status check_lower(int32_t dtype, int32_t group) {
   return KDA_OK;
 }
 
-kda_status check_sizes(const kda_prefill_args &forward) {
-  if (forward.key_dim != 128 || forward.value_dim != 128)
-    return fail(KDA_UNSUPPORTED, "the bfloat16 backward needs key_dim = value_dim = 128, got %lld and %lld", (long long)forward.key_dim,
-                (long long)forward.value_dim);
+kda_status check_sizes(const kda_prefill_args &forward, bool or_64 = false) {
+  const int64_t K = forward.key_dim;
+  if (K != forward.value_dim || (K != 128 && !(or_64 && K == 64)))
+    return fail(KDA_UNSUPPORTED, "this stage of the bfloat16 backward needs key_dim = value_dim = %s128, got %lld and %lld",
+                or_64 ? "64 or " : "", (long long)K, (long long)forward.value_dim);
   if (forward.tokens >= int64_t{1} << 30 || hopper::slots_of(forward) >= int64_t{1} << 31)
     return fail(KDA_UNSUPPORTED, "the bfloat16 backward takes fewer than 2^30 tokens and 2^31 chunks");
   return KDA_OK;
@@ -110,7 +111,7 @@ kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &
 }
 
 kda_status rebuild_bf16(const kda_rebuild_args &args, const kda_prefill_args &forward) {
-  KDA_TRY(check_sizes(forward));
+  KDA_TRY(check_sizes(forward, true));
   KDA_TRY(check_lower(args.lower_dtype, args.group));
   if (forward.batch * forward.tokens == 0) return KDA_OK;
   KDA_TRY(check_inputs(forward));

@@ -168,8 +168,8 @@ typedef struct kda_gradient_args {
 
 KDA_API kda_status kda_gradient_bf16(const kda_gradient_args *args);
 
-/* The stage before all others of a backward: what a forward in chunks of 64 makes of its inputs, once more. Slots, order of rows and sizes
- * as above.
+/* The stage before all others of a backward: what a forward in chunks of 64 makes of its inputs, once more. K = V = 64 or 128; slots
+ * and order of rows as above.
  */
 typedef struct kda_rebuild_args {
   size_t size; /* sizeof(kda_rebuild_args) where the caller was compiled */

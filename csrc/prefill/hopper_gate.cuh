@@ -13,11 +13,11 @@ template <Gate GATE>
 struct LogDecay {
   float slope, shift[4], outer;  // of four channels
 
-  __device__ __forceinline__ LogDecay(const HopperForward& p, int head, int channel) {
+  __device__ __forceinline__ LogDecay(const HopperForward& p, int head, int channels, int channel) {
     const float a = p.A_log ? __expf(p.A_log[head]) : 1.0f;
     float bias[4] = {};
     if (GATE != Gate::log_decay && p.dt_bias) {
-      const float4 x = *reinterpret_cast<const float4*>(p.dt_bias + head * 128 + channel);
+      const float4 x = *reinterpret_cast<const float4*>(p.dt_bias + head * channels + channel);
       bias[0] = x.x, bias[1] = x.y, bias[2] = x.z, bias[3] = x.w;
     }
     slope = GATE == Gate::bounded ? -a * kLog2e : kLog2e;

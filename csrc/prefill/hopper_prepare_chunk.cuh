@@ -1,4 +1,5 @@
-// Stage intra: everything of a chunk that needs no state. One block of eight warps per chunk and value head.
+// Stage intra: everything of a chunk that needs no state. One block of eight warps, or of four for 64 channels, per chunk and value
+// head.
 //
 // With d(j, i) the product of the decays of tokens j+1 .. i:
 //
@@ -6,15 +7,17 @@
 //   A_qk[i,j] = q_i . (k_j d(j, i)),  j <= i        A_kk[i,j] = beta_i k_i . (k_j d(j, i)),  j < i        X = (I + A_kk)^-1
 //   k_solved = Diag(beta) X^T k_decayed        A_solved^T = scale Diag(beta) X^T A_qk^T
 //
-// A warp owns eight tokens, and each of its lanes four channels, while decays are formed: sums over tokens stay in registers. A pair of
-// warps then owns a block of 16 tokens: row block b of A_kk (even warp) and A_qk (odd warp), afterwards column block b of X, half the
-// channels each. The second is long where the first is short, and pairs wait for each other only three times.
+// A lane has four channels of a group of eight tokens while decays are formed: sums over tokens stay in registers. A pair of warps then
+// owns a block of 16 tokens: row block b of A_kk (even warp) and A_qk (odd warp), afterwards column block b of X, half the channels each.
+// The second is long where the first is short, and pairs wait for each other only three times. With 64 channels one warp owns a block.
 //
 // hopper_prepare_block.cuh: shared memory; hopper_tokens.cuh: inputs and norms; hopper_prepare_decay.cuh: decayed tiles;
-// hopper_prepare_pairs.cuh: A_kk and A_qk; hopper_prepare_solve.cuh: X, k_solved and A_solved; hopper_prepare_keep.cuh: what a backward
-// begins with. hopper_prepare.cu and hopper_prepare_kept.cu have the kernels without and with the latter.
+// hopper_prepare_pairs.cuh and, of 64 channels, hopper_prepare_both.cuh: A_kk and A_qk; hopper_prepare_solve.cuh: X, k_solved and A_solved;
+// hopper_prepare_keep.cuh: what a backward begins with. hopper_prepare.cu and hopper_prepare_kept.cu have the kernels without and with the
+// latter.
 #pragma once
 #include "hopper.h"
+#include "hopper_prepare_both.cuh"
 #include "hopper_prepare_decay.cuh"
 #include "hopper_prepare_keep.cuh"
 #include "hopper_prepare_pairs.cuh"
@@ -51,18 +54,23 @@ auto of_form(const HopperForward& p, Run run) {
 }
 
 // KEPT: also leaves what a backward begins with.
-template <Gate GATE, bool BOUNDED, bool G32, bool L2NORM, bool KEPT>
+template <int HEAD, Gate GATE, bool BOUNDED, bool G32, bool L2NORM, bool KEPT>
 __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_unused]] const Kept& kept) {
+  using P = Places<HEAD>;
+  using W = Warp<HEAD>;
+  using R = Record<HEAD>;
+  static_assert(HEAD == 128 || !KEPT, "nothing is kept of 64 channels");
 #ifdef KDA_EMULATE
   uint8_t* bytes = memory;
 #else
   extern __shared__ __align__(1024) uint8_t bytes[];
 #endif
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const Place at{shared_address(bytes), lane, warp, warp / 2, warp % 2};
-  const Shared shared{*reinterpret_cast<float(*)[kWarps][kHead]>(bytes + kSums), *reinterpret_cast<float(*)[3][kHead]>(bytes + kTotals),
-                      *reinterpret_cast<float(*)[kChunk]>(bytes + kBetas), *reinterpret_cast<float(*)[3][kChunk]>(bytes + kNorms),
-                      *reinterpret_cast<uint2(*)[3][kHead / 4]>(bytes + kBetween)};
+  const Place at{shared_address(bytes), lane, warp, HEAD == 128 ? warp / 2 : warp, HEAD == 128 ? warp % 2 : lane >> 4};
+  const Shared<HEAD> shared{
+      *reinterpret_cast<float(*)[kGroups][HEAD]>(bytes + P::sums), *reinterpret_cast<float(*)[3][HEAD]>(bytes + P::totals),
+      *reinterpret_cast<float(*)[kChunk]>(bytes + P::betas), *reinterpret_cast<float(*)[3][kChunk]>(bytes + P::norms),
+      *reinterpret_cast<uint2(*)[3][HEAD / 4]>(bytes + P::between)};
   let_next_kernel_start();
   // Last chunks first: the scan starts with the first ones, which are then still in the cache.
   const uint32_t slot = (gridDim.z - 1 - blockIdx.z) * kGridRows + gridDim.y - 1 - blockIdx.y;
@@ -70,13 +78,13 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   const Span span = chunk_span(p, slot, lane);
   if (span.length <= 0) return;
   const int64_t item = slot * p.HV + head;
-  uint8_t* record = static_cast<uint8_t*>(p.workspace) + item * kRecordBytes;
+  uint8_t* record = static_cast<uint8_t*>(p.workspace) + item * R::record_bytes;
 
-  Inputs x;
-  const uint32_t own = at.smem + at.block * kTile + at.odd * kTokens * 256;
-  load_tokens<GATE, G32>(p, span, head, warp, lane, own + kRowsQ, own + kRowsK, x);
-  if (lane < kTokens) {
-    const int row = warp * kTokens + lane;
+  Inputs<HEAD> x;
+  const uint32_t own = at.smem + at.block * P::tile + (HEAD == 128 ? at.odd * kTokens * 256 : 0);
+  load_tokens<HEAD, GATE, G32>(p, span, head, warp, lane, own + P::rows_q, own + P::rows_k, x);
+  if (lane < W::tokens) {
+    const int row = warp * W::tokens + lane;
     const int64_t from = span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head;
     shared.betas[row] = row < span.length ? write_strength(p, from) : 0.0f;
   }
@@ -90,18 +98,24 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
       if (!BOUNDED) x.g[t][c] = max_or_nan(x.g[t][c], kFloor);
       sum[c] += x.g[t][c];
     }
-  *reinterpret_cast<float4*>(&shared.sums[warp][4 * lane]) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+  *reinterpret_cast<float4*>(&shared.sums[group_of<HEAD>(at)][4 * W::channels(lane)]) = make_float4(sum[0], sum[1], sum[2], sum[3]);
   __syncthreads();
 
-  Square near = {}, far[3] = {};
-  decay_tokens<BOUNDED, L2NORM>(p, x, shared, at, record);
-  __syncthreads();
-  block_rows<BOUNDED>(at, near, far);
-  if constexpr (KEPT) {
-    pair_barrier(at.block);  // M and `lower` lie in the place of rows and columns that both warps read
-    store_and_keep_rows<L2NORM>(at, shared, near, far);
+  if constexpr (HEAD == 64) {
+    decay_tokens<HEAD, BOUNDED, L2NORM>(p, x, shared, at, record);
+    __syncthreads();
+    both_rows<BOUNDED, L2NORM>(at, shared);
   } else {
-    store_rows<L2NORM>(at, shared, near, far);
+    Square near = {}, far[3] = {};
+    decay_tokens<HEAD, BOUNDED, L2NORM>(p, x, shared, at, record);
+    __syncthreads();
+    block_rows<BOUNDED>(at, near, far);
+    if constexpr (KEPT) {
+      pair_barrier(at.block);  // M and `lower` lie in the place of rows and columns that both warps read
+      store_and_keep_rows<L2NORM>(at, shared, near, far);
+    } else {
+      store_rows<L2NORM>(at, shared, near, far);
+    }
   }
   __syncthreads();
 
@@ -111,7 +125,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
     __syncthreads();  // `lower` is there, A_kk is read
     lower_out(kept, item, at);
   } else {
-    solve_columns(at, solved);
+    solve_columns<HEAD>(at, solved);
   }
   float strength[2];  // of the two rows a lane holds
 #pragma unroll
@@ -119,7 +133,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
     const int row = at.block * kBlock + square_row(2 * i, lane);
     strength[i] = shared.betas[row] * (L2NORM ? 1.0f : shared.norms[1][row]);
   }
-  square_out<L2NORM>(p, at, shared, solved, strength, [&](int i, const Square& sum) {
+  square_out<HEAD, L2NORM>(p, at, shared, solved, strength, [&](int i, const Square& sum) {
     if constexpr (KEPT) stage_solved<L2NORM>(p, at, shared, i, sum);
   });
   if constexpr (KEPT) {
@@ -128,15 +142,25 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   }
   keys_out(at, shared, solved, strength);
   fence_async();
+  if constexpr (HEAD == 64) {
+    __syncwarp();
+    if (lane == 0) {
+      bulk_store(record + R::k_solved + at.block * 2048, at.smem + P::stage_k + at.block * P::tile, 2048);
+      bulk_store(record + R::first_square(at.block), stage_of(at, 0), R::square);
+      if (at.block < 3) bulk_store(record + R::first_square(at.block) + R::square, stage_of(at, 1), (3 - at.block) * R::square);
+      bulk_store_wait();
+    }
+    return;
+  }
   pair_barrier(at.block);
   if (lane == 0) {
     const int out = at.block * 2048, half = at.odd * 8192;
-    bulk_store(record + kKSolved + half + out, at.smem + kStageK + at.block * kTile + at.odd * 2048, 2048);
-    const uint32_t squares = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK) + kStageA;
+    bulk_store(record + R::k_solved + half + out, at.smem + P::stage_k + at.block * P::tile + at.odd * 2048, 2048);
+    const uint32_t squares = at.smem + at.block * P::tile + (at.odd ? P::rows_q : P::rows_k) + P::stage_a;
 #pragma unroll
     for (int d = 0; d < 2; ++d)
       if (const int column = 2 * at.odd + d; at.block + column < 4)
-        bulk_store(record + first_square(at.block) + column * kSquare, squares + d * kSquare, kSquare);
+        bulk_store(record + R::first_square(at.block) + column * R::square, squares + d * R::square, R::square);
     bulk_store_wait();
   }
 }

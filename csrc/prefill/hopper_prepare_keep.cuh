@@ -7,40 +7,40 @@
 // `lower` and `solved` wait in shared memory in the order of tokens, only what lies below their diagonals, and go out by whole rows.
 #pragma once
 #include "hopper_kept.cuh"
-#include "hopper_prepare_block.cuh"
+#include "hopper_prepare_pairs.cuh"
 
 namespace kda::hopper {
 
 constexpr float kDivisible = 0.015625f;  // a smaller strength leaves too few digits of what it multiplied
-constexpr int kM = kX;                   // halves of M, from a block's q rows on: between A_qk and the stage behind it
-static_assert(kM >= kBlock * kPitch && kM + kBlock * kPitchX <= kStageA, "M fits between A_qk and A_solved^T");
-static_assert(kBlock * kChunk * 4 <= kTile, "16 rows of `lower`, float32, fit in a block's columns");
-static_assert(kBlock * kChunk * 2 <= kStageA, "16 rows of `solved` fit in a block's k rows before A_solved^T");
+constexpr int kM = Wide::x;              // halves of M, from a block's q rows on: between A_qk and the stage behind it
+static_assert(kM >= kBlock * Wide::pitch && kM + kBlock * Wide::pitch_x <= Wide::stage_a, "M fits between A_qk and A_solved^T");
+static_assert(kBlock * kChunk * 4 <= Wide::tile, "16 rows of `lower`, float32, fit in a block's columns");
+static_assert(kBlock * kChunk * 2 <= Wide::stage_a, "16 rows of `solved` fit in a block's k rows before A_solved^T");
 
 // float32 number (i, j) of `lower`: rows of 256 bytes over the columns, every second pair of rows turned by 8 numbers.
 __device__ __forceinline__ uint32_t lower_at(const Place& at, int i, int j) {
-  return at.smem + kColumns + i * 256 + ((j ^ ((i >> 1 & 3) << 3)) << 2);
+  return at.smem + Wide::columns + i * 256 + ((j ^ ((i >> 1 & 3) << 3)) << 2);
 }
 // bfloat16 numbers (i, j) and (i, j + 1) of `solved`, j even: rows of 128 bytes over A_kk, the 16-byte unit u of row r at u ^ (r % 8).
 __device__ __forceinline__ uint32_t solved_at(const Place& at, int i, int j) {
-  return at.smem + kRowsK + i / kBlock * kTile + i % kBlock * 128 + (((j >> 3) ^ (i & 7)) << 4) + (j & 7) * 2;
+  return at.smem + Wide::rows_k + i / kBlock * Wide::tile + i % kBlock * 128 + (((j >> 3) ^ (i & 7)) << 4) + (j & 7) * 2;
 }
 
 template <bool L2NORM>
-__device__ __forceinline__ float key_norm(const Shared& shared, int token) {
+__device__ __forceinline__ float key_norm(const Shared<128>& shared, int token) {
   return L2NORM ? 1.0f : shared.norms[1][token];
 }
 template <bool L2NORM>
-__device__ __forceinline__ float strength_of(const Shared& shared, int token) {
+__device__ __forceinline__ float strength_of(const Shared<128>& shared, int token) {
   const float norm = key_norm<L2NORM>(shared, token);
   return shared.betas[token] * norm * norm;
 }
 
 // In place of `store_rows`: -A_kk without strengths, its block's X, M and `lower`; A_qk. The pair has read its rows and columns.
 template <bool L2NORM>
-__device__ __forceinline__ void store_and_keep_rows(const Place& at, const Shared& shared, Square& near, Square (&far)[3]) {
+__device__ __forceinline__ void store_and_keep_rows(const Place& at, const Shared<128>& shared, Square& near, Square (&far)[3]) {
   const int lane = at.lane, first = at.block * kBlock;
-  const uint32_t to = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK);
+  const uint32_t to = at.smem + at.block * Wide::tile + (at.odd ? Wide::rows_q : Wide::rows_k);
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -53,9 +53,9 @@ __device__ __forceinline__ void store_and_keep_rows(const Place& at, const Share
     }
 #pragma unroll
   for (int j = 0; j < 3; ++j)
-    if (j < at.block) store_square(to + j * kBlock * 2, kPitch, far[j], lane);
+    if (j < at.block) store_square<Wide::pitch>(to + j * Wide::next, far[j], lane);
   if (at.odd) {
-    store_square(to + at.block * kBlock * 2, kPitch, near, lane);
+    store_square<Wide::pitch>(to + at.block * Wide::next, near, lane);
     return;
   }
   Square negative, L = {};
@@ -64,7 +64,7 @@ __device__ __forceinline__ void store_and_keep_rows(const Place& at, const Share
 #pragma unroll
     for (int r = 0; r < 4; ++r) negative.x[n][r] = -strength_of<L2NORM>(shared, first + square_row(r, lane)) * near.x[n][r];
   const Square X = unit_lower_inverse(negative, lane);
-  store_square(to + kX, kPitchX, X, lane);
+  store_square<Wide::pitch_x>(to + Wide::x, X, lane);
   uint32_t a[4];
   half_operand(a, near);
   multiply_add(L, a, X);
@@ -80,26 +80,28 @@ __device__ __forceinline__ void store_and_keep_rows(const Place& at, const Share
       store_shared(lower_at(at, first + i, first + j), __float_as_uint(x * norms));
       L.x[n][r] = j == i ? 1.0f : -x * strength_of<L2NORM>(shared, first + j);  // M
     }
-  store_square(at.smem + at.block * kTile + kRowsQ + kM, kPitchX, L, lane);
+  store_square<Wide::pitch_x>(at.smem + at.block * Wide::tile + Wide::rows_q + kM, L, lane);
 }
 
 // In place of `solve_columns`. Every second block of `lower` per warp of a pair.
 template <bool L2NORM>
-__device__ __forceinline__ void solve_and_keep_columns(const Place& at, const Shared& shared, uint32_t (&solved)[4][4]) {
+__device__ __forceinline__ void solve_and_keep_columns(const Place& at, const Shared<128>& shared, uint32_t (&solved)[4][4]) {
   const int lane = at.lane, first = at.block * kBlock;
-  const uint32_t k_rows = at.smem + kRowsK, q_rows = at.smem + kRowsQ;
+  const uint32_t k_rows = at.smem + Wide::rows_k, q_rows = at.smem + Wide::rows_q;
   load_matrices_transposed(solved[0],
-                           k_rows + at.block * kTile + kX + ((lane & 7) + ((lane >> 4) << 3)) * kPitchX + ((lane >> 3) & 1) * 16);
+                           square_unit<Wide::pitch_x>(k_rows + at.block * Wide::tile + Wide::x, (lane & 7) + ((lane >> 4) << 3),
+                                                      (lane >> 3) & 1));
 #pragma unroll
   for (int d = 1; d < 4; ++d) {
     const int block = at.block + d;
     if (block >= 4) continue;
     Square acc = {}, next = {};
 #pragma unroll
-    for (int e = 0; e < d; ++e) multiply_transposed(acc, solved[e], k_rows + block * kTile + (at.block + e) * kBlock * 2, kPitch, lane);
+    for (int e = 0; e < d; ++e)
+      multiply_transposed<Wide::pitch>(acc, solved[e], k_rows + block * Wide::tile + (at.block + e) * Wide::next, lane);
     uint32_t a[4];
     half_operand(a, acc);
-    multiply_transposed(next, a, q_rows + block * kTile + kM, kPitchX, lane);  // -L^T
+    multiply_transposed<Wide::pitch_x>(next, a, q_rows + block * Wide::tile + kM, lane);  // -L^T
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -117,7 +119,8 @@ __device__ __forceinline__ void solve_and_keep_columns(const Place& at, const Sh
 
 // From `square_out`: block (i, at.block) of `solved` from its transpose, which the norms and the scale were kept out of.
 template <bool L2NORM>
-__device__ __forceinline__ void stage_solved(const HopperForward& p, const Place& at, const Shared& shared, int block, const Square& sum) {
+__device__ __forceinline__ void stage_solved(const HopperForward& p, const Place& at, const Shared<128>& shared, int block,
+                                             const Square& sum) {
   const int lane = at.lane, first = at.block * kBlock;
 #pragma unroll
   for (int n = 0; n < 2; ++n)

@@ -6,9 +6,9 @@ namespace kda::hopper {
 namespace {
 
 template <Gate GATE, bool BOUNDED, bool G32, bool L2NORM>
-__global__ void __launch_bounds__(kWarps * 32, 3) prepare_kept_kernel(const __grid_constant__ HopperForward p,
+__global__ void __launch_bounds__(Warp<128>::threads, 3) prepare_kept_kernel(const __grid_constant__ HopperForward p,
                                                                       const __grid_constant__ Kept kept) {
-  prepare_chunk<GATE, BOUNDED, G32, L2NORM, true>(p, kept);
+  prepare_chunk<128, GATE, BOUNDED, G32, L2NORM, true>(p, kept);
 }
 
 // run(Form) of a call.
@@ -28,9 +28,10 @@ cudaError_t launch_prepare_kept(const HopperForward& p, const Kept& kept, int64_
   return of_kept_form(p, [&](auto form) {
     using F = decltype(form);
     const auto kernel = prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>;
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(F::bounded));
+    constexpr int bytes = Places<128>::bytes(F::bounded);
+    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (status != cudaSuccess) return status;
-    kernel<<<grid_of(p, slots), kWarps * 32, shared_bytes(F::bounded), stream>>>(p, kept);
+    kernel<<<grid_of(p, slots), Warp<128>::threads, bytes, stream>>>(p, kept);
     return cudaGetLastError();
   });
 }

@@ -1,8 +1,11 @@
-// Row blocks of A_kk and A_qk from decayed tiles, by pairs of warps: row block b of A_kk (even warp) and of A_qk (odd warp).
+// Row blocks of A_kk and A_qk from decayed tiles, 128 channels, by pairs of warps: row block b of A_kk (even warp) and of A_qk (odd warp).
+// hopper_prepare_both.cuh has those of 64 channels.
 #pragma once
 #include "hopper_prepare_block.cuh"
 
 namespace kda::hopper {
+
+using Wide = Places<128>;
 
 // Powers of two of a lane's channels in k-step s, from a table of two words per pair of channels: (first, second group), low and high half.
 struct Powers {
@@ -18,11 +21,11 @@ __device__ __forceinline__ void move_second(uint32_t (&rows)[4], const Powers& p
 __device__ __forceinline__ void near_pairs(const Place& at, uint32_t rows, uint32_t columns, Square& near) {
   float cross[4] = {};
 #pragma unroll
-  for (int s = 0; s < kHead / 16; ++s) {
+  for (int s = 0; s < 128 / 16; ++s) {
     uint32_t a[4], b[4];
-    load_matrices(a, at_step(rows, s)), load_matrices(b, at_step(columns, s) + at.block * kTile + kColumns);
+    load_matrices(a, at_step(rows, s)), load_matrices(b, at_step(columns, s) + at.block * Wide::tile + Wide::columns);
     mma_bf16(near.x[0], a, b[0], b[1]), mma_bf16(near.x[1], a, b[2], b[3]);
-    const Powers powers(at.smem + kToBoundary + at.block * kHead * 4, at.lane, s);
+    const Powers powers(at.smem + Wide::to_boundary + at.block * 128 * 4, at.lane, s);
     move_second(a, powers);
     mma_bf16(cross, a, multiply_bf16(b[0], powers.low_half.x), multiply_bf16(b[1], powers.high_half.x));
   }
@@ -33,11 +36,11 @@ __device__ __forceinline__ void near_pairs(const Place& at, uint32_t rows, uint3
 template <int BLOCK>
 __device__ __forceinline__ void far_pairs(const Place& at, uint32_t rows, uint32_t columns, Square (&far)[3]) {
 #pragma unroll
-  for (int s = 0; s < kHead / 16; ++s) {
+  for (int s = 0; s < 128 / 16; ++s) {
     uint32_t a[4];
     load_matrices(a, at_step(rows, s));
-    move_second(a, Powers(at.smem + kToBoundary + BLOCK * kHead * 4, at.lane, s));
-    const Powers powers(at.smem + kToStart + (BLOCK - 1) * kHead * 4, at.lane, s);
+    move_second(a, Powers(at.smem + Wide::to_boundary + BLOCK * 128 * 4, at.lane, s));
+    const Powers powers(at.smem + Wide::to_start + (BLOCK - 1) * 128 * 4, at.lane, s);
     move_second(a, powers);
     a[0] = multiply_bf16(a[0], powers.low_half.x), a[2] = multiply_bf16(a[2], powers.high_half.x);
 #pragma unroll
@@ -45,9 +48,9 @@ __device__ __forceinline__ void far_pairs(const Place& at, uint32_t rows, uint32
 #pragma unroll
     for (int j = 0; j < BLOCK; ++j) {
       uint32_t b[4];
-      load_matrices(b, at_step(columns, s) + kTails + j * kTile);
+      load_matrices(b, at_step(columns, s) + Wide::tails + j * Wide::tile);
       if (j < BLOCK - 1) {
-        const uint32_t factors = at.smem + kBetween + (j == 1 ? 1 : BLOCK == 2 ? 0 : 2) * kHead * 2 + at.lane % 4 * 4 + s * 32;
+        const uint32_t factors = at.smem + Wide::between + (j == 1 ? 1 : BLOCK == 2 ? 0 : 2) * 128 * 2 + at.lane % 4 * 4 + s * 32;
         const uint32_t f0 = load_shared_word(factors), f1 = load_shared_word(factors + 16);
         b[0] = multiply_half(b[0], f0), b[1] = multiply_half(b[1], f1), b[2] = multiply_half(b[2], f0), b[3] = multiply_half(b[3], f1);
       }
@@ -58,11 +61,11 @@ __device__ __forceinline__ void far_pairs(const Place& at, uint32_t rows, uint32
 
 // The same with a bounded gate, whose rows fit in registers from the first pair to the last.
 __device__ __forceinline__ void bounded_pairs(const Place& at, uint32_t rows, uint32_t columns, Square& near, Square (&far)[3]) {
-  constexpr int kSteps = kHead / 16;
+  constexpr int kSteps = 128 / 16;
   uint32_t a[kSteps][4], b[4];
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
-    load_matrices(a[s], at_step(rows, s)), load_matrices(b, at_step(columns, s) + at.block * kTile + kColumns);
+    load_matrices(a[s], at_step(rows, s)), load_matrices(b, at_step(columns, s) + at.block * Wide::tile + Wide::columns);
     mma_bf16(near.x[0], a[s], b[0], b[1]), mma_bf16(near.x[1], a[s], b[2], b[3]);
   }
   if (at.block > 0) {
@@ -74,7 +77,7 @@ __device__ __forceinline__ void bounded_pairs(const Place& at, uint32_t rows, ui
 #pragma unroll
   for (int j = 0; j < 3; ++j) {
     if (j >= at.block) continue;
-    const uint32_t tails = kTails + j * kTile;
+    const uint32_t tails = Wide::tails + j * Wide::tile;
     if (j == at.block - 1) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
@@ -82,7 +85,7 @@ __device__ __forceinline__ void bounded_pairs(const Place& at, uint32_t rows, ui
         mma_half(far[j].x[0], a[s], b[0], b[1]), mma_half(far[j].x[1], a[s], b[2], b[3]);
       }
     } else {  // columns end with block j: decay them over the blocks between
-      const uint32_t factors = at.smem + kBetween + (j == 1 ? 1 : at.block == 2 ? 0 : 2) * kHead * 2 + at.lane % 4 * 4;
+      const uint32_t factors = at.smem + Wide::between + (j == 1 ? 1 : at.block == 2 ? 0 : 2) * 128 * 2 + at.lane % 4 * 4;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const uint32_t f0 = load_shared_word(factors + s * 32), f1 = load_shared_word(factors + s * 32 + 16);
@@ -97,8 +100,8 @@ __device__ __forceinline__ void bounded_pairs(const Place& at, uint32_t rows, ui
 // Row block of A_kk (even warps) or A_qk (odd): the diagonal block and blocks j < block.
 template <bool BOUNDED>
 __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square (&far)[3]) {
-  const uint32_t rows = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK) + row_fragment(at.lane);
-  const uint32_t columns = at.smem + column_fragment(at.lane);
+  const uint32_t rows = at.smem + at.block * Wide::tile + (at.odd ? Wide::rows_q : Wide::rows_k) + row_fragment<128>(at.lane);
+  const uint32_t columns = at.smem + column_fragment<128>(at.lane);
   if constexpr (BOUNDED) {
     bounded_pairs(at, rows, columns, near, far);
   } else {
@@ -112,9 +115,9 @@ __device__ __forceinline__ void block_rows(const Place& at, Square& near, Square
 
 // The pair's squares to shared memory, as halves: -A_kk with its block's inverse, A_qk.
 template <bool L2NORM>
-__device__ __forceinline__ void store_rows(const Place& at, const Shared& shared, Square& near, Square (&far)[3]) {
+__device__ __forceinline__ void store_rows(const Place& at, const Shared<128>& shared, Square& near, Square (&far)[3]) {
   const int lane = at.lane;
-  const uint32_t to = at.smem + at.block * kTile + (at.odd ? kRowsQ : kRowsK);
+  const uint32_t to = at.smem + at.block * Wide::tile + (at.odd ? Wide::rows_q : Wide::rows_k);
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -129,11 +132,11 @@ __device__ __forceinline__ void store_rows(const Place& at, const Shared& shared
     }
 #pragma unroll
   for (int j = 0; j < 3; ++j)
-    if (j < at.block) store_square(to + j * kBlock * 2, kPitch, far[j], lane);
+    if (j < at.block) store_square<Wide::pitch>(to + j * Wide::next, far[j], lane);
   if (at.odd)
-    store_square(to + at.block * kBlock * 2, kPitch, near, lane);
+    store_square<Wide::pitch>(to + at.block * Wide::next, near, lane);
   else
-    store_square(to + kX, kPitchX, unit_lower_inverse(near, lane), lane);
+    store_square<Wide::pitch_x>(to + Wide::x, unit_lower_inverse(near, lane), lane);
 }
 
 }  // namespace kda::hopper

@@ -35,18 +35,30 @@ __device__ __forceinline__ void multiply_add(Square& acc, const uint32_t (&a)[4]
   mma_half(acc.x[0], a, b[0], b[1]), mma_half(acc.x[1], a, b[2], b[3]);
 }
 
+// Where unit u, 16 bytes, of row r of 16 x 16 halves in shared memory lies; without padding, rows of 32 bytes, at u ^ (r / 4 % 2).
+template <int PITCH>
+__device__ __forceinline__ uint32_t square_unit(uint32_t square, int row, int unit) {
+  return square + row * PITCH + (PITCH == 32 ? unit ^ (row >> 2 & 1) : unit) * 16;
+}
+
 // acc += a right^T with right [16, 16] halves in shared memory.
-__device__ __forceinline__ void multiply_transposed(Square& acc, const uint32_t (&a)[4], uint32_t right, int pitch, int lane) {
+template <int PITCH>
+__device__ __forceinline__ void multiply_transposed(Square& acc, const uint32_t (&a)[4], uint32_t right, int lane) {
   uint32_t b[4];
-  load_matrices(b, right + ((lane & 7) + ((lane >> 4) << 3)) * pitch + ((lane >> 3) & 1) * 16);
+  load_matrices(b, square_unit<PITCH>(right, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1));
   mma_half(acc.x[0], a, b[0], b[1]), mma_half(acc.x[1], a, b[2], b[3]);
 }
 
-__device__ __forceinline__ void store_square(uint32_t to, int pitch, const Square& s, int lane) {  // as halves
+template <int PITCH>
+__device__ __forceinline__ void store_square(uint32_t to, const Square& s, int lane) {  // as halves
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    store_shared(to + square_row(0, lane) * pitch + square_column(n, 0, lane) * 2, pack_half(s.x[n][0], s.x[n][1]));
-    store_shared(to + square_row(2, lane) * pitch + square_column(n, 0, lane) * 2, pack_half(s.x[n][2], s.x[n][3]));
+    const auto place = [&](int r) {
+      if (PITCH == 32) return square_unit<PITCH>(to, square_row(r, lane), n) + lane % 4 * 4;
+      return to + square_row(r, lane) * PITCH + square_column(n, 0, lane) * 2;
+    };
+    store_shared(place(0), pack_half(s.x[n][0], s.x[n][1]));
+    store_shared(place(2), pack_half(s.x[n][2], s.x[n][3]));
   }
 }
 

@@ -1,40 +1,80 @@
-// The eight tokens of a warp of the prepare kernel: loads, norms, log-decays, and their decayed tiles in shared memory.
+// The tokens of a warp of the prepare kernel: loads, norms, log-decays, and their decayed tiles in shared memory.
+//
+// A lane has four channels of a group of eight tokens. 128 channels: all lanes have the warp's one group. 64 channels: a warp has two
+// groups, one in each half of its lanes, and a block half as many warps.
 #pragma once
 #include "hopper_gate.cuh"
 #include "hopper_sequences.cuh"
 
 namespace kda::hopper {
 
-constexpr int kTokens = 8;                 // per warp
-constexpr int kBlock = 16;                 // tokens of a block: two warps
-constexpr int kTile = kBlock * kHead * 2;  // bytes of a block's tile: rows of 256 bytes, 16-byte unit u of row r at u ^ (r % 8)
+constexpr int kTokens = 8;  // of a group
+constexpr int kBlock = 16;  // tokens of a block: two groups
+
+template <int HEAD>
+struct Warp {
+  static constexpr int lanes = HEAD / 4, groups = 32 / lanes, tokens = groups * kTokens;
+  static constexpr int row = HEAD * 2;  // bytes of a token of q or k, in tiles too: 16-byte unit u of row r at u ^ (r % 8)
+  static constexpr int threads = kChunk / tokens * 32;  // of a block
+
+  // A lane's group in the warp, and its number there.
+  __device__ __forceinline__ static int group(int lane) { return groups == 1 ? 0 : lane >> 4; }
+  __device__ __forceinline__ static int channels(int lane) { return groups == 1 ? lane : lane & 15; }
+};
 
 // A lane's four channels of eight tokens of q or k, in the rows of a tile that its decayed rows will overwrite.
+template <int HEAD>
 struct Rows {
   uint32_t tile;  // the warp's first row
   int lane;
-  __device__ __forceinline__ uint2 operator[](int t) const;
 };
 
+template <int HEAD>
 struct Inputs {
-  Rows q, k;
+  Rows<HEAD> q, k;
   float g[kTokens][4];  // log2-decay
-  float inverse_norm;   // lane l: 1 / |q| of token l / 2, or 1 / |k| of token l / 2 - 8
-  float dot;            // lane 4 t + t / 2: q . k of token t
+  // Of the group's token t: 1 / |q|, 1 / |k| in lanes 2 t, 2 t + 1 and 16 + 2 t, 17 + 2 t; of two groups in lanes t and 8 + t of a half.
+  float inverse_norm;
+  float dot[Warp<HEAD>::groups];  // lane 4 t + t / 2: q . k of token t of each group
 
-  __device__ __forceinline__ float norm_q(int t) const { return __shfl_sync(~0u, inverse_norm, 2 * t); }
-  __device__ __forceinline__ float norm_k(int t) const { return __shfl_sync(~0u, inverse_norm, 16 + 2 * t); }
+  __device__ __forceinline__ float norm_q(int t) const {
+    return HEAD == 128 ? __shfl_sync(~0u, inverse_norm, 2 * t) : __shfl_sync(~0u, inverse_norm, t, 16);
+  }
+  __device__ __forceinline__ float norm_k(int t) const {
+    return HEAD == 128 ? __shfl_sync(~0u, inverse_norm, 16 + 2 * t) : __shfl_sync(~0u, inverse_norm, 8 + t, 16);
+  }
+  // Those of a group of the warp, in all its lanes.
+  __device__ __forceinline__ float norm_q_of(int group, int t) const {
+    return HEAD == 128 ? norm_q(t) : __shfl_sync(~0u, inverse_norm, 16 * group + t);
+  }
+  __device__ __forceinline__ float norm_k_of(int group, int t) const {
+    return HEAD == 128 ? norm_k(t) : __shfl_sync(~0u, inverse_norm, 16 * group + 8 + t);
+  }
 };
-
-// Where a lane's four channels of the warp's token t lie in a block's tile (from the warp's row on) and in a record.
-__device__ __forceinline__ uint32_t lane_offset(int t, int lane) { return t * 256 + ((((lane >> 1) ^ t) << 4) | ((lane & 1) << 3)); }
-__device__ __forceinline__ uint32_t record_offset(int t, int lane) {
-  return (lane >> 4) * 8192 + t * 128 + (((((lane & 15) >> 1) ^ t) << 4) | ((lane & 1) << 3));
+// Which of the two norms a lane has, and of which of the warp's tokens.
+template <int HEAD>
+__device__ __forceinline__ int norm_kind(int lane) {
+  return HEAD == 128 ? lane / 16 : lane >> 3 & 1;
 }
-__device__ __forceinline__ uint2 Rows::operator[](int t) const { return load_shared_pair(tile + lane_offset(t, lane)); }
+template <int HEAD>
+__device__ __forceinline__ int norm_token(int lane) {
+  return HEAD == 128 ? lane / 2 % kTokens : (lane >> 4 << 3) + (lane & 7);
+}
+
+// Where a lane's four channels of its group's token t lie in a block's tile (from the warp's row on) and in a record.
+template <int HEAD>
+__device__ __forceinline__ uint32_t lane_offset(int t, int lane) {
+  using W = Warp<HEAD>;
+  return (W::group(lane) * kTokens + t) * W::row + ((((W::channels(lane) >> 1) ^ t) << 4) | ((lane & 1) << 3));
+}
+template <int HEAD>
+__device__ __forceinline__ uint32_t record_offset(int t, int lane) {
+  return (lane >> 4) * (HEAD == 128 ? 8192 : kTokens * 128) + t * 128 + (((((lane & 15) >> 1) ^ t) << 4) | ((lane & 1) << 3));
+}
 
 // Keeps the compiler from carrying what it computed from the gates over this point: there is more of it than registers.
-__device__ __forceinline__ void forget_products(Inputs& x) {
+template <int HEAD>
+__device__ __forceinline__ void forget_products(Inputs<HEAD>& x) {
 #pragma unroll
   for (int t = 0; t < kTokens; ++t)
 #pragma unroll
@@ -42,23 +82,33 @@ __device__ __forceinline__ void forget_products(Inputs& x) {
 }
 
 // 1 / |q|, 1 / |k| and q . k of the warp's tokens: the diagonals of [q; k] q^T and [q; k] k^T, whose products are exact.
-__device__ __forceinline__ void find_norms(Inputs& x, int lane) {
-  const uint32_t rows = (lane & 8 ? x.k.tile : x.q.tile) + (lane & 7) * 256 + (((lane >> 4) ^ (lane & 7)) << 4);
-  float with_q[4] = {}, with_k[4] = {};
+template <int HEAD>
+__device__ __forceinline__ void find_norms(Inputs<HEAD>& x, int lane) {
+  using W = Warp<HEAD>;
+  const uint32_t rows = (lane & 8 ? x.k.tile : x.q.tile) + (lane & 7) * W::row + (((lane >> 4) ^ (lane & 7)) << 4);
+  float square = 0.0f;
 #pragma unroll
-  for (int s = 0; s < kHead / 16; ++s) {
-    uint32_t a[4];
-    load_matrices(a, rows ^ (s << 5));
-    mma_bf16(with_q, a, a[0], a[2]), mma_bf16(with_k, a, a[1], a[3]);
+  for (int group = 0; group < W::groups; ++group) {
+    float with_q[4] = {}, with_k[4] = {};
+#pragma unroll
+    for (int s = 0; s < HEAD / 16; ++s) {
+      uint32_t a[4];
+      load_matrices(a, (rows ^ (s << 5)) + group * kTokens * W::row);
+      mma_bf16(with_q, a, a[0], a[2]), mma_bf16(with_k, a, a[1], a[3]);
+    }
+    const bool odd = lane & 4;  // token lane / 4, whose diagonal entries are in lane 4 t + t / 2
+    const int token = HEAD == 128 ? lane / 2 % kTokens : lane & 7, from = 4 * token + token / 2;
+    const float q = __shfl_sync(~0u, odd ? with_q[1] : with_q[0], from), k = __shfl_sync(~0u, odd ? with_k[3] : with_k[2], from);
+    const float found = (HEAD == 128 ? lane < 16 : (lane & 8) == 0) ? q : k;
+    square = group == 0 || W::group(lane) == group ? found : square;
+    if (group == W::groups - 1) x.inverse_norm = rsqrtf(square + 1e-6f);
+    x.dot[group] = odd ? with_k[1] : with_k[0];
   }
-  const bool odd = lane & 4;  // token lane / 4, whose diagonal entries are in lane 4 t + t / 2
-  const int token = lane / 2 % kTokens, from = 4 * token + token / 2;
-  const float q = __shfl_sync(~0u, odd ? with_q[1] : with_q[0], from), k = __shfl_sync(~0u, odd ? with_k[3] : with_k[2], from);
-  x.inverse_norm = rsqrtf((lane < 16 ? q : k) + 1e-6f);
-  x.dot = odd ? with_k[1] : with_k[0];
 }
 
+template <int HEAD>
 struct Source {  // rows of one head in global memory, from the chunk's first token on; offsets in bytes fit 32 bits
+  using W = Warp<HEAD>;
   const uint8_t* base;
   uint32_t step;
   int first, rows;  // the warp's first token; tokens before the sequence ends
@@ -66,13 +116,14 @@ struct Source {  // rows of one head in global memory, from the chunk's first to
   __device__ __forceinline__ Source(const void* p, const TokenStrides& s, const Span& span, int head, int warp, int bytes)
       : base(static_cast<const uint8_t*>(p) + (span.batch * s.batch + span.first * s.token + head * s.head) * bytes),
         step(static_cast<uint32_t>(s.token) * bytes),
-        first(warp * kTokens),
+        first(warp * W::tokens),
         rows(static_cast<int>(span.length)) {}
 
-  __device__ __forceinline__ bool whole() const { return first + kTokens <= rows; }
+  __device__ __forceinline__ bool whole() const { return first + W::tokens <= rows; }
+  __device__ __forceinline__ int token(int t, int lane) const { return first + W::group(lane) * kTokens + t; }
   template <typename T>
   __device__ __forceinline__ T at(int t, int lane) const {
-    return __ldg(reinterpret_cast<const T*>(base + ((first + t) * step + lane * static_cast<uint32_t>(sizeof(T)))));
+    return __ldg(reinterpret_cast<const T*>(base + (token(t, lane) * step + W::channels(lane) * static_cast<uint32_t>(sizeof(T)))));
   }
   template <typename T, typename Store>
   __device__ __forceinline__ void each(int lane, Store store) const {  // zeros past the end
@@ -81,40 +132,41 @@ struct Source {  // rows of one head in global memory, from the chunk's first to
       for (int t = 0; t < kTokens; ++t) store(t, at<T>(t, lane));
     } else {
 #pragma unroll
-      for (int t = 0; t < kTokens; ++t) store(t, first + t < rows ? at<T>(t, lane) : T{});
+      for (int t = 0; t < kTokens; ++t) store(t, token(t, lane) < rows ? at<T>(t, lane) : T{});
     }
   }
-  __device__ __forceinline__ void fetch(Rows& to, uint32_t tile, int lane) const {
+  __device__ __forceinline__ void fetch(Rows<HEAD>& to, uint32_t tile, int lane) const {
+    constexpr int kUnits = W::row / 16, kAtOnce = 32 / kUnits;  // of a row; rows
     to.tile = tile, to.lane = lane;
-    const int odd = lane / 16, unit = lane % 16;
-    const uint32_t from = (first + odd) * step + unit * 16, at = tile + odd * 256 + ((unit ^ odd) << 4);
+    const int odd = lane / kUnits, unit = lane % kUnits;
+    const uint32_t from = (first + odd) * step + unit * 16, at = tile + odd * W::row + ((unit ^ odd) << 4);
     if (whole()) {
 #pragma unroll
-      for (int t = 0; t < kTokens; t += 2) copy_async((at + t * 256) ^ (t << 4), base + (from + t * step), 16);
+      for (int t = 0; t < W::tokens; t += kAtOnce) copy_async((at + t * W::row) ^ (t % 8 << 4), base + (from + t * step), 16);
     } else {
 #pragma unroll
-      for (int t = 0; t < kTokens; t += 2) {
+      for (int t = 0; t < W::tokens; t += kAtOnce) {
         const bool inside = first + odd + t < rows;
-        copy_async((at + t * 256) ^ (t << 4), base + (inside ? from + t * step : 0), inside ? 16 : 0);
+        copy_async((at + t * W::row) ^ (t % 8 << 4), base + (inside ? from + t * step : 0), inside ? 16 : 0);
       }
     }
   }
 };
 
 // The warp's tokens: q and k, into `rows_q` and `rows_k`, and log2-decays. Past the sequence's end: zeros that do not decay.
-template <Gate GATE, bool G32>
+template <int HEAD, Gate GATE, bool G32>
 __device__ __forceinline__ void load_tokens(const HopperForward& p, const Span& span, int head, int warp, int lane, uint32_t rows_q,
-                                            uint32_t rows_k, Inputs& x) {
+                                            uint32_t rows_k, Inputs<HEAD>& x) {
   const int key_head = p.H == p.HV ? head : head / static_cast<int>(p.HV / p.H);
-  const Source q(p.q, p.q_strides, span, key_head, warp, 2), k(p.k, p.k_strides, span, key_head, warp, 2);
-  const Source g(p.g, p.g_strides, span, head, warp, G32 ? 4 : 2);
+  const Source<HEAD> q(p.q, p.q_strides, span, key_head, warp, 2), k(p.k, p.k_strides, span, key_head, warp, 2);
+  const Source<HEAD> g(p.g, p.g_strides, span, head, warp, G32 ? 4 : 2);
   uint2 raw[kTokens];
   if (G32)
-    g.each<float4>(lane, [&](int t, float4 y) { x.g[t][0] = y.x, x.g[t][1] = y.y, x.g[t][2] = y.z, x.g[t][3] = y.w; });
+    g.template each<float4>(lane, [&](int t, float4 y) { x.g[t][0] = y.x, x.g[t][1] = y.y, x.g[t][2] = y.z, x.g[t][3] = y.w; });
   else
-    g.each<uint2>(lane, [&](int t, uint2 y) { raw[t] = y; });
+    g.template each<uint2>(lane, [&](int t, uint2 y) { raw[t] = y; });
   q.fetch(x.q, rows_q, lane), k.fetch(x.k, rows_k, lane);
-  const LogDecay<GATE> decay(p, head, 4 * lane);
+  const LogDecay<GATE> decay(p, head, HEAD, 4 * Warp<HEAD>::channels(lane));
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
     if (!G32) x.g[t][0] = low(raw[t].x), x.g[t][1] = high(raw[t].x), x.g[t][2] = low(raw[t].y), x.g[t][3] = high(raw[t].y);
@@ -125,7 +177,7 @@ __device__ __forceinline__ void load_tokens(const HopperForward& p, const Span& 
 #pragma unroll
     for (int t = 0; t < kTokens; ++t)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) x.g[t][c] = g.first + t < g.rows ? x.g[t][c] : 0.0f;
+      for (int c = 0; c < 4; ++c) x.g[t][c] = g.token(t, lane) < g.rows ? x.g[t][c] : 0.0f;
   copy_async_wait();
   find_norms(x, lane);
   forget_products(x);

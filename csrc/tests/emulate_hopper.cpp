@@ -13,14 +13,25 @@ using namespace kda;
 using namespace kda::hopper;
 
 template <typename Kernel>
-static void run(const HopperForward &p, int64_t slots, int order, Kernel kernel) {
+static void run(const HopperForward &p, int64_t slots, int threads, int order, Kernel kernel) {
   gridDim = {unsigned(p.HV), unsigned(slots), 1};
   blockIdx.z = 0;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-    for (unsigned head = 0; head < gridDim.x; ++head) emulate::run_block(head, kWarps * 32, order, kernel);
+    for (unsigned head = 0; head < gridDim.x; ++head) emulate::run_block(head, threads, order, kernel);
 }
 
-extern "C" size_t kda_emulate_record_bytes_bf16() { return kRecordBytes; }
+extern "C" size_t kda_emulate_record_bytes_bf16(int64_t head) {
+  return head == 64 ? Record<64>::record_bytes : Record<128>::record_bytes;
+}
+
+template <int HEAD>
+static void prepare(const HopperForward &p, int64_t slots, int order) {
+  of_form(p, [&](auto form) {
+    using F = decltype(form);
+    run(p, slots, Warp<HEAD>::threads, order, [&] { prepare_kernel<HEAD, F::gate, F::bounded, F::gate_float32, F::l2norm>(p); });
+    return 0;
+  });
+}
 
 // `args` complete: strides, scale, sequences and a workspace of a record per slot and value head. Where it keeps something for a backward,
 // `lower` and `solved` are written too.
@@ -30,16 +41,13 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
   if (kept.lower) {
     of_kept_form(p, [&](auto form) {
       using F = decltype(form);
-      run(p, slots_of(*args), order, [&] { prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept); });
+      const auto kernel = [&] { prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept); };
+      run(p, slots_of(*args), Warp<128>::threads, order, kernel);
       return 0;
     });
     return;
   }
-  of_form(p, [&](auto form) {
-    using F = decltype(form);
-    run(p, slots_of(*args), order, [&] { prepare_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p); });
-    return 0;
-  });
+  p.head == 64 ? prepare<64>(p, slots_of(*args), order) : prepare<128>(p, slots_of(*args), order);
 }
 
 // The state S [128 keys, 128 values] before the chunk of a slot into `checkpoints`, as the warps of the scan hold it.

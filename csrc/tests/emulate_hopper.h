@@ -166,8 +166,8 @@ inline void copy_async_wait() {
 }  // namespace kda::hopper
 
 template <typename T>
-inline T __shfl_sync(unsigned, T x, int lane) {
-  return kda::hopper::gather(x).of[lane];
+inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {  // a lane of the same `width` lanes
+  return kda::hopper::gather(x).of[threadIdx.x % 32 / width * width + lane];
 }
 inline unsigned __ballot_sync(unsigned, bool x) {
   const auto all = kda::hopper::gather(x);

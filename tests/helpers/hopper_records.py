@@ -22,16 +22,16 @@ def floats(x):
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-def record_bytes(kernels):
-    kernels.kda_emulate_record_bytes_bf16.restype = ctypes.c_size_t
-    return kernels.kda_emulate_record_bytes_bf16()
+def record_bytes(kernels, D=128):
+    kernels.kda_emulate_record_bytes_bf16.argtypes, kernels.kda_emulate_record_bytes_bf16.restype = [ctypes.c_int64], ctypes.c_size_t
+    return kernels.kda_emulate_record_bytes_bf16(D)
 
 
 def prepare(kernels, problem, arrays, order=1, **kept):
     """Records [slots, HV, bytes] of a call; 16 bytes of guard behind them. kept: fields of kda_prefill_args for a backward."""
     o, B, T, H, HV, N = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.N
     slots = T // CHUNK + N if problem.varlen else B * -(-T // CHUNK)
-    size = record_bytes(kernels)
+    size = record_bytes(kernels, problem.K)
     space = np.full(slots * HV * size + 512, 0xFF, np.uint8)
     start = -space.ctypes.data % 256
 
@@ -46,7 +46,7 @@ def prepare(kernels, problem, arrays, order=1, **kept):
     A_log, dt_bias = (None if x is None else x.astype(np.float32) for x in (arrays.A_log, arrays.dt_bias))
     pointer = lambda x: None if x is None else x.ctypes.data
     args = library.PrefillArgs(
-        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=128, value_dim=128, chunk_size=CHUNK, sequences=N, scale=o.scale,
+        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=problem.K, value_dim=problem.V, chunk_size=CHUNK, sequences=N, scale=o.scale,
         q=tensor(q, 1), k=tensor(k, 1), v=tensor(v, 1), g=tensor(g, 0 if wide else 1), beta=tensor(beta, 0 if wide_beta else 1),
         o=tensor(v, 1),
         A_log=pointer(A_log), dt_bias=pointer(dt_bias), workspace=space.ctypes.data + start, workspace_size=slots * HV * size,
@@ -58,43 +58,45 @@ def prepare(kernels, problem, arrays, order=1, **kept):
     return space[start : start + slots * HV * size].reshape(slots, HV, size)
 
 
-def tile(record, at):
-    """[64, 128] of a swizzled tile."""
-    units = floats(record[at : at + 16384].view(np.uint16)).reshape(2, 64, 8, 8)
+def tile(record, at, D):
+    """[64, D] of a swizzled tile."""
+    units = floats(record[at : at + 128 * D].view(np.uint16)).reshape(D // 64, 64, 8, 8)
     rows = np.arange(64)
-    out = np.empty((64, 2, 8, 8), np.float32)
+    out = np.empty((64, D // 64, 8, 8), np.float32)
     for u in range(8):
         out[:, :, u] = units[:, rows, u ^ (rows % 8)].transpose(1, 0, 2)
-    return out.reshape(64, 128)
+    return out.reshape(64, D)
 
 
 def opened(record):
-    """k_in, q_decayed, k_solved [64, 128], A_solved [64, 64], decay [128]."""
-    A, at = np.zeros((64, 64), np.float32), 3 * 16384
+    """k_in, q_decayed, k_solved [64, D], A_solved [64, 64], decay [D]."""
+    D = (len(record) - 10 * 512) // (3 * 128 + 4)
+    A, at = np.zeros((64, 64), np.float32), 3 * 128 * D
     for b in range(4):
         for c in range(b, 4):
             square = floats(record[at : at + 512].view(np.uint16)).reshape(16, 2, 8)
             for r in range(16):
                 A[16 * c : 16 * c + 16, 16 * b + r] = square[r, [(r // 4) % 2, 1 - (r // 4) % 2]].reshape(16)
             at += 512
-    return *(tile(record, 16384 * i) for i in range(3)), A, record[at : at + 512].view(np.float32)
+    return *(tile(record, 128 * D * i, D) for i in range(3)), A, record[at : at + 4 * D].view(np.float32)
 
 
 def scan(problem, arrays, records, keep=lambda slot, head, S: None):
     """o and final_state from the records, rounded where the scan kernel rounds; keep(slot, head, S) sees the state before every chunk."""
     bf16 = lambda x: round_to(x, "bfloat16")
-    o, final = np.zeros((problem.B, problem.T, problem.HV, 128)), np.zeros((problem.N, problem.HV, 128, 128))
+    D = arrays.v.shape[-1]
+    o, final = np.zeros((problem.B, problem.T, problem.HV, D)), np.zeros((problem.N, problem.HV, D, D))
     cu = arrays.cu_seqlens
     for n in range(problem.N):
         row, first, last = (0, cu[n], cu[n + 1]) if cu is not None else (n, 0, problem.T)
         slot = first // CHUNK + n if cu is not None else n * -(-problem.T // CHUNK)
         for head in range(problem.HV):
-            S = np.zeros((128, 128)) if arrays.initial_state is None else np.asarray(arrays.initial_state[n, head], np.float64)
+            S = np.zeros((D, D)) if arrays.initial_state is None else np.asarray(arrays.initial_state[n, head], np.float64)
             for i, t in enumerate(range(first, last, CHUNK)):
                 k_in, q_decayed, k_solved, A_solved, decay = opened(records[slot + i, head])
                 length, left = min(CHUNK, last - t), bf16(S)
                 keep(slot + i, head, S)
-                v = np.zeros((CHUNK, 128))
+                v = np.zeros((CHUNK, D))
                 v[:length] = arrays.v[row, t : t + length, head]
                 r = bf16(v - k_in @ left)
                 o[row, t : t + length, head] = bf16(q_decayed @ left + A_solved @ r)[:length]

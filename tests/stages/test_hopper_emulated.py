@@ -42,6 +42,11 @@ def test_cases(kernels, name):
     check(kernels, replace(CASES[name], H=1, HV=2 if name == "grouped" else 1, B=1, K=128, V=128))
 
 
+@pytest.mark.parametrize("name", ["gate_slow", "gate_huge", "identical_two", "softplus", "lower_bound", "grouped", "varlen"])
+def test_64_channels(kernels, name):
+    check(kernels, replace(CASES[name], H=1, HV=2 if name == "grouped" else 1, B=1, K=64, V=64))
+
+
 NOT_FINITE = (
     Case("given", "any log-decay", T=6, H=1, HV=2, K=128, V=128, lengths=(2, 4), options={"chunk_size": 64}),
     Case("softplus", "a raw gate", T=6, H=1, HV=2, K=128, V=128, lengths=(2, 4), gate="raw", A_log=True,
@@ -89,8 +94,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_gate_is_too_strong(kernels, family):
-    case = Case(family, "adversarial gates", T=72, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+@pytest.mark.parametrize("D", [64, 128])
+def test_no_gate_is_too_strong(kernels, family, D):
+    case = Case(family, "adversarial gates", T=72, H=1, HV=1, K=D, V=D, options={"chunk_size": 64})
     arrays = case.arrays("bfloat16")
     g = round_to(FAMILIES[family](np.random.default_rng(7), arrays.g.shape), "float32")
     errors = check(kernels, case, arrays._replace(g=g))
@@ -98,16 +104,18 @@ def test_no_gate_is_too_strong(kernels, family):
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
-def test_keys_keep_their_norms(kernels, scale):
+@pytest.mark.parametrize("D", [64, 128])
+def test_keys_keep_their_norms(kernels, scale, D):
     """Without l2norm in the kernel keys are divided by powers of two and multiplied again, whatever their size."""
-    case = Case("norms", "keys of any size", T=70, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    case = Case("norms", "keys of any size", T=70, H=1, HV=1, K=D, V=D, options={"chunk_size": 64})
     arrays = case.arrays("bfloat16")
     k = round_to(arrays.k * scale, "bfloat16")
     check(kernels, case, arrays._replace(k=k, beta=round_to(arrays.beta / scale**2, "bfloat16") if scale > 1 else arrays.beta))
 
 
-def test_order_of_threads_does_not_matter(kernels):
-    case = Case("order", "races", T=64, H=1, HV=1, K=128, V=128, gate="raw", beta="logits", A_log=True, options=FUSED)
+@pytest.mark.parametrize("D", [64, 128])
+def test_order_of_threads_does_not_matter(kernels, D):
+    case = Case("order", "races", T=64, H=1, HV=1, K=D, V=D, gate="raw", beta="logits", A_log=True, options=FUSED)
     problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
     assert (prepare(kernels, problem, arrays) == prepare(kernels, problem, arrays, order=-1)).all()
 

@@ -16,7 +16,6 @@ from kdakit.cases import CASES, Case
 from kdakit.chunked import intra
 
 pytestmark = emulated.needs_compiler
-D = 128
 NAMES = "k_in", "q_decayed", "k_solved", "decay", "beta", "norm_q", "norm_k", "lost_k", "lost_q"
 
 
@@ -33,8 +32,8 @@ def truth(problem, arrays):
     norms = [1 / np.sqrt((x * x).sum(-1) + 1e-6) if l2norm else np.ones(x.shape[:3]) for x in raw]
     cu = [0, problem.T] if arrays.cu_seqlens is None else [int(x) for x in arrays.cu_seqlens]
     slots = problem.T // CHUNK + problem.N if problem.varlen else -(-problem.T // CHUNK)
-    made = {name: np.zeros((slots, problem.HV, CHUNK, D)) for name in NAMES[:3]}
-    made |= {"decay": np.zeros((slots, problem.HV, D))} | {name: np.zeros((slots, problem.HV, CHUNK)) for name in NAMES[4:7]}
+    made = {name: np.zeros((slots, problem.HV, CHUNK, problem.K)) for name in NAMES[:3]}
+    made |= {"decay": np.zeros((slots, problem.HV, problem.K))} | {name: np.zeros((slots, problem.HV, CHUNK)) for name in NAMES[4:7]}
     lower, used = np.zeros((slots, problem.HV, CHUNK, CHUNK)), np.zeros(slots, bool)
     for n, (first, last) in enumerate(pairwise(cu)):
         for i, t in enumerate(range(first, last, CHUNK)):
@@ -54,7 +53,7 @@ def truth(problem, arrays):
 
 def rebuild(kernels, problem, arrays, lower, group=1, order=1):
     """What the kernel makes of a call, by token; NaN where nothing was written."""
-    HV, N, slots, memory = problem.HV, problem.N, len(lower), Memory()
+    HV, N, D, slots, memory = problem.HV, problem.N, problem.K, len(lower), Memory()
     half, rows, room = problem.options.l2norm, row_order(group), memory.room
     given = np.ascontiguousarray(lower[:, :, rows][:, :, :, rows], np.float16 if half else np.float32)
     tiles, decay = room(slots, HV, 3, CHUNK, D), room(slots, HV, D, dtype=np.float32)
@@ -100,15 +99,24 @@ NORMED = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 GROUPS = {"gate_huge": 4, "beta_zero": 8, "identical_two": 4}  # as the plain Triton kernels order rows
 
 
+def of_size(name, D):
+    case = CASES[name]
+    T = case.T if case.lengths else min(case.T, 72)
+    return replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=D, V=D)
+
+
 @pytest.mark.parametrize(
     "name", ["gate_huge", "beta_zero", "identical_two", "gate_bounded", "softplus", "lower_bound", "grouped", "varlen", "varlen_fused"]
 )
 def test_against_float64(kernels, name):
-    case = CASES[name]
-    T = case.T if case.lengths else min(case.T, 72)
-    check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=128, V=128), group=GROUPS.get(name, 1))
+    check(kernels, of_size(name, 128), group=GROUPS.get(name, 1))
 
 
-@pytest.mark.parametrize("gate", ["spikes", "mild"])
-def test_normalised_keys(kernels, gate):
-    check(kernels, Case("normed", "float16 `lower`", T=72, H=1, HV=1, K=128, V=128, gate=gate, beta="logits", options=NORMED))
+@pytest.mark.parametrize("name", ["gate_huge", "beta_zero", "softplus", "lower_bound", "grouped", "varlen", "varlen_fused"])
+def test_64_channels(kernels, name):
+    check(kernels, of_size(name, 64), group=GROUPS.get(name, 1))
+
+
+@pytest.mark.parametrize("gate, D", [("spikes", 128), ("mild", 128), ("mild", 64)])
+def test_normalised_keys(kernels, gate, D):
+    check(kernels, Case("normed", "float16 `lower`", T=72, H=1, HV=1, K=D, V=D, gate=gate, beta="logits", options=NORMED))
