@@ -1,4 +1,4 @@
-// bfloat16 KDA forward for sm_90a, K = V = 128: what its two kernels are given.
+// bfloat16 KDA forward for sm_90a, K = V = head, 64 or 128: what its two kernels are given.
 #pragma once
 #ifdef KDA_EMULATE
 #include "../tests/emulate_hopper.h"
@@ -19,13 +19,13 @@ struct TokenStrides {  // in elements; channels are adjacent
 };
 
 struct HopperForward {
-  const void *q, *k, *v;           // [B, T, H | H | HV, 128] bfloat16
-  const void* g;                   // [B, T, HV, 128] bfloat16, or float32 with gate_float32
+  const void *q, *k, *v;           // [B, T, H | H | HV, head] bfloat16
+  const void* g;                   // [B, T, HV, head] bfloat16, or float32 with gate_float32
   const void* beta;                // [B, T, HV] bfloat16, or float32 with beta_float32
-  const float *A_log, *dt_bias;    // [HV], [HV * 128], or null
-  const float* initial_state;      // [N, HV, 128, 128] or null
+  const float *A_log, *dt_bias;    // [HV], [HV * head], or null
+  const float* initial_state;      // [N, HV, head, head] or null
   const void* cu_seqlens;          // [N + 1] int64, or int32 with cu_int32; null: N = B sequences of T tokens
-  void* o;                         // [B, T, HV, 128] bfloat16
+  void* o;                         // [B, T, HV, head] bfloat16
   float* final_state;              // as initial_state, or null
   void* workspace;                 // a record per slot and value head
   void* links;                     // where parts > 1: hopper_links.cuh
@@ -38,6 +38,7 @@ struct HopperForward {
   int safe;  // the log-decay is known to lie in [-5, 0]
   int state_v_first, gate_float32, beta_float32, cu_int32;
   int parts;  // of each sequence, scanned beside each other: 1, 2 that only part where the first is forgotten, or 3 and more
+  int head = 128;  // channels of a key and of a value
 };
 
 // What a backward begins with. Slots as in hopper_sequences.cuh; rows and columns of a chunk in the order of `row_of`, hopper_kept.cuh.

@@ -23,7 +23,7 @@ inline HopperForward forward_of(const kda_prefill_args &args) {
   p.scale = args.scale, p.lower_bound = args.lower_bound, p.gate = static_cast<Gate>(args.gate);
   p.beta_kind = static_cast<Beta>(args.beta_kind), p.l2norm = args.l2norm, p.safe = args.safe_gate;
   p.state_v_first = args.state_v_first, p.gate_float32 = args.g.dtype == KDA_FLOAT32, p.beta_float32 = args.beta.dtype == KDA_FLOAT32;
-  p.cu_int32 = !args.cu_seqlens_64, p.parts = 1;
+  p.cu_int32 = !args.cu_seqlens_64, p.head = static_cast<int>(args.key_dim), p.parts = 1;
   return p;
 }
 
