@@ -10,10 +10,10 @@
 
 namespace kda::hopper {
 
-template <int HEAD, int GROUPS, int BLOCKS, bool HALF>
-__global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS>::threads, BLOCKS)
+template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT>
+__global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS, EXACT>::threads, BLOCKS)
     reverse_kernel(const __grid_constant__ HopperReverse p, const __grid_constant__ ReverseMatrices matrices) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
 #ifdef KDA_EMULATE
   uint8_t* shared = memory;
 #else
@@ -30,10 +30,10 @@ __global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS>::threads, BLO
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) fewer_registers<40>();
-    fetch_back<HEAD, GROUPS, BLOCKS>(p, matrices, task, smem, threadIdx.x - GROUPS * 128);
+    fetch_back<HEAD, GROUPS, BLOCKS, EXACT>(p, matrices, task, smem, threadIdx.x - GROUPS * 128);
   } else {
     if (GROUPS == 2) more_registers<232>();
-    walk_back<HEAD, GROUPS, BLOCKS, HALF>(p, matrices, task, shared, smem);
+    walk_back<HEAD, GROUPS, BLOCKS, HALF, EXACT>(p, matrices, task, shared, smem);
   }
 }
 
@@ -62,10 +62,10 @@ cudaError_t describe(Matrix& matrix, const void* data, int64_t rows, int columns
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int HEAD, int GROUPS, int BLOCKS, bool HALF>
+template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT = false>
 cudaError_t launch(const HopperReverse& p, const ReverseMatrices& matrices, cudaStream_t stream) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS>;
-  const auto kernel = reverse_kernel<HEAD, GROUPS, BLOCKS, HALF>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
+  const auto kernel = reverse_kernel<HEAD, GROUPS, BLOCKS, HALF, EXACT>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::bytes);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(p.in.N * p.in.HV * (HEAD / (GROUPS * kBackSlice)));
@@ -83,12 +83,15 @@ cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t s
   cudaError_t status = describe(matrices.tiles, p.tiles, items * 3 * kChunk, head, 3 * kChunk);
   if (status == cudaSuccess) status = describe(matrices.solved, p.solved, items * kChunk, kChunk, kChunk);
   if (status == cudaSuccess) status = describe(matrices.d_states, p.d_states, items * head, head, 16);
+  if (status == cudaSuccess && p.q_lost) status = describe(matrices.q_lost, p.q_lost, items * kChunk, head, kChunk);
   if (status == cudaSuccess && p.d_states_lost) status = describe(matrices.d_states_lost, p.d_states_lost, items * head, head, 16);
   if (status == cudaSuccess) status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
   if (head == 64) {
     // A block alone on a multiprocessor has chunks in flight for two; two take turns where there are more blocks than multiprocessors.
+    // With q_lost there is no shared memory for two.
+    if (p.q_lost) return launch<64, 1, 1, false, true>(p, matrices, stream);
     const bool shared = p.in.N * p.in.HV > processors;
     if (shared) return p.half_solved ? launch<64, 1, 2, true>(p, matrices, stream) : launch<64, 1, 2, false>(p, matrices, stream);
     return p.half_solved ? launch<64, 1, 1, true>(p, matrices, stream) : launch<64, 1, 1, false>(p, matrices, stream);

@@ -22,6 +22,7 @@ struct HopperReverse {
   int group_bits;  // rows of tiles, solved and factors, as in HopperGradient
   int channels;    // of a block: 64 or 128; 0: two blocks a head where that many have a multiprocessor each
   void* d_states_lost;  // as d_states, what rounding took from it, or null; of 64 channels
+  const void* q_lost;   // [slots, HV, 64, D] bfloat16, what rounding took from q_decayed, or null; of 64 channels, without half_solved
 };
 
 cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t stream);

@@ -12,19 +12,21 @@ struct ReverseMatrices {  // of 16-bit elements, and the rows of a piece
   Matrix solved;          // [slots HV 64, 64]: 64
   Matrix d_states;        // [slots HV D, D]: 16
   Matrix d_states_lost;   // the same, of 64 channels
+  Matrix q_lost;          // [slots HV 64, 64]: 64
 };
 
-// A stage: the three tiles in halves of 64 channels, or whole with 64, A_solved, d_o by rows, and small arrays.
+// A stage: the three tiles in halves of 64 channels, or whole with 64, what rounding took from q_decayed (EXACT), A_solved, d_o by rows,
+// and small arrays.
 constexpr int kBackSlice = 64;                      // value channels of a warp group
 constexpr int kHalfTiles = 3 * kChunk * 128;        // bytes of a half of the three tiles
 constexpr int kBackKIn = 0, kBackQ = kChunk * 128, kBackKSolved = 2 * kChunk * 128;
 constexpr int kStatesOut = 2 * 16 * 128;  // of a warp: dS' of 16 value channels, two halves of keys, or what rounding took from 64 keys
 
 // BLOCKS of them share a multiprocessor.
-template <int HEAD, int GROUPS, int BLOCKS>
+template <int HEAD, int GROUPS, int BLOCKS, bool EXACT>
 struct BackLayout {
-  static_assert(HEAD == 128 ? BLOCKS == 1 : GROUPS == 1, "");
-  static constexpr int solved = HEAD / 64 * kHalfTiles, d_o = solved + kChunk * 128;
+  static_assert(HEAD == 128 ? BLOCKS == 1 && !EXACT : GROUPS == 1, "");
+  static constexpr int q_lost = HEAD / 64 * kHalfTiles, solved = q_lost + (EXACT ? kChunk * 128 : 0), d_o = solved + kChunk * 128;
   static constexpr int brought = d_o + HEAD * 4 + kChunk * 4;  // bytes that the copy engine brings: without d_o
   static constexpr int pitch = GROUPS * kBackSlice * 2 + 16;   // bytes per token of d_o, in whose place d_v will be
   static constexpr int decay = d_o + kChunk * pitch, beta = decay + HEAD * 4;
@@ -36,8 +38,8 @@ struct BackLayout {
   static constexpr int bytes = barriers + 2 * stages * 8;
   static constexpr int threads = GROUPS * 128 + fetchers;  // whole warp groups where they trade registers
 };
-static_assert(BackLayout<128, 1, 1>::bytes <= 232448 && BackLayout<128, 2, 1>::bytes <= 232448, "");
-static_assert(BackLayout<64, 1, 1>::bytes <= 232448 && 2 * (BackLayout<64, 1, 2>::bytes + 1024) <= 233472, "");
+static_assert(BackLayout<128, 1, 1, false>::bytes <= 232448 && BackLayout<128, 2, 1, false>::bytes <= 232448, "");
+static_assert(BackLayout<64, 1, 1, true>::bytes <= 232448 && 2 * (BackLayout<64, 1, 2, false>::bytes + 1024) <= 233472, "");
 
 struct BackTask {
   Span span;
@@ -58,9 +60,9 @@ __device__ __forceinline__ BackTask back_task(const HopperReverse& p) {
 }
 
 // The fetching threads: the first asks for what the copy engine brings, all for d_o, with zeros past the sequence's end.
-template <int HEAD, int GROUPS, int BLOCKS>
+template <int HEAD, int GROUPS, int BLOCKS, bool EXACT>
 __device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matrices, const BackTask& task, uint32_t smem, int thread) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
   constexpr int kRowUnits = GROUPS * kBackSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; tokens per round
   const int unit = thread % kRowUnits, row = thread / kRowUnits;
   const int64_t token_bytes = p.in.HV * HEAD * 2;
@@ -76,6 +78,7 @@ __device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matric
       barrier_arrive_expect(full, L::brought);
       load_piece(at, matrices.tiles, 0, y * 3 * kChunk, full);
       if (HEAD == 128) load_piece(at + kHalfTiles, matrices.tiles, 64, y * 3 * kChunk, full);
+      if (EXACT) load_piece(at + L::q_lost, matrices.q_lost, 0, y * kChunk, full);
       load_piece(at + L::solved, matrices.solved, 0, y * kChunk, full);
       bulk_load(at + L::decay, p.decay + item * HEAD, HEAD * 4, full);
       bulk_load(at + L::beta, p.factors + item * 3 * kChunk, kChunk * 4, full);

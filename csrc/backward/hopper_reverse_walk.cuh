@@ -92,10 +92,10 @@ __device__ __forceinline__ void write_state(float* to, const float (&state)[HEAD
   for (int i = 0; i < HEAD / 2; ++i) to[(8 * (i / 4) + i % 2) * by_k + 8 * (i / 2 % 2) * by_v] = state[i];
 }
 
-template <int HEAD, int GROUPS, int BLOCKS, bool HALF>
+template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT>
 __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrices, const BackTask& task, const uint8_t* shared,
                           uint32_t smem) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
   constexpr int kSteps = HEAD / 16;  // of a product over keys
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
   const int value = task.channel + warp * 16;
@@ -187,6 +187,9 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
     wgmma_begin();
 #pragma unroll
     for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_o[s], descriptor(base, kBackQ + s * 2048, kHalfTiles), 1);
+    if constexpr (EXACT)
+#pragma unroll
+      for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_o[s], descriptor(base, L::q_lost + s * 2048, kHalfTiles), 1);
     wgmma_commit();
     if (lane == 0) pieces_read();
     __syncwarp();

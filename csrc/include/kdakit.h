@@ -225,6 +225,7 @@ typedef struct kda_reverse_args {
   float *after_first; /* as d_final, written: dS' of the first of several chunks of a sequence; or NULL */
 
   void *d_states_lost; /* as d_states, written: what rounding took from it, with K = V = 64; or NULL */
+  const void *q_lost;  /* [slots, HV, 64, K] bfloat16: what rounding took from q_decayed, K = V = 64 and k_solved in bfloat16; or NULL */
 } kda_reverse_args;
 
 #define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}

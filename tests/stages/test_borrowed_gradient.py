@@ -110,6 +110,7 @@ def test_taken_where_it_is_faster(stage, taken, monkeypatch):
     assert taken(problem_of(K=64, V=64)) == (64 in borrowed.SHOWN_HEADS[stage]), "no GPU has shown them"
     monkeypatch.setenv(borrowed.VARIABLES[stage], "1")
     assert taken(problem_of(T=64)) and taken(exact) == (stage == "gradient")
+    assert taken(exact.replace(K=64, V=64)) == (stage != "rebuild"), "of 64 channels it takes them along"
     monkeypatch.setenv(borrowed.VARIABLES[stage], "0")
     assert not taken(problem_of())
 
