@@ -125,6 +125,8 @@ def test_what_is_kept_is_checked(native):
     ):
         with pytest.raises(library.NativeError, match=message):
             native.prefill(arguments(**right | changes), "bf16")
+    with pytest.raises(library.NativeError, match="kept with key_dim = 128, got 64"):
+        native.prefill(arguments(**right | dict(key_dim=64, value_dim=64)), "bf16")
     with pytest.raises(library.NativeError, match="unsupported: the float32 kernels keep nothing for a backward"):
         native.workspace_size(arguments(lower=4096))
 
