@@ -42,7 +42,7 @@ kda_status check_reverse(const kda_reverse_args &args) {
       {"tiles", args.tiles, true}, {"solved", args.solved, true},      {"decay", args.decay, true},       {"factors", args.factors, true},
       {"d_o", args.d_o, true},     {"d_final", args.d_final, false},   {"d_states", args.d_states, true}, {"d_v", args.d_v, true},
       {"alone", args.alone, false}, {"y_lost", args.y_lost, false},    {"d_initial", args.d_initial, false},
-      {"after_first", args.after_first, false},
+      {"after_first", args.after_first, false}, {"d_states_lost", args.d_states_lost, false}, {"q_lost", args.q_lost, false},
   };
   return check_pointers(tensors);
 }
@@ -123,12 +123,19 @@ kda_status rebuild_bf16(const kda_rebuild_args &args, const kda_prefill_args &fo
 }
 
 kda_status reverse_bf16(const kda_reverse_args &args, const kda_prefill_args &forward) {
-  KDA_TRY(check_sizes(forward));
+  KDA_TRY(check_sizes(forward, true));
   if (args.k_solved_dtype != KDA_BFLOAT16 && args.k_solved_dtype != KDA_FLOAT16)
     return fail(KDA_INVALID_ARGUMENT, "k_solved_dtype must be %d or %d, got %d", KDA_BFLOAT16, KDA_FLOAT16, args.k_solved_dtype);
   KDA_TRY(check_group(args.group));
   if (args.channels != 0 && args.channels != 64 && args.channels != 128)
     return fail(KDA_INVALID_ARGUMENT, "channels must be 0, 64 or 128, got %d", args.channels);
+  if (args.channels > forward.value_dim)
+    return fail(KDA_UNSUPPORTED, "channels must be 0 or 64 with value_dim = 64, got %d", args.channels);
+  if ((args.d_states_lost != nullptr || args.q_lost != nullptr) && forward.key_dim != 64)
+    return fail(KDA_UNSUPPORTED, "d_states_lost and q_lost must be NULL but with key_dim = 64, got key_dim = %lld",
+                (long long)forward.key_dim);
+  if (args.q_lost != nullptr && args.k_solved_dtype != KDA_BFLOAT16)
+    return fail(KDA_UNSUPPORTED, "q_lost must be NULL but with k_solved_dtype = %d, got %d", KDA_BFLOAT16, args.k_solved_dtype);
   const int64_t slots = hopper::slots_of(forward);
   if (slots > ((int64_t{1} << 31) - 1) / (3 * hopper::kChunk) / forward.value_heads)  // rows of `tiles` are counted in 32 bits
     return fail(KDA_UNSUPPORTED, "the bfloat16 backward takes fewer than 2^31 / 192 chunks of value heads");

@@ -3,17 +3,17 @@
 //   y = A_solved^T d_o + k_solved dS'        d_v = beta y        dS = Diag(decay) dS' + q_decayed^T d_o - k_in^T d_v
 //
 // where A_solved = A_qk (I + A_kk)^-1 and k_solved = (I + A_kk)^-T k_decayed. Writes dS' of every chunk, d_v, and dS of the initial state.
-// One block per sequence, value head and block of value channels: a warp group per 64 value channels holds dS^T [64, 128] in float32
+// One block per sequence, value head and block of value channels: a warp group per 64 value channels holds dS^T [64, K] in float32
 // accumulators, and every product has dS^T, d_o^T or y^T as its left factor, taken from registers. More warps fetch. k_solved in float16
 // is multiplied with dS' in float16, each value channel divided by a power of two of its own. No atomics: equal calls give equal bits.
 #include "hopper_reverse_walk.cuh"
 
 namespace kda::hopper {
 
-template <int GROUPS, bool HALF>
-__global__ void __launch_bounds__(BackLayout<GROUPS>::threads, 1) reverse_kernel(const __grid_constant__ HopperReverse p,
-                                                                                const __grid_constant__ ReverseMatrices matrices) {
-  using L = BackLayout<GROUPS>;
+template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT>
+__global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS, EXACT>::threads, BLOCKS)
+    reverse_kernel(const __grid_constant__ HopperReverse p, const __grid_constant__ ReverseMatrices matrices) {
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
 #ifdef KDA_EMULATE
   uint8_t* shared = memory;
 #else
@@ -26,14 +26,14 @@ __global__ void __launch_bounds__(BackLayout<GROUPS>::threads, 1) reverse_kernel
     barriers_ready();
   }
   __syncthreads();
-  const BackTask task = back_task<GROUPS>(p);
+  const BackTask task = back_task<HEAD, GROUPS>(p);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) fewer_registers<40>();
-    fetch_back<GROUPS>(p, matrices, task, smem, threadIdx.x - GROUPS * 128);
+    fetch_back<HEAD, GROUPS, BLOCKS, EXACT>(p, matrices, task, smem, threadIdx.x - GROUPS * 128);
   } else {
     if (GROUPS == 2) more_registers<232>();
-    walk_back<GROUPS, HALF>(p, matrices, task, shared, smem);
+    walk_back<HEAD, GROUPS, BLOCKS, HALF, EXACT>(p, matrices, task, shared, smem);
   }
 }
 
@@ -62,13 +62,13 @@ cudaError_t describe(Matrix& matrix, const void* data, int64_t rows, int columns
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int GROUPS, bool HALF>
+template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT = false>
 cudaError_t launch(const HopperReverse& p, const ReverseMatrices& matrices, cudaStream_t stream) {
-  using L = BackLayout<GROUPS>;
-  const auto kernel = reverse_kernel<GROUPS, HALF>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
+  const auto kernel = reverse_kernel<HEAD, GROUPS, BLOCKS, HALF, EXACT>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::bytes);
   if (status != cudaSuccess) return status;
-  const auto blocks = static_cast<unsigned>(p.in.N * p.in.HV * (kHead / (GROUPS * kBackSlice)));
+  const auto blocks = static_cast<unsigned>(p.in.N * p.in.HV * (HEAD / (GROUPS * kBackSlice)));
   kernel<<<blocks, L::threads, L::bytes, stream>>>(p, matrices);
   return cudaGetLastError();
 }
@@ -76,19 +76,30 @@ cudaError_t launch(const HopperReverse& p, const ReverseMatrices& matrices, cuda
 }  // namespace
 
 cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t stream) {
-  ReverseMatrices matrices;
+  ReverseMatrices matrices{};
   const int64_t items = slots * p.in.HV;
+  const int head = p.in.head;
   int device = 0, processors = 0;
-  cudaError_t status = describe(matrices.tiles, p.tiles, items * 3 * kChunk, kHead, 3 * kChunk);
+  cudaError_t status = describe(matrices.tiles, p.tiles, items * 3 * kChunk, head, 3 * kChunk);
   if (status == cudaSuccess) status = describe(matrices.solved, p.solved, items * kChunk, kChunk, kChunk);
-  if (status == cudaSuccess) status = describe(matrices.d_states, p.d_states, items * kHead, kHead, 16);
+  if (status == cudaSuccess) status = describe(matrices.d_states, p.d_states, items * head, head, 16);
+  if (status == cudaSuccess && p.q_lost) status = describe(matrices.q_lost, p.q_lost, items * kChunk, head, kChunk);
+  if (status == cudaSuccess && p.d_states_lost) status = describe(matrices.d_states_lost, p.d_states_lost, items * head, head, 16);
   if (status == cudaSuccess) status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
+  if (head == 64) {
+    // A block alone on a multiprocessor has chunks in flight for two; two take turns where there are more blocks than multiprocessors.
+    // With q_lost there is no shared memory for two.
+    if (p.q_lost) return launch<64, 1, 1, false, true>(p, matrices, stream);
+    const bool shared = p.in.N * p.in.HV > processors;
+    if (shared) return p.half_solved ? launch<64, 1, 2, true>(p, matrices, stream) : launch<64, 1, 2, false>(p, matrices, stream);
+    return p.half_solved ? launch<64, 1, 1, true>(p, matrices, stream) : launch<64, 1, 1, false>(p, matrices, stream);
+  }
   // A block per head moves fewer bytes; two per head fill the chip where there are few.
-  const bool wide = p.channels ? p.channels == kHead : p.in.N * p.in.HV * 2 > processors;
-  if (wide) return p.half_solved ? launch<2, true>(p, matrices, stream) : launch<2, false>(p, matrices, stream);
-  return p.half_solved ? launch<1, true>(p, matrices, stream) : launch<1, false>(p, matrices, stream);
+  const bool wide = p.channels ? p.channels == head : p.in.N * p.in.HV * 2 > processors;
+  if (wide) return p.half_solved ? launch<128, 2, 1, true>(p, matrices, stream) : launch<128, 2, 1, false>(p, matrices, stream);
+  return p.half_solved ? launch<128, 1, 1, true>(p, matrices, stream) : launch<128, 1, 1, false>(p, matrices, stream);
 }
 #endif
 

@@ -8,32 +8,38 @@
 namespace kda::hopper {
 
 struct ReverseMatrices {  // of 16-bit elements, and the rows of a piece
-  Matrix tiles;           // [slots HV 3 64, 128]: 192
+  Matrix tiles;           // [slots HV 3 64, D]: 192
   Matrix solved;          // [slots HV 64, 64]: 64
-  Matrix d_states;        // [slots HV 128, 128]: 16
+  Matrix d_states;        // [slots HV D, D]: 16
+  Matrix d_states_lost;   // the same, of 64 channels
+  Matrix q_lost;          // [slots HV 64, 64]: 64
 };
 
-// A stage: the three tiles in halves of 64 channels, A_solved, d_o by rows, and small arrays.
+// A stage: the three tiles in halves of 64 channels, or whole with 64, what rounding took from q_decayed (EXACT), A_solved, d_o by rows,
+// and small arrays.
 constexpr int kBackSlice = 64;                      // value channels of a warp group
 constexpr int kHalfTiles = 3 * kChunk * 128;        // bytes of a half of the three tiles
 constexpr int kBackKIn = 0, kBackQ = kChunk * 128, kBackKSolved = 2 * kChunk * 128;
-constexpr int kBackSolved = 2 * kHalfTiles, kBackDO = kBackSolved + kChunk * 128;
-constexpr int kBackBytes = kBackDO + kHead * 4 + kChunk * 4;  // what the copy engine brings: without d_o
-constexpr int kStatesOut = 16 * kHead * 2;                    // of a warp: dS' of 16 value channels
+constexpr int kStatesOut = 2 * 16 * 128;  // of a warp: dS' of 16 value channels, two halves of keys, or what rounding took from 64 keys
 
-template <int GROUPS>
+// BLOCKS of them share a multiprocessor.
+template <int HEAD, int GROUPS, int BLOCKS, bool EXACT>
 struct BackLayout {
-  static constexpr int pitch = GROUPS * kBackSlice * 2 + 16;  // bytes per token of d_o, in whose place d_v will be
-  static constexpr int decay = kBackDO + kChunk * pitch, beta = decay + kHead * 4;
+  static_assert(HEAD == 128 ? BLOCKS == 1 && !EXACT : GROUPS == 1, "");
+  static constexpr int q_lost = HEAD / 64 * kHalfTiles, solved = q_lost + (EXACT ? kChunk * 128 : 0), d_o = solved + kChunk * 128;
+  static constexpr int brought = d_o + HEAD * 4 + kChunk * 4;  // bytes that the copy engine brings: without d_o
+  static constexpr int pitch = GROUPS * kBackSlice * 2 + 16;   // bytes per token of d_o, in whose place d_v will be
+  static constexpr int decay = d_o + kChunk * pitch, beta = decay + HEAD * 4;
   static constexpr int stage = (beta + kChunk * 4 + 1023) / 1024 * 1024;
-  static constexpr int stages = GROUPS == 2 ? 2 : 3;
+  static constexpr int stages = HEAD == 64 ? 4 / BLOCKS : GROUPS == 2 ? 2 : 3;
   static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
   static constexpr int states = stages * stage;
   static constexpr int barriers = states + GROUPS * 4 * kStatesOut;
   static constexpr int bytes = barriers + 2 * stages * 8;
   static constexpr int threads = GROUPS * 128 + fetchers;  // whole warp groups where they trade registers
 };
-static_assert(BackLayout<1>::bytes <= 232448 && BackLayout<2>::bytes <= 232448, "");
+static_assert(BackLayout<128, 1, 1, false>::bytes <= 232448 && BackLayout<128, 2, 1, false>::bytes <= 232448, "");
+static_assert(BackLayout<64, 1, 1, true>::bytes <= 232448 && 2 * (BackLayout<64, 1, 2, false>::bytes + 1024) <= 233472, "");
 
 struct BackTask {
   Span span;
@@ -43,9 +49,9 @@ struct BackTask {
   int chunks, channel;  // first value channel of the block
 };
 
-template <int GROUPS>
+template <int HEAD, int GROUPS>
 __device__ __forceinline__ BackTask back_task(const HopperReverse& p) {
-  constexpr int kBlocks = kHead / (GROUPS * kBackSlice);
+  constexpr int kBlocks = HEAD / (GROUPS * kBackSlice);
   const int64_t i = blockIdx.x / kBlocks, n = i / p.in.HV, head = i - n * p.in.HV;
   const Span span = sequence_span(p.in, n);
   const int chunks = static_cast<int>((span.length + kChunk - 1) / kChunk);
@@ -54,14 +60,14 @@ __device__ __forceinline__ BackTask back_task(const HopperReverse& p) {
 }
 
 // The fetching threads: the first asks for what the copy engine brings, all for d_o, with zeros past the sequence's end.
-template <int GROUPS>
+template <int HEAD, int GROUPS, int BLOCKS, bool EXACT>
 __device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matrices, const BackTask& task, uint32_t smem, int thread) {
-  using L = BackLayout<GROUPS>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
   constexpr int kRowUnits = GROUPS * kBackSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; tokens per round
   const int unit = thread % kRowUnits, row = thread / kRowUnits;
-  const int64_t token_bytes = p.in.HV * kHead * 2;
+  const int64_t token_bytes = p.in.HV * HEAD * 2;
   const auto* rows = static_cast<const uint8_t*>(p.d_o) + (task.span.batch * p.in.T + task.span.first) * token_bytes +
-                     2 * (task.head * kHead + task.channel + unit * 8);
+                     2 * (task.head * HEAD + task.channel + unit * 8);
   int64_t item = task.last;
   for (int i = 0; i < task.chunks; ++i, item -= p.in.HV) {
     const int stage = i % L::stages, chunk = task.chunks - 1 - i;
@@ -69,16 +75,17 @@ __device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matric
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
     if (thread == 0) {
       const int y = static_cast<int>(item);
-      barrier_arrive_expect(full, kBackBytes);
+      barrier_arrive_expect(full, L::brought);
       load_piece(at, matrices.tiles, 0, y * 3 * kChunk, full);
-      load_piece(at + kHalfTiles, matrices.tiles, 64, y * 3 * kChunk, full);
-      load_piece(at + kBackSolved, matrices.solved, 0, y * kChunk, full);
-      bulk_load(at + L::decay, p.decay + item * kHead, kHead * 4, full);
+      if (HEAD == 128) load_piece(at + kHalfTiles, matrices.tiles, 64, y * 3 * kChunk, full);
+      if (EXACT) load_piece(at + L::q_lost, matrices.q_lost, 0, y * kChunk, full);
+      load_piece(at + L::solved, matrices.solved, 0, y * kChunk, full);
+      bulk_load(at + L::decay, p.decay + item * HEAD, HEAD * 4, full);
       bulk_load(at + L::beta, p.factors + item * 3 * kChunk, kChunk * 4, full);
     }
     const uint8_t* from = rows + (static_cast<int64_t>(chunk) * kChunk + row) * token_bytes;
     const int left = static_cast<int>(min(task.span.length - static_cast<int64_t>(chunk) * kChunk, static_cast<int64_t>(kChunk))) - row;
-    const uint32_t to = at + kBackDO + unit * 16;
+    const uint32_t to = at + L::d_o + unit * 16;
 #pragma unroll
     for (int t = 0; t < kChunk; t += kStep, from += kStep * token_bytes)
       copy_async(to + row_of(row + t, p.group_bits) * L::pitch, t < left ? from : rows, t < left ? 16 : 0);

@@ -197,7 +197,7 @@ KDA_API kda_status kda_rebuild_bf16(const kda_rebuild_args *args);
  *
  *     y = solved^T d_o + k_solved dS'     d_v = beta y     dS = Diag(decay) dS' + q_decayed^T d_o - k_in^T d_v
  *
- * K = V = 128, sm_90a; slots and the order of rows as above.
+ * K = V = 64 or 128, sm_90a; slots and the order of rows as above.
  */
 typedef struct kda_reverse_args {
   size_t size; /* sizeof(kda_reverse_args) where the caller was compiled */
@@ -223,6 +223,9 @@ typedef struct kda_reverse_args {
   int32_t reserved;       /* 0 */
 
   float *after_first; /* as d_final, written: dS' of the first of several chunks of a sequence; or NULL */
+
+  void *d_states_lost; /* as d_states, written: what rounding took from it, with K = V = 64; or NULL */
+  const void *q_lost;  /* [slots, HV, 64, K] bfloat16: what rounding took from q_decayed, K = V = 64 and k_solved in bfloat16; or NULL */
 } kda_reverse_args;
 
 #define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}

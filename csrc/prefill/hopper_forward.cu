@@ -34,6 +34,8 @@ kda_status check_kept(const kda_prefill_args &args) {
   if (args.gate != KDA_GATE_LOG_DECAY && !args.l2norm)
     return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints are kept for gate %d, or with l2norm, got gate %d", KDA_GATE_LOG_DECAY,
                 args.gate);
+  if (args.key_dim != 128)
+    return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints are kept with key_dim = 128, got %lld", (long long)args.key_dim);
   if (args.checkpoint < 1) return fail(KDA_INVALID_ARGUMENT, "checkpoint must be at least 1, got %d", args.checkpoint);
   return KDA_OK;
 }
@@ -41,10 +43,11 @@ kda_status check_kept(const kda_prefill_args &args) {
 // Into how many parts each sequence is scanned, by the microseconds that an H200 takes; 1: in one piece. All parts but the last are walked
 // along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block. Where it
 // fits no third part, two: they part only if the first is forgotten. With 32 heads that is 12 % less, or up to 5 % more where some heads
-// part and others do not; softplus gates, which seldom forget everything, have two for up to kTwoSlow heads.
+// part and others do not; softplus gates, which seldom forget everything, have two for up to kTwoSlow heads. Heads of 64 have no parts.
 int parts_of(const kda_prefill_args &args) {
   constexpr int kProcessors = 132, kMost = 64, kTwo = kProcessors / 4, kTwoSlow = 26;
   constexpr double kAgain = 0.9, kOutputs = 1.0, kLink = 1.2, kLaunch = 10.0;  // a chunk, a chunk, a part, once
+  if (args.key_dim == 64) return 1;
   if (args.parts > 0) return args.parts < kMost ? args.parts : kMost;
   const int64_t rows = args.sequences * args.value_heads;
   if (rows == 0) return 1;
@@ -60,7 +63,8 @@ int parts_of(const kda_prefill_args &args) {
 }
 
 size_t records_bytes(const kda_prefill_args &args) {
-  return (static_cast<size_t>(slots_of(args) * args.value_heads) * hopper::kRecordBytes + 255) / 256 * 256;
+  const size_t each = args.key_dim == 64 ? hopper::Record<64>::record_bytes : hopper::Record<128>::record_bytes;
+  return (static_cast<size_t>(slots_of(args) * args.value_heads) * each + 255) / 256 * 256;
 }
 
 }  // namespace
@@ -76,8 +80,8 @@ kda_status check_hopper() {
 }
 
 kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes) {
-  if (args.key_dim != 128 || args.value_dim != 128)
-    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need key_dim = value_dim = 128, got %lld and %lld", (long long)args.key_dim,
+  if (args.key_dim != args.value_dim || (args.key_dim != 64 && args.key_dim != 128))
+    return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need key_dim = value_dim = 64 or 128, got %lld and %lld", (long long)args.key_dim,
                 (long long)args.value_dim);
   if (args.w || args.u) return fail(KDA_UNSUPPORTED, "the bfloat16 kernels do not give out w and u: pass NULL");
   const int64_t slots = slots_of(args);

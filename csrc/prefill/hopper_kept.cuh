@@ -14,12 +14,14 @@ __device__ __forceinline__ int token_of(int row, int bits) { return row_of(row, 
 
 // S^T of 16 value channels of the state before a chunk, from `value` on, rounded: left[s][j] has value lane / 4 + 8 (j % 2) and keys
 // 16 s + 8 (j / 2) + 2 (lane % 4) + {0, 1}.
+template <int STEPS>
 __device__ __forceinline__ void keep_state(const Kept& kept, uint32_t slot, int64_t heads, int64_t head, int value,
-                                           const uint32_t (&left)[8][4], int lane) {
+                                           const uint32_t (&left)[STEPS][4], int lane) {
+  constexpr int kHead = 16 * STEPS;
   uint16_t* to = kept.states + ((slot / static_cast<uint32_t>(kept.every) * heads + head) * kHead + value + lane / 4) * kHead +
                  2 * (lane % 4);
 #pragma unroll
-  for (int s = 0; s < 8; ++s)
+  for (int s = 0; s < STEPS; ++s)
 #pragma unroll
     for (int j = 0; j < 4; ++j) *reinterpret_cast<uint32_t*>(to + 8 * (j % 2) * kHead + 16 * s + 8 * (j / 2)) = left[s][j];
 }

@@ -2,7 +2,7 @@
 //
 //   r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
 //
-// One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, 128] in float32
+// One block per sequence, value head and block of value channels: a warp group per 64 value channels holds S^T [64, K] in float32
 // accumulators, and every product has S^T or r^T as its left factor, taken from registers. One more warp fetches records and values.
 // Where a sequence is scanned in parts, a block of a later part first finds the state before it. Where the chunks before it forget all that
 // was before them, the block begins with those chunks; where they do not, S <- M S + b over the parts between. Two parts have no M and b:
@@ -12,81 +12,96 @@
 namespace kda::hopper {
 namespace {
 
-template <int GROUPS, bool KEPT>
+template <int HEAD, int GROUPS, int BLOCKS, bool KEPT>
 __device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& kept) {
-  using L = Layout<GROUPS>;
+  using L = Layout<HEAD, GROUPS, BLOCKS>;
+#ifdef KDA_EMULATE
+  uint8_t* shared = memory;
+#else
   extern __shared__ __align__(1024) uint8_t shared[];
+#endif
   const uint32_t smem = shared_address(shared);
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::stages; ++i)
       barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_ready();
   }
-  for (int i = 0; i < L::stages; ++i) clear_squares<kThreads<GROUPS>>(smem + i * L::stage, threadIdx.x);
+  for (int i = 0; i < L::stages; ++i) clear_squares<HEAD, L::threads>(smem + i * L::stage, threadIdx.x);
   fence_async();
   __syncthreads();
-  const Task task = task_of<GROUPS>(p, reinterpret_cast<float*>(shared + L::scratch));
+  const Task task = task_of<HEAD, GROUPS>(p, reinterpret_cast<float*>(shared + L::scratch));
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
-    if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    fetch<GROUPS>(p, task, smem, threadIdx.x - GROUPS * 128);
+    if (GROUPS == 2) fewer_registers<40>();
+    fetch<HEAD, GROUPS, BLOCKS>(p, task, smem, threadIdx.x - GROUPS * 128);
   } else {
-    if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    walk<GROUPS, KEPT>(p, kept, task, shared, smem);
+    if (GROUPS == 2) more_registers<232>();
+    walk<HEAD, GROUPS, BLOCKS, KEPT>(p, kept, task, shared, smem);
   }
 }
 
 }  // namespace
 
-template <int GROUPS>
-__global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kernel(const __grid_constant__ HopperForward p) {
-  scan_block<GROUPS, false>(p, Kept{});
+template <int HEAD, int GROUPS, int BLOCKS>
+__global__ void __launch_bounds__(Layout<HEAD, GROUPS, BLOCKS>::threads, BLOCKS) scan_kernel(const __grid_constant__ HopperForward p) {
+  scan_block<HEAD, GROUPS, BLOCKS, false>(p, Kept{});
 }
-template <int GROUPS>
-__global__ void __launch_bounds__(kThreads<GROUPS>, 1) scan_kept_kernel(const __grid_constant__ HopperForward p,
-                                                                        const __grid_constant__ Kept kept) {
-  scan_block<GROUPS, true>(p, kept);
+template <int HEAD, int GROUPS, int BLOCKS>
+__global__ void __launch_bounds__(Layout<HEAD, GROUPS, BLOCKS>::threads, BLOCKS)
+    scan_kept_kernel(const __grid_constant__ HopperForward p, const __grid_constant__ Kept kept) {
+  scan_block<HEAD, GROUPS, BLOCKS, true>(p, kept);
 }
 
+#ifndef KDA_EMULATE
 namespace {
 
-template <int GROUPS, typename... Arguments>
+template <int HEAD, int GROUPS, int BLOCKS, typename... Arguments>
 cudaError_t launch(const HopperForward& p, void (*kernel)(Arguments...), cudaStream_t stream, const Arguments&... arguments) {
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<GROUPS>::bytes);
+  using L = Layout<HEAD, GROUPS, BLOCKS>;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::bytes);
   if (status != cudaSuccess) return status;
-  const auto blocks = static_cast<unsigned>(p.N * p.HV * (GROUPS == 1 ? p.parts : 1) * (kHead / (GROUPS * kSlice)));
-  // Blocks may take their places while the last chunks are prepared; they wait before they read a record. Measured: it pays for wide ones.
+  const auto blocks = static_cast<unsigned>(p.N * p.HV * (HEAD == 128 && GROUPS == 1 ? p.parts : 1) * (HEAD / (GROUPS * kSlice)));
+  // Blocks may take their places while the last chunks are prepared; they wait before they read a record. Measured: it pays where there are
+  // many heads of 128.
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads<GROUPS>), config.dynamicSmemBytes = Layout<GROUPS>::bytes;
-  config.stream = stream, config.attrs = &early, config.numAttrs = GROUPS == 2 && p.T > 0 ? 1 : 0;
+  config.gridDim = dim3(blocks), config.blockDim = dim3(L::threads), config.dynamicSmemBytes = L::bytes;
+  config.stream = stream, config.attrs = &early, config.numAttrs = GROUPS * BLOCKS == 2 && p.T > 0 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// A block per head moves fewer bytes; two per head fill the chip where there are few.
-cudaError_t find_width(const HopperForward& p, bool& wide) {
+// Whether there are many heads. Of 128 channels a block per head moves fewer bytes; two per head fill the chip where there are few. Of 64 a
+// block alone on a multiprocessor has chunks in flight for two; two share one where there are more blocks than multiprocessors.
+cudaError_t find_width(const HopperForward& p, bool& many) {
   int device = 0, processors = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  wide = p.parts == 1 && p.N * p.HV * 2 > processors;
+  many = p.parts == 1 && p.N * p.HV * (p.head == 64 ? 1 : 2) > processors;
   return status;
 }
 
 }  // namespace
 
 cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
-  bool wide = false;
-  const cudaError_t status = find_width(p, wide);
+  bool many = false;
+  const cudaError_t status = find_width(p, many);
   if (status != cudaSuccess) return status;
-  return wide ? launch<2>(p, scan_kernel<2>, stream, p) : launch<1>(p, scan_kernel<1>, stream, p);
+  if (p.head == 64)
+    return many ? launch<64, 1, 2>(p, scan_kernel<64, 1, 2>, stream, p) : launch<64, 1, 1>(p, scan_kernel<64, 1, 1>, stream, p);
+  return many ? launch<128, 2, 1>(p, scan_kernel<128, 2, 1>, stream, p) : launch<128, 1, 1>(p, scan_kernel<128, 1, 1>, stream, p);
 }
 
 cudaError_t launch_scan_kept(const HopperForward& p, const Kept& kept, cudaStream_t stream) {
-  bool wide = false;
-  const cudaError_t status = find_width(p, wide);
+  bool many = false;
+  const cudaError_t status = find_width(p, many);
   if (status != cudaSuccess) return status;
-  return wide ? launch<2>(p, scan_kept_kernel<2>, stream, p, kept) : launch<1>(p, scan_kept_kernel<1>, stream, p, kept);
+  if (p.head == 64)
+    return many ? launch<64, 1, 2>(p, scan_kept_kernel<64, 1, 2>, stream, p, kept)
+                : launch<64, 1, 1>(p, scan_kept_kernel<64, 1, 1>, stream, p, kept);
+  return many ? launch<128, 2, 1>(p, scan_kept_kernel<128, 2, 1>, stream, p, kept)
+              : launch<128, 1, 1>(p, scan_kept_kernel<128, 1, 1>, stream, p, kept);
 }
+#endif
 
 }  // namespace kda::hopper

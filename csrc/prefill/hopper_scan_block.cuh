@@ -9,22 +9,22 @@ namespace kda::hopper {
 constexpr int kSlice = 64;                       // value channels of a warp group
 constexpr int kOutPitch = kSlice * 2 + 16;       // bytes per token of a warp group's output
 constexpr int kOutBytes = kChunk * kOutPitch;    // twice per warp group
-constexpr int kRecordSpace = (kStageBytes + 1023) / 1024 * 1024;
 
-template <int GROUPS>
+// BLOCKS of them share a multiprocessor.
+template <int HEAD, int GROUPS, int BLOCKS>
 struct Layout {
-  static constexpr int values_pitch = GROUPS * kSlice * 2 + 16;
-  static constexpr int stage = kRecordSpace + (kChunk * values_pitch + 1023) / 1024 * 1024;
-  static constexpr int stages = GROUPS == 2 ? 2 : 3;
+  static_assert(HEAD == 128 ? BLOCKS == 1 : GROUPS == 1, "");
+  static constexpr int values = (Record<HEAD>::stage_bytes + 1023) / 1024 * 1024, values_pitch = GROUPS * kSlice * 2 + 16;
+  static constexpr int stage = values + (kChunk * values_pitch + 1023) / 1024 * 1024;
+  static constexpr int stages = HEAD == 64 ? 4 / BLOCKS : GROUPS == 2 ? 2 : 3;
   static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
   static constexpr int out = stages * stage;
   static constexpr int barriers = out + GROUPS * 2 * kOutBytes;
   static constexpr int scratch = barriers + 2 * stages * 8;
   static constexpr int bytes = scratch + (GROUPS == 1 ? 8 * 4 : 0);
+  static constexpr int threads = GROUPS * 128 + fetchers;  // whole warp groups where they trade registers
 };
-
-template <int GROUPS>
-constexpr int kThreads = GROUPS * 128 + Layout<GROUPS>::fetchers;  // whole warp groups where they trade registers
+static_assert(2 * (Layout<64, 1, 2>::bytes + 1024) <= 233472, "");
 
 struct Task {
   Span span;
@@ -42,10 +42,10 @@ __device__ __forceinline__ int parted(const HopperForward& p, const uint8_t* rec
   return length < chunks ? deciding<128>(records + (length - 1) * step, step, length, scratch) : 0;
 }
 
-template <int GROUPS>
+template <int HEAD, int GROUPS>
 __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) {
-  constexpr int kBlocks = kHead / (GROUPS * kSlice);
-  const int parts = GROUPS == 1 ? p.parts : 1, part = blockIdx.x / kBlocks % parts;
+  constexpr int kBlocks = HEAD / (GROUPS * kSlice);
+  const int parts = HEAD == 128 && GROUPS == 1 ? p.parts : 1, part = blockIdx.x / kBlocks % parts;
   const int64_t i = blockIdx.x / kBlocks / parts, n = i / p.HV, head = i - n * p.HV;
   const Span span = sequence_span(p, n);
   const int chunks = static_cast<int>((span.length + kChunk - 1) / kChunk);
@@ -76,16 +76,17 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) 
 }
 
 // The fetching threads: the first asks for records, all for values, with zeros past the sequence's end.
-template <int GROUPS>
+template <int HEAD, int GROUPS, int BLOCKS>
 __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
-  using L = Layout<GROUPS>;
+  using L = Layout<HEAD, GROUPS, BLOCKS>;
+  using R = Record<HEAD>;
   constexpr int kRowUnits = GROUPS * kSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; rows per round
   const int unit = thread % kRowUnits, row = thread / kRowUnits;
   const int64_t token_bytes = p.v_strides.token * 2;
   const auto* values = static_cast<const uint8_t*>(p.v) +
                        2 * (task.span.batch * p.v_strides.batch + task.head * p.v_strides.head + task.span.first * p.v_strides.token +
                             task.channel + unit * 8);
-  const uint8_t* record = static_cast<const uint8_t*>(p.workspace) + task.record * kRecordBytes;
+  const uint8_t* record = static_cast<const uint8_t*>(p.workspace) + task.record * R::record_bytes;
   const uint8_t* from = values + row * token_bytes;
   int left = static_cast<int>(min(task.span.length, static_cast<int64_t>(1) << 30)) - row;  // rows from this thread's first on
   for (int i = 0; i < task.links; ++i) {
@@ -100,19 +101,19 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     }
     copy_async_arrive(full);
   }
-  for (int i = task.links; i < task.links + task.chunks; ++i, record += p.HV * kRecordBytes, left -= kChunk) {
+  for (int i = task.links; i < task.links + task.chunks; ++i, record += p.HV * R::record_bytes, left -= kChunk) {
     const int stage = i % L::stages;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
     if (thread == 0) {
       if (i == 0) wait_for_previous_kernel();
-      barrier_arrive_expect(full, kRecordBytes);
-      bulk_load(at, record, first_square(1), full);
+      barrier_arrive_expect(full, R::record_bytes);
+      bulk_load(at, record, R::first_square(1), full);
 #pragma unroll
       for (int b = 1; b < 4; ++b)  // past the zeros of A_solved^T; the decay follows its last block
-        bulk_load(at + kASolved + b * 5 * kSquare, record + first_square(b), (4 - b) * kSquare + (b == 3 ? kHead * 4 : 0), full);
+        bulk_load(at + R::a_solved + b * 5 * R::square, record + R::first_square(b), (4 - b) * R::square + (b == 3 ? HEAD * 4 : 0), full);
     }
-    const uint32_t to = at + kRecordSpace + row * L::values_pitch + unit * 16;
+    const uint32_t to = at + L::values + row * L::values_pitch + unit * 16;
 #pragma unroll
     for (int t = 0; t < kChunk; t += kStep, from += kStep * token_bytes)
       copy_async(to + t * L::values_pitch, t < left ? from : values, t < left ? 16 : 0);
@@ -121,17 +122,18 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
 }
 
 // Element (r, n) of S^T in C layout: value channel and key channel.
+template <int HEAD>
 __device__ __forceinline__ int64_t state_offset(const HopperForward& p, const Task& task, int value, int key) {
-  return task.state * kHead * kHead + (p.state_v_first ? value * kHead + key : key * kHead + value);
+  return task.state * HEAD * HEAD + (p.state_v_first ? value * HEAD + key : key * HEAD + value);
 }
 
 // No record fills A_solved^T left of its diagonal: of row block b the squares of the column blocks before b.
-template <int THREADS>
+template <int HEAD, int THREADS>
 __device__ __forceinline__ void clear_squares(uint32_t stage, int thread) {
-  constexpr int kUnits = kSquare / 16;
+  constexpr int kUnits = Record<HEAD>::square / 16;
   for (int i = thread; i < 6 * kUnits; i += THREADS) {
     const int square = i / kUnits, b = square < 1 ? 1 : square < 3 ? 2 : 3, c = square - b * (b - 1) / 2;
-    store_shared(stage + kASolved + (4 * b + c) * kSquare + i % kUnits * 16, make_uint4(0, 0, 0, 0));
+    store_shared(stage + Record<HEAD>::a_solved + (4 * b + c) * Record<HEAD>::square + i % kUnits * 16, make_uint4(0, 0, 0, 0));
   }
 }
 

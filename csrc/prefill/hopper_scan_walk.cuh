@@ -43,18 +43,20 @@ __device__ __forceinline__ void write_output(Outputs& outputs, const uint32_t (&
   outputs.store(out + (quarter * 16 + lane / 8) * kOutPitch + lane % 8 * 16);
 }
 
-template <int GROUPS, bool KEPT>
+template <int HEAD, int GROUPS, int BLOCKS, bool KEPT>
 __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, const Task& task, const uint8_t* shared, uint32_t smem) {
-  using L = Layout<GROUPS>;
+  using L = Layout<HEAD, GROUPS, BLOCKS>;
+  using R = Record<HEAD>;
+  constexpr int kSteps = HEAD / 16;  // of a product over keys
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
   const int value = warp * 16;                                                      // within the block
-  float S[64], r[32], o[32] = {};
+  float S[HEAD / 2], r[32], o[32] = {};
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < HEAD / 2; ++i) {
     const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-    S[i] = p.initial_state && task.part == 0 ? p.initial_state[state_offset(p, task, v, k)] : 0.0f;
+    S[i] = p.initial_state && task.part == 0 ? p.initial_state[state_offset<HEAD>(p, task, v, k)] : 0.0f;
   }
-  if constexpr (GROUPS == 1)
+  if constexpr (HEAD == 128 && GROUPS == 1)
     if (task.part > 0 && task.silent == 0 && task.chunks > 0) follow_links<GROUPS>(p, task, S, smem);
   uint32_t pending[16];  // the previous chunk's output
   const auto round_output = [&] {
@@ -63,32 +65,42 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
   };
   Outputs outputs(p, task, task.silent, warp, lane);
   const uint32_t out = smem + L::out + warp / 4 * 2 * kOutBytes;
-  const uint32_t values = kRecordSpace + ((lane & 7) + ((lane >> 4) << 3)) * L::values_pitch + value * 2 + ((lane >> 3) & 1) * 16;
-  constexpr int kAtOnce = GROUPS == 1 ? 4 : 8;  // k-steps of the state that are rounded before their products
+  const uint32_t values = L::values + ((lane & 7) + ((lane >> 4) << 3)) * L::values_pitch + value * 2 + ((lane >> 3) & 1) * 16;
+  constexpr int kAtOnce = GROUPS == 1 ? kSteps / 2 : kSteps;  // k-steps of the state that are rounded before their products
   int stage = task.links % L::stages, before = 0;
   uint32_t phase = task.links / L::stages & 1;
   if (task.chunks > 0) barrier_wait(smem + L::barriers + stage * 8, phase);
+  if constexpr (HEAD == 64)
+    if (task.chunks < 0) {  // Never: but with products before the loop, ptxas lets S and o be read while others are in flight (C7517).
+      const uint32_t none[4] = {};
+      wgmma_begin();
+      wgmma<1>(S, none, descriptor(descriptor_base(smem), 0, 8192), 1);
+      wgmma<1>(o, none, descriptor(descriptor_base(smem), 0, 8192), 1);
+      wgmma_commit();
+      wgmma_wait<0>();
+      touch(S), touch(o);
+    }
   for (int i = 0; i < task.chunks; ++i) {
     const uint32_t at = smem + stage * L::stage, base = descriptor_base(at);
-    uint32_t left[8][4];
+    uint32_t left[kSteps][4];
     const auto decay_state = [&] {
-      const auto* decay = reinterpret_cast<const float*>(shared + stage * L::stage + kDecay) + 2 * (lane % 4);
+      const auto* decay = reinterpret_cast<const float*>(shared + stage * L::stage + R::decay) + 2 * (lane % 4);
 #pragma unroll
-      for (int n = 0; n < 16; ++n) {
+      for (int n = 0; n < HEAD / 8; ++n) {
         const float2 d = *reinterpret_cast<const float2*>(decay + 8 * n);
         S[4 * n] *= d.x, S[4 * n + 1] *= d.y, S[4 * n + 2] *= d.x, S[4 * n + 3] *= d.y;
       }
     };
     touch(r);
 #pragma unroll
-    for (int first = 0; first < 8; first += kAtOnce) {
+    for (int first = 0; first < kSteps; first += kAtOnce) {
 #pragma unroll
       for (int s = first; s < first + kAtOnce; ++s)
 #pragma unroll
         for (int j = 0; j < 4; ++j) left[s][j] = pack_bf16(S[8 * s + 2 * j], S[8 * s + 2 * j + 1]);
       wgmma_begin();
 #pragma unroll
-      for (int s = first; s < first + kAtOnce; ++s) wgmma<0>(r, left[s], descriptor(base, kKIn + s / 4 * 8192 + s % 4 * 32), s > 0);
+      for (int s = first; s < first + kAtOnce; ++s) wgmma<0>(r, left[s], descriptor(base, R::k_in + s / 4 * 8192 + s % 4 * 32), s > 0);
     }
     wgmma_commit();
     if (GROUPS == 2) decay_state();
@@ -103,13 +115,17 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
     touch(o);
     wgmma_begin();
 #pragma unroll
-    for (int s = 0; s < 8; ++s) wgmma<0>(o, left[s], descriptor(base, kQDecayed + s / 4 * 8192 + s % 4 * 32), s > 0);
+    for (int s = 0; s < kSteps; ++s) wgmma<0>(o, left[s], descriptor(base, R::q_decayed + s / 4 * 8192 + s % 4 * 32), s > 0);
     wgmma_commit();
     if (GROUPS == 1) decay_state();
     uint32_t v[4][4];  // [16 tokens each]: (values, tokens) as in `write_output`
+    const auto load_values = [&] {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) load_matrices_transposed(v[n], at + values + 16 * n * L::values_pitch);
+      for (int n = 0; n < 4; ++n) load_matrices_transposed(v[n], at + values + 16 * n * L::values_pitch);
+    };
+    if (BLOCKS == 1) load_values();
     if (i > task.silent) write_output(outputs, pending, out + i % 2 * kOutBytes, warp, lane);
+    if (BLOCKS == 2) load_values();  // with fewer registers
     wgmma_wait<1>();
     touch(r);
     uint32_t error[4][4];
@@ -121,10 +137,10 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
     touch(S);
     wgmma_begin();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(base, kKSolved + s * 2048, 8192), 1);
+    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(base, R::k_solved + s * 2048, 8192), 1);
     wgmma_commit();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(o, error[s], descriptor_of_squares(base, kASolved + s * 4 * kSquare), 1);
+    for (int s = 0; s < 4; ++s) wgmma<1>(o, error[s], descriptor_of_squares(base, R::a_solved + s * 4 * R::square), 1);
     wgmma_commit();
     before = stage;
     if (++stage == L::stages) stage = 0, phase ^= 1;
@@ -136,10 +152,12 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
   if (GROUPS == 1) round_output();
   if (task.chunks > 0) write_output(outputs, pending, out + task.chunks % 2 * kOutBytes, warp, lane);
   if (p.final_state && task.last) {
+    int mine = lane;
+    if constexpr (HEAD == 64) KDA_HIDE_WORD(mine);  // or the compiler prepares the addresses before the loop
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      const int v = task.channel + value + lane / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-      p.final_state[state_offset(p, task, v, k)] = S[i];
+    for (int i = 0; i < HEAD / 2; ++i) {
+      const int v = task.channel + value + mine / 4 + 8 * (i / 2 % 2), k = 8 * (i / 4) + 2 * (mine % 4) + i % 2;
+      p.final_state[state_offset<HEAD>(p, task, v, k)] = S[i];
     }
   }
 }

@@ -113,7 +113,8 @@ inline void wgmma_wait() {}
 template <int N>
 inline void touch(float (&)[N]) {}
 
-// d [64, N] += a b; of each warp its 16 rows. b [16, N] as its descriptor says, with the 128-byte swizzle.
+// d [64, N] += a b; of each warp its 16 rows. b [16, N] as its descriptor says: with the 128-byte swizzle, or transposed
+// with that of 32 bytes.
 template <int TRANSPOSED, int COUNT, typename Unpack>
 inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int add, Unpack unpack) {
   struct Operands {
@@ -121,17 +122,19 @@ inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
   };
   const auto all = gather(Operands{{a[0], a[1], a[2], a[3]}});
   const uint32_t start = uint32_t(b & 0x3fff) << 4, halves = uint32_t(b >> 16 & 0x3fff) << 4, groups = uint32_t(b >> 32 & 0x3fff) << 4;
-  if (b >> 62 != 1) fprintf(stderr, "not the 128-byte swizzle\n"), abort();
+  const bool squares = b >> 62 == 3;
+  if (b >> 62 != 1 && !(squares && TRANSPOSED)) fprintf(stderr, "not a swizzle of these\n"), abort();
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < COUNT; ++i) {
     const int row = lane / 4 + i / 2 % 2 * 8, n = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
     double sum = add ? d[i] : 0.0f;
     for (int k = 0; k < 16; ++k) {
       const float2 pair = unpack(all.of[row % 8 * 4 + k % 8 / 2].x[row / 8 + k / 8 * 2]);
-      const uint32_t at = TRANSPOSED ? start + n / 64 * halves + k / 8 * groups + k % 8 * 128 + n % 64 * 2
-                                     : start + n / 8 * groups + n % 8 * 128 + k * 2;
+      uint32_t at = TRANSPOSED ? start + n / 64 * halves + k / 8 * groups + k % 8 * 128 + n % 64 * 2
+                               : start + n / 8 * groups + n % 8 * 128 + k * 2;
+      if (squares) at = start + n / 16 * halves + k / 8 * groups + k % 8 * 32 + n % 16 * 2;
       uint16_t element;
-      memcpy(&element, memory + swizzled(at), 2);
+      memcpy(&element, memory + (squares ? at ^ (at >> 7 & 1) << 4 : swizzled(at)), 2);
       sum += double(k % 2 ? pair.y : pair.x) * unpack(element).x;
     }
     d[i] = emulate::truncated(sum);

@@ -109,8 +109,10 @@ def test_taken_where_it_is_faster(stage, taken, monkeypatch):
     assert taken(problem_of(K=64, V=64)) == (64 in borrowed.SHOWN_HEADS[stage]), "no GPU has shown it"
     exact = problem_of(l2norm=False, scale=0.5)  # what rounding takes from q counts: Triton keeps it
     assert exact_q(exact) and taken(exact) == (stage == "gradient")
+    assert taken(problem_of(K=64, V=64)) == (64 in borrowed.SHOWN_HEADS[stage]), "no GPU has shown them"
     monkeypatch.setenv(borrowed.VARIABLES[stage], "1")
     assert taken(problem_of(T=64)) and taken(exact) == (stage == "gradient")
+    assert taken(exact.replace(K=64, V=64)) == (stage != "rebuild"), "of 64 channels it takes them along"
     monkeypatch.setenv(borrowed.VARIABLES[stage], "0")
     assert not taken(problem_of())
 
@@ -131,6 +133,10 @@ def test_who_lends(monkeypatch):
     monkeypatch.setattr(library, "missing", lambda: None)
     assert borrowed.gradient(problem, config, "cuda") is op.chunk_gradient
     assert borrowed.gradient(problem.replace(V=64), config, "cuda") is None
+    monkeypatch.setenv(borrowed.VARIABLES["reverse"], "1")
+    for K, V in ((128, 128), (64, 64), (64, 128), (32, 32)):
+        wanted = op.reverse if K == V >= 64 else None
+        assert borrowed.reverse(problem.replace(K=K, V=V), config, "cuda") is wanted
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")

@@ -72,12 +72,14 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 81, (
-        "16 kinds of chunks, for 64 channels 16 more, in training eight; two widths of the scan, each also in training; one of parts, "
-        "eight gradients, four of the state's gradient, twelve that make tiles again, for 64 channels twelve more"
+    assert len(found) == 90, (
+        "16 kinds of chunks, for 64 channels 16 more, in training eight; four kinds of the scan, each also in training; one of parts, "
+        "eight gradients, nine of the state's gradient, twelve that make tiles again, for 64 channels twelve more"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
+        if re.search(r"(reverse|scan|scan_kept)_kernelILi64ELi1ELi2E", usage.kernel):
+            limit = 168  # two blocks of five warps share a multiprocessor
         assert usage.registers <= limit and usage.architecture == "90a", usage
         if "gradient_kernel" in usage.kernel:
             in_registers = re.search(r"GateE[12]ELb[01]ELb0E", usage.kernel)  # gates that are computed, from bfloat16
@@ -94,8 +96,10 @@ def test_bf16_sizes_are_checked(native):
     per_record = native.workspace_size(arguments(**right, tokens=1), "bf16")
     assert native.workspace_size(arguments(**right, tokens=65), "bf16") == 2 * per_record > 0
     assert native.workspace_size(arguments(**right, tokens=65, cu_seqlens=256, sequences=3), "bf16") == 4 * per_record
+    small = right | dict(key_dim=64, value_dim=64, parts=3)  # of which heads of 64 have none
+    assert native.workspace_size(arguments(**small, tokens=64), "bf16") == 2 * (3 * 8192 + 10 * 512 + 256)
     for changes, message in (
-        (dict(key_dim=64), "unsupported: .*key_dim = value_dim = 128, got 64 and 128"),
+        (dict(key_dim=64), "unsupported: .*key_dim = value_dim = 64 or 128, got 64 and 128"),
         (dict(w=256), "unsupported: .*w and u"),
         (dict(tokens=1 << 30), "unsupported: .*fewer than 2\\^30 tokens"),
         (dict(q=library.Tensor(None, library.FLOAT32)), "q.dtype must be 1, got 0"),
@@ -122,6 +126,8 @@ def test_what_is_kept_is_checked(native):
     ):
         with pytest.raises(library.NativeError, match=message):
             native.prefill(arguments(**right | changes), "bf16")
+    with pytest.raises(library.NativeError, match="kept with key_dim = 128, got 64"):
+        native.prefill(arguments(**right | dict(key_dim=64, value_dim=64)), "bf16")
     with pytest.raises(library.NativeError, match="unsupported: the float32 kernels keep nothing for a backward"):
         native.workspace_size(arguments(lower=4096))
 
@@ -184,17 +190,22 @@ def test_reverse_arguments_are_checked(native):
         (dict(k_solved_dtype=0), "k_solved_dtype must be 1 or 2, got 0"),
         (dict(group=3), "group must be 0, 1, 2, 4 or 8, got 3"),
         (dict(channels=32), "channels must be 0, 64 or 128, got 32"),
+        (dict(d_states_lost=4096), "d_states_lost and q_lost must be NULL but with key_dim = 64, got key_dim = 128"),
     ):
         with pytest.raises(library.NativeError, match=message):
             native.reverse(library.ReverseArgs(forward, **right | changes))
-    with pytest.raises(library.NativeError, match="key_dim = value_dim = 128, got 64 and 64"):
-        native.reverse(library.ReverseArgs(arguments(**half), **right))
+    with pytest.raises(library.NativeError, match="key_dim = value_dim = 64 or 128, got 32 and 32"):
+        native.reverse(library.ReverseArgs(arguments(**half | dict(key_dim=32, value_dim=32)), **right))
+    with pytest.raises(library.NativeError, match="channels must be 0 or 64 with value_dim = 64, got 128"):
+        native.reverse(library.ReverseArgs(arguments(**half), **right | dict(channels=128)))
+    with pytest.raises(library.NativeError, match="q_lost must be NULL but with k_solved_dtype = 1, got 2"):
+        native.reverse(library.ReverseArgs(arguments(**half), **right | dict(q_lost=4096)))
 
 
 @needs_nvcc
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
-@pytest.mark.parametrize("gate", ["softplus", "bounded", "given"])
-def test_what_another_backend_gives_to_reverse_is_complete(native, gate):
+@pytest.mark.parametrize("gate, D", [("softplus", 128), ("bounded", 128), ("given", 128), ("softplus", 64)])
+def test_what_another_backend_gives_to_reverse_is_complete(native, gate, D):
     """All that the library checks before it looks for a device, which it does not find here."""
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
@@ -204,15 +215,15 @@ def test_what_another_backend_gives_to_reverse_is_complete(native, gate):
 
     options = FUSED | ({"safe_gate": True, "lower_bound": -5.0} if gate == "bounded" else {}) if gate != "given" else {}
     how = dict(gate="mild") if gate == "given" else dict(gate="raw", beta="logits", A_log=True, dt_bias=True)
-    case = Case(gate, "", T=70, H=1, HV=1, K=128, V=128, options=options, **how)
+    case = Case(gate, "", T=70, H=1, HV=1, K=D, V=D, options=options, **how)
     arrays = checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")
     zeros = lambda *shape, dtype=torch.bfloat16: torch.zeros(shape, dtype=dtype)
-    tiles, rows, wide = zeros(2, 1, 3, 64, 128), zeros(1, 70, 1, 128), torch.float32
+    tiles, rows, wide, states = zeros(2, 1, 3, 64, D), zeros(1, 70, 1, D), torch.float32, zeros(2, 1, D, D)
     with pytest.raises(library.NativeError, match="CUDA error"):
         op.reverse(
             case.problem("bfloat16", needs_grad=True), arrays, tiles=tiles, k_solved=tiles, solved=zeros(2, 1, 64, 64),
-            decay=zeros(2, 1, 128, dtype=wide), factors=zeros(2, 1, 3, 64, dtype=wide), d_o=rows, d_final=None,
-            d_states=zeros(2, 1, 128, 128), d_v=zeros(1, 70, 1, 128), y_lost=None, alone=None, d_initial=None, group=1,
+            decay=zeros(2, 1, D, dtype=wide), factors=zeros(2, 1, 3, 64, dtype=wide), d_o=rows, d_final=None, d_states=states,
+            d_v=zeros(1, 70, 1, D), y_lost=None, alone=None, d_initial=None, group=1, d_states_lost=states if D == 64 else None,
         )  # fmt: skip
 
 
@@ -381,12 +392,23 @@ def test_refusals_name_their_reason():
     assert unsupported(CASES["plain"].problem()) is None
     for name, changes, reason in (
         ("plain", dict(dtype="float64"), "float32 or bfloat16 inputs"),
-        ("plain", dict(dtype="bfloat16"), "bfloat16 with K = V = 128, got K = 32, V = 16"),
+        ("plain", dict(dtype="bfloat16"), "bfloat16 with K = V = 64 or 128, got K = 32, V = 16"),
         ("plain", dict(dtype="bfloat16", K=128, V=128, beta_dtype="float16"), "gates and betas of either"),
         ("wide", {}, "up to 128"),
         ("plain", dict(return_intermediate_states=True), "intermediate states"),
     ):
         assert reason in unsupported(CASES[name].problem().replace(**changes))
+
+
+def test_sizes_that_no_gpu_has_shown_wait(monkeypatch):
+    from kdakit.backends import cuda
+
+    problem = CASES["plain"].problem("bfloat16").replace(K=64, V=64, state_dtype="float32")
+    monkeypatch.setattr(cuda, "SHOWN_BF16_HEADS", (128,))
+    monkeypatch.delenv("KDAKIT_UNCHECKED", raising=False)
+    assert "K = V = 64 on a GPU; KDAKIT_UNCHECKED=1 allows it" in unsupported(problem)
+    monkeypatch.setenv("KDAKIT_UNCHECKED", "1")
+    assert unsupported(problem) is None and cuda.default_config(problem, "cuda").head_dim == 64
 
 
 def test_dispatch_knows_the_library_in_both_frameworks():

@@ -21,7 +21,7 @@ pytestmark = emulated.needs_compiler
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
 outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-D, HV = 128, 2
+HV = 2
 LENGTHS = (0, 1, 130, 0, 64, 66)
 TINY = 2.0**-64
 
@@ -35,7 +35,7 @@ def bf16(x):
     return np.asarray(round_to(x, "bfloat16"), np.float64)
 
 
-def drawn(half, seed=0):
+def drawn(half, D, seed=0):
     """What the stages before it leave, rows by token: random, with gradients of very different sizes in value channels."""
     rng = np.random.default_rng(seed)
     T, N = sum(LENGTHS), len(LENGTHS)
@@ -58,9 +58,11 @@ def drawn(half, seed=0):
 
 
 def expected(x, half):
-    """The formula, with the kernel's roundings; y_lost as what it was lost from."""
+    """The formula, with the kernel's roundings; y_lost and d_states_lost as what they were lost from."""
+    D = x["decay"].shape[-1]
     out = dict(d_states=np.full((*x["tiles"].shape[:2], D, D), np.nan), d_v=np.full(x["d_o"].shape, np.nan))
     out |= dict(alone=np.full((*x["tiles"].shape[:2], CHUNK, D), np.nan), y_lost=np.full((len(LENGTHS), HV, CHUNK, D), np.nan))
+    out |= dict(d_states_lost=out["d_states"].copy())
     out |= dict(d_initial=np.zeros(x["d_final"].shape), after_first=np.full(x["d_final"].shape, np.nan))
     for n, length in enumerate(LENGTHS):
         first, slot = x["cu"][n], x["cu"][n] // CHUNK + n
@@ -69,6 +71,7 @@ def expected(x, half):
             for c in reversed(range(-(-length // CHUNK))):
                 C = min(CHUNK, length - c * CHUNK)
                 k_in, q, k_solved = x["tiles"][slot + c, h]
+                q = q + x["q_lost"][slot + c, h] if "q_lost" in x else q
                 d_o = np.zeros((CHUNK, D))
                 d_o[:C] = x["d_o"][0, first + c * CHUNK : first + c * CHUNK + C, h]
                 beta = np.float64(x["factors"][slot + c, h, 0])[:, None]
@@ -77,6 +80,7 @@ def expected(x, half):
                 y = x["solved"][slot + c, h].T @ d_o + k_solved @ left
                 d_v = bf16(beta * y)
                 out["d_states"][slot + c, h] = bf16(dS).T
+                out["d_states_lost"][slot + c, h] = dS.T
                 if c == 0 and length > CHUNK:
                     out["after_first"][n, h] = dS
                 out["d_v"][0, first + c * CHUNK : first + c * CHUNK + C, h] = d_v[:C]
@@ -103,14 +107,19 @@ def restored(x, found):
 
 
 def run(kernels, x, half, group=1, groups=1, order=1):
-    rows, T, N = row_order(group), sum(LENGTHS), len(LENGTHS)
+    """groups: of a block, or with 64 channels blocks of a multiprocessor."""
+    rows, T, N, D = row_order(group), sum(LENGTHS), len(LENGTHS), x["decay"].shape[-1]
     tiles, solved, factors = x["tiles"][..., rows, :], x["solved"][:, :, rows][..., rows], np.ascontiguousarray(x["factors"][..., rows])
     tiles_bits = bits(tiles)
     if half:
         tiles_bits[:, :, 2] = np.float16(tiles[:, :, 2]).view(np.uint16)
     given = dict(tiles=tiles_bits, solved=bits(solved), decay=x["decay"], factors=factors, d_o=bits(x["d_o"]), d_final=x["d_final"])
+    if "q_lost" in x:
+        given["q_lost"] = bits(x["q_lost"][..., rows, :])
     slots = len(tiles)
     written = dict(d_states=(slots, HV, D, D), d_v=(1, T, HV, D), alone=(slots, HV, CHUNK, D), y_lost=(N, HV, CHUNK, D))
+    if D == 64:
+        written["d_states_lost"] = written["d_states"]
     written = {name: np.full(shape, 0xFFFF, np.uint16) for name, shape in written.items()}
     written |= {name: np.full((N, HV, D, D), np.nan, np.float32) for name in ("d_initial", "after_first")}
     keep = {name: np.ascontiguousarray(y) for name, y in (given | written).items()}
@@ -124,11 +133,22 @@ def run(kernels, x, half, group=1, groups=1, order=1):
 
 
 @outside
-@pytest.mark.parametrize("half, group", [(False, 1), (False, 4), (True, 1)])
-def test_formula(kernels, half, group):
-    x = drawn(half)
+@pytest.mark.parametrize(
+    "half, group, D, exact",
+    [(False, 1, 128, 0), (False, 4, 128, 0), (True, 1, 128, 0), (False, 1, 64, 0), (False, 4, 64, 1), (True, 1, 64, 0)],
+)
+def test_formula(kernels, half, group, D, exact):
+    """exact: with what rounding takes from q_decayed, here as much as it leaves."""
+    x = drawn(half, D)
+    if exact:
+        x["q_lost"] = bf16(np.random.default_rng(1).standard_normal(x["tiles"][:, :, 1].shape) / 12)
     found, right = run(kernels, x, half, group), expected(x, half)
     found["y_lost"] = restored(x, found)
+    if D == 64:
+        found["d_states_lost"] += found["d_states"]
+        after, several = found["after_first"], [n for n, length in enumerate(LENGTHS) if length > CHUNK]
+        states = np.stack([found["d_states_lost"][x["cu"][n] // CHUNK + n] for n in several]).swapaxes(2, 3)
+        assert (np.abs(states - after[several]) <= 2.0**-16 * np.abs(after[several])).all(), "both parts are the state"
     for name, y in found.items():
         z = right[name]
         assert (np.isnan(y) == np.isnan(z)).all(), f"{name} is written where it should be"
@@ -139,20 +159,24 @@ def test_formula(kernels, half, group):
 
 
 @outside
-@pytest.mark.parametrize("half", [False, True])
-def test_bits_do_not_depend_on_blocks_or_threads(kernels, half):
-    x = drawn(half)
+@pytest.mark.parametrize("half, D", [(False, 128), (True, 128), (True, 64)])
+def test_bits_do_not_depend_on_blocks_or_threads(kernels, half, D):
+    x = drawn(half, D)
     one, two = (run(kernels, x, half, groups=groups, order=order) for groups, order in ((1, 1), (2, -1)))
     assert all((one[name] == two[name])[~np.isnan(one[name])].all() for name in one)
 
 
-SIZES = dict(H=1, HV=1, K=D, V=D)
+SIZES = dict(H=1, HV=1, K=128, V=128)
+OF_64 = dict(H=1, HV=1, K=64, V=64)
 TRAINED = [
     Case("plain", "any gate, betas of 0", T=70, gate="huge", beta="some_zero", **SIZES),
     Case("normed", "everything in the kernel", T=70, gate="raw", beta="logits", A_log=True, dt_bias=True,
          options=FUSED | {"safe_gate": True, "lower_bound": -5.0}, **SIZES),
     Case("packed", "sequences of all lengths", T=70, lengths=(0, 1, 66, 3), gate="raw", beta="logits", A_log=True, options=FUSED,
          **SIZES),
+    Case("plain_64", "64 channels, what rounding takes from q", T=70, gate="huge", beta="some_zero", **OF_64),
+    Case("normed_64", "states in two parts", T=70, gate="raw", beta="logits", A_log=True, dt_bias=True,
+         options=FUSED | {"safe_gate": True, "lower_bound": -5.0}, **OF_64),
 ]  # fmt: skip
 
 
@@ -171,7 +195,7 @@ def test_gradients(kernels, monkeypatch, case):
     calls = []
 
     def reverse(args):
-        calls.append(args.group)
+        calls.append((args.group, args.d_states_lost is not None, args.q_lost is not None))
         kernels.kda_emulate_reverse_bf16(ctypes.byref(args), 1, 1)
 
     monkeypatch.setenv(borrowed.VARIABLES["reverse"], "1")
@@ -180,5 +204,5 @@ def test_gradients(kernels, monkeypatch, case):
     problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
     found = checking.run_case("triton_gpu", case, "bfloat16")
     rows = checking.compare_quickly(problem, arrays, found, cotangents, "bfloat16")
-    assert calls == [4 if case.name == "plain" else 1]
+    assert calls == [(4 if "plain" in case.name else 1, case.name == "normed_64", case.name == "plain_64")]
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]

@@ -1,11 +1,12 @@
 """The native library (csrc/) behind PyTorch: prefill kernels for NVIDIA GPUs, reached through ctypes.
 
-float32 on any of them, head sizes below 128 padded to 64 or 128; bfloat16 on Hopper, K = V = 128. Needs libkdakit.so (`make cuda`), no
-torch headers.
+float32 on any of them, head sizes below 128 padded to 64 or 128; bfloat16 on Hopper, K = V = 64 or 128. Needs libkdakit.so (`make cuda`),
+no torch headers.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -19,6 +20,7 @@ gradients = "torch_native"
 step = None
 
 HEAD_DIMS = (64, 128)
+SHOWN_BF16_HEADS = (128,)  # K = V of the bfloat16 forwards that a GPU has shown to be right
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,10 @@ def unsupported(problem: Problem) -> str | None:
     if problem.dtype == "bfloat16":
         if not dtypes <= {"bfloat16", "float32"} or problem.state_dtype != "float32":
             return f"takes float32 states beside bfloat16 inputs, gates and betas of either; these are {', '.join(sorted(dtypes))}"
-        if (problem.K, problem.V) != (128, 128):
-            return f"computes bfloat16 with K = V = 128, got K = {problem.K}, V = {problem.V}"
+        if problem.K != problem.V or problem.K not in HEAD_DIMS:
+            return f"computes bfloat16 with K = V = 64 or 128, got K = {problem.K}, V = {problem.V}"
+        if problem.K not in SHOWN_BF16_HEADS and os.environ.get("KDAKIT_UNCHECKED", "0") != "1":
+            return f"has not run in bfloat16 with K = V = {problem.K} on a GPU; KDAKIT_UNCHECKED=1 allows it"
     elif dtypes != {"float32"}:
         return f"computes float32 or bfloat16 inputs; these are {', '.join(sorted(dtypes))}"
     if max(problem.K, problem.V) > HEAD_DIMS[-1]:
@@ -79,7 +83,7 @@ def unsupported(problem: Problem) -> str | None:
 
 
 # K = V of the kernels that another backend may have, by stage.
-LENT_HEADS = {"gradient": (128,), "rebuild": (64, 128), "reverse": (128,), "forward": (128,)}
+LENT_HEADS = {"gradient": (128,), "rebuild": (64, 128), "reverse": (64, 128), "forward": (128,)}
 
 
 def _not_lent(stage: str, problem: Problem, device: Any) -> str | None:
@@ -153,7 +157,7 @@ def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
     if problem.dtype == "bfloat16":
         # The library's choice depends on the other sequences of a call.
-        return Config("bf16", 128, 64, parts=1 if problem.options.deterministic else 0)
+        return Config("bf16", problem.K, 64, parts=1 if problem.options.deterministic else 0)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
     return Config("f32", D, 32 if small else 64)

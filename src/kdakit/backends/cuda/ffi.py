@@ -84,7 +84,7 @@ def expected_us(problem: Problem, device: Any) -> float | None:
 def default_config(problem: Problem, device: Any) -> Config:
     """bfloat16: one size. float32: chunks of 32 fit the shared memory of every device that can run the kernels."""
     if problem.dtype == "bfloat16":
-        return Config("bf16", 128, 64)
+        return Config("bf16", problem.K, 64)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     return Config("f32", D, 64 if problem.options.chunk_size > 32 and _large(D) else 32)
 

@@ -98,7 +98,7 @@ class ReverseArgs(Structure):
         *((name, c_void_p) for name in ("tiles", "solved", "decay", "factors", "d_o", "d_final")),
         *((name, c_void_p) for name in ("d_states", "d_v", "alone", "y_lost", "d_initial")),
         *((name, c_int32) for name in ("k_solved_dtype", "group", "channels", "reserved")),
-        ("after_first", c_void_p),
+        *((name, c_void_p) for name in ("after_first", "d_states_lost", "q_lost")),
     ]
 
     def __init__(self, forward: PrefillArgs, **fields):

@@ -217,10 +217,11 @@ def _stage_again(
 
 def reverse(
     problem: Problem, arrays: Arrays, *, tiles, k_solved, solved, decay, factors, d_o, d_final, d_states, d_v, y_lost, alone, d_initial,
-    group: int, after_first=None,
+    group: int, after_first=None, d_states_lost=None, q_lost=None,
 ) -> Repeat | None:  # fmt: skip
     """The gradient of the state in chunks of 64 tokens, bfloat16, from the end of each sequence (kda_reverse_args in kdakit.h): writes
-    d_states, d_v, y_lost, alone, d_initial and after_first. Returns how to repeat it; None: something had to be copied."""
+    d_states, d_v, y_lost, alone, d_initial, after_first and d_states_lost, those that are not None. Returns how to repeat it; None:
+    something had to be copied."""
     mine = d_o, d_final
     d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)
     unseen: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
@@ -232,7 +233,7 @@ def reverse(
     args = library.ReverseArgs(forward_args, k_solved_dtype=FLOAT16 if k_solved.dtype == torch.float16 else BFLOAT16, group=group)
     pointers = dict(
         tiles=tiles, solved=solved, decay=decay, factors=factors, d_o=d_o, d_final=d_final, d_states=d_states, d_v=d_v, alone=alone,
-        y_lost=y_lost, d_initial=d_initial, after_first=after_first,
+        y_lost=y_lost, d_initial=d_initial, after_first=after_first, d_states_lost=d_states_lost, q_lost=q_lost,
     )  # fmt: skip
     again = partial(_stage_again, "reverse", forward_args, args, tuple(pointers), d_v.device.index)
     every = (*unseen.values(), *given.values(), *pointers.values())

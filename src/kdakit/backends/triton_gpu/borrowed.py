@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, exact_q
+from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_q
 from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
@@ -50,15 +50,15 @@ def rebuild(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 
 def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's kernel for the gradient of the state; None: Triton's, and where what rounding takes from q counts."""
-    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not exact_q(problem)
+    """The lender's kernel for the gradient of the state; None: Triton's, and where what rounding takes from q counts, but with K = 64."""
+    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and (problem.K == 64 or not exact_q(problem))
     return lent("reverse", problem, device, fits)
 
 
 def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept, which it does not leave."""
+    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept, or states in float32."""
     given = problem.options.gate == "log_decay" and not config.bounded and not problem.options.l2norm
-    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep
+    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep and not exact_decay(problem)
     return lent("forward", problem, device, fits, given)
 
 

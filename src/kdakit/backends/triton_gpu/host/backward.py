@@ -199,12 +199,14 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     if arrays.initial_state is not None:
         d_initial = torch.empty(problem.state_shape, dtype=arrays.initial_state.dtype, device=device)
     given = dict(tiles=y.tiles, k_solved=k_solved(y, config), solved=solved, decay=y.decay, factors=y.factors, d_o=d_o, d_final=d_final)
-    written = dict(d_states=d_states, after_first=after_first, d_v=d_v, y_lost=y_lost, alone=alone, d_initial=d_initial)
+    given |= dict(q_lost=y.q_lost)
+    written = dict(d_states=d_states, d_states_lost=d_states_lost, after_first=after_first, d_v=d_v, y_lost=y_lost)
+    written |= dict(alone=alone, d_initial=d_initial)
     if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
-        launch(q_lost=y.q_lost, d_states_lost=d_states_lost, cu_seqlens=arrays.cu_seqlens, **given, **written)
+        launch(cu_seqlens=arrays.cu_seqlens, **given, **written)
     return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial)
 
 
