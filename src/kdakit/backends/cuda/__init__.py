@@ -78,14 +78,22 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def _not_lent(problem: Problem, device: Any) -> str | None:
-    """Why no other backend can have a kernel for such a problem there; None: it can."""
-    return "takes bfloat16" if problem.dtype != "bfloat16" else supports(problem.replace(needs_grad=False), device)
+# K = V of the kernels that another backend may have, by stage.
+LENT_HEADS = {"gradient": (64, 128), "rebuild": (128,), "reverse": (128,), "forward": (128,)}
+
+
+def _not_lent(stage: str, problem: Problem, device: Any) -> str | None:
+    """Why no other backend can have that stage's kernel for such a problem there; None: it can."""
+    if problem.dtype != "bfloat16":
+        return "takes bfloat16"
+    if problem.K != problem.V or problem.K not in LENT_HEADS[stage]:
+        return f"has that kernel for K = V in {LENT_HEADS[stage]}, got K = {problem.K}, V = {problem.V}"
+    return supports(problem.replace(needs_grad=False, K=128, V=128), device)  # what else it asks for does not depend on them
 
 
 def chunk_gradient(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.chunk_gradient`, None), for another backend's backward; or (None, why it cannot run such a problem there)."""
-    reason = _not_lent(problem, device)
+    reason = _not_lent("gradient", problem, device)
     if reason is not None:
         return None, reason
     from kdakit.backends.cuda import op
@@ -95,7 +103,7 @@ def chunk_gradient(problem: Problem, device: Any) -> tuple[Any, str | None]:
 
 def chunk_rebuild(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.chunk_rebuild`, None), for another backend's backward; or (None, why it cannot run such a problem there)."""
-    reason = _not_lent(problem, device)
+    reason = _not_lent("rebuild", problem, device)
     if reason is not None:
         return None, reason
     from kdakit.backends.cuda import op
@@ -105,7 +113,7 @@ def chunk_rebuild(problem: Problem, device: Any) -> tuple[Any, str | None]:
 
 def reverse(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.reverse`, None), for another backend's backward; or (None, why it cannot run such a problem there)."""
-    reason = _not_lent(problem, device)
+    reason = _not_lent("reverse", problem, device)
     if reason is not None:
         return None, reason
     from kdakit.backends.cuda import op
@@ -117,7 +125,7 @@ def kept_forward(problem: Problem, device: Any) -> tuple[Any, str | None]:
     """(`op.forward_kept` for the problem, None), before another backend's backward; or (None, why it cannot run such a problem there)."""
     o = problem.options
     kept = o.gate == "log_decay" or o.l2norm
-    reason = _not_lent(problem, device) if kept else "keeps for a backward what given log-decays leave, or normalised keys"
+    reason = _not_lent("forward", problem, device) if kept else "keeps for a backward what given log-decays leave, or normalised keys"
     if reason is not None:
         return None, reason
     from kdakit.backends.cuda import op
