@@ -1,7 +1,8 @@
 // Backward of a chunk: every product over V, and through the chunk's decayed products to the gradients of q, k, g and beta. One block of
 // sixteen warps per multiprocessor, or two of eight for 64 channels, walks over chunks of all heads; what the next one's products need
-// comes while this one's gradients are made. q, k and g of a lane's four tokens and four channels are read once and stay in registers; one warp finds the next chunk for all;
-// warps are dealt to schedulers so that all have as many products. No atomics: the same call gives the same bits.
+// comes while this one's gradients are made. q, k and g of a lane's four tokens and four channels are read once and stay in registers; one
+// warp finds the next chunk for all; warps are dealt to schedulers so that all have as many products. No atomics: the same call gives the
+// same bits.
 //
 //   fetched: S, dS', d_o, d_v, r, lower      -> hopper_gradient_products.cuh: v_new, d_beta, pairs, gradients of q_decayed, k_in, k_decayed
 //   q, k, g                                  -> hopper_gradient_pairs.cuh: decayed tiles; all pairs, from the farthest to a warp's own
@@ -63,7 +64,8 @@ __global__ void __launch_bounds__(Seat<HEAD>::kThreads, Seat<HEAD>::kBlocksAtOnc
     if (at.lane == 0) at.floats(at.kAtLargest)[at.warp] = largest;
     if (at.warp == at.kStrengths || at.warp == at.kStrengths + 1)
       write_d_beta(p, chunk_at(turn, at), factors, at.thread - at.kStrengths * 32, at);
-    if (at.warp >= at.kDecays && (!Seat<HEAD>::kNarrow || at.warp < at.kDecays + at.kSlices)) add_decay_products(at.thread - at.kDecays * 32, at);
+    if (at.warp >= at.kDecays && (!Seat<HEAD>::kNarrow || at.warp < at.kDecays + at.kSlices))
+      add_decay_products(at.thread - at.kDecays * 32, at);
     Tokens x;
     make_gates<GATE, BOUNDED, G32>(p, turn, g, x, at);
     __syncthreads();

@@ -41,14 +41,14 @@ struct Seat {
   static constexpr int kAtSteps = kNarrow ? kAfterExponents : kAtSums + kOfGroups;
   static_assert(!kNarrow || kAtSteps + kOfGroups <= kAtVNew, "steps lie beside exponents");
   static constexpr int kAtAhead = kNarrow ? kAtSums + kOfGroups : kAtSteps + kOfGroups;
-  static constexpr int kAtFactors = kAtAhead + kOfGroups;   // twice: the next chunk's come while this one's are in use
-  static constexpr int kAtDots = kAtFactors + 2 * 768;      // [2][64][slices] float32
+  static constexpr int kAtFactors = kAtAhead + kOfGroups;  // twice: the next chunk's come while this one's are in use
+  static constexpr int kAtDots = kAtFactors + 2 * 768;     // [2][64][slices] float32
   static constexpr int kAtDDecay = kAtDots + 2 * kChunk * kSlices * 4, kAtDiagonal = kAtDDecay + 4 * HEAD;
   static constexpr int kAtLargest = kAtDiagonal + 256;
-  static constexpr int kAtPower = kAtLargest + 4 * kWarps;  // the power of two that pairs are divided by
-  static constexpr int kAtDeep = kAtPower + 16;             // [groups][slices] int: steps of two powers
+  static constexpr int kAtPower = kAtLargest + 4 * kWarps;         // the power of two that pairs are divided by
+  static constexpr int kAtDeep = kAtPower + 16;                    // [groups][slices] int: steps of two powers
   static constexpr int kAtBias = kAtDeep + kGroups * kSlices * 4;  // twice: dt_bias of the head
-  static constexpr int kAtChunk = kAtBias + 2 * 4 * HEAD;   // twice
+  static constexpr int kAtChunk = kAtBias + 2 * 4 * HEAD;          // twice
   static constexpr int kChunkBytes = 80;
   static constexpr int kBytes = kAtChunk + 2 * kChunkBytes;
   static_assert(kBytes <= (kNarrow ? 115712 : 232448), "one block on a multiprocessor, or two");
@@ -63,10 +63,11 @@ struct Seat {
   // of the ten warps that make pairs; of eight blocks b and 3 - b, and two or three of the ten blocks of pairs.
   static constexpr uint32_t kBlocks = kNarrow ? 0x1be4u : 0x8dd27827u;
   static constexpr int kPairs = kNarrow ? 2 : 1;  // blocks of pairs that a warp makes at most
-  // Warps that make no pairs, or few, do the chunk's small things; one of those with the fewest columns of lower finds the next chunk.
-  static constexpr int kScout = kNarrow ? 7 : 4, kStrengths = kNarrow ? 6 : 9, kDecays = kNarrow ? 0 : 12;  // d_beta: two; d_decay: HEAD / 32
+  // Warps that make no pairs, or few, do the chunk's small things: two d_beta, HEAD / 32 d_decay; one of those with the fewest columns of
+  // lower finds the next chunk.
+  static constexpr int kScout = kNarrow ? 7 : 4, kStrengths = kNarrow ? 6 : 9, kDecays = kNarrow ? 0 : 12;
 
-  // The thread, in its warp.
+  // And a thread of the block.
   uint32_t smem;
   uint8_t* bytes;  // the same
   int thread, lane, warp, block, slice;
@@ -133,7 +134,8 @@ __device__ __forceinline__ Chunk& chunk_at(int turn, const Seat<HEAD>& at) {
 
 // One warp: the next chunk from `item` on that holds tokens; item >= items: there is none. Of those that hold none, shares are zero.
 template <int HEAD>
-__device__ __forceinline__ void find_chunk(const HopperGradient& p, int64_t item, int64_t items, int64_t step, int turn, const Seat<HEAD>& at) {
+__device__ __forceinline__ void find_chunk(const HopperGradient& p, int64_t item, int64_t items, int64_t step, int turn,
+                                           const Seat<HEAD>& at) {
   Chunk c{};
   c.item = item;
   int64_t batch = 0, first = 0;
@@ -179,7 +181,8 @@ __device__ __forceinline__ void fetch_tokens(int place, const void* tensor, cons
 #pragma unroll
   for (int i = 0; i < kChunk; i += 32) {
     const bool inside = row + i < length;
-    copy_async(at.smem + place + tile_at<HEAD>(row, unit) + i * at.kRow, from + (inside ? (row + i) * stride + unit * 16 : 0), inside ? 16 : 0);
+    copy_async(at.smem + place + tile_at<HEAD>(row, unit) + i * at.kRow, from + (inside ? (row + i) * stride + unit * 16 : 0),
+               inside ? 16 : 0);
   }
 }
 
@@ -221,7 +224,8 @@ __device__ __forceinline__ void fetch_lower(const Given<HEAD>& p, int turn, cons
   if constexpr (Seat<HEAD>::kNarrow) {
     if (!p.states_lost) return;
     const int64_t first = c.item * at.kState + at.thread * 16;
-    const auto *d_states = static_cast<const uint8_t*>(p.d_states_lost) + first, *states = static_cast<const uint8_t*>(p.states_lost) + first;
+    const auto *d_states = static_cast<const uint8_t*>(p.d_states_lost) + first,
+               *states = static_cast<const uint8_t*>(p.states_lost) + first;
     const uint32_t to = at.smem + tile_at<HEAD>(at.thread / (HEAD / 8), at.thread % (HEAD / 8));
 #pragma unroll
     for (int i = 0; i < at.kState; i += at.kThreads * 16) {

@@ -57,7 +57,8 @@ __device__ __forceinline__ float sum_of_lanes(const float (&x)[N], int lane) {
 // of two. What lies along q and k, and what groups give to gates of earlier ones and of later ones, go to shared memory.
 template <int HEAD>
 __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const Raw<uint2>& q, const Raw<uint2>& k,
-                                            const float* factors, float unit, ByToken& d_q, ByToken& d_k, ByToken& d_c, const Seat<HEAD>& at) {
+                                            const float* factors, float unit, ByToken& d_q, ByToken& d_k, ByToken& d_c,
+                                            const Seat<HEAD>& at) {
   const Norms norms(factors, p.group_bits, at);
   const uint32_t tile = at.smem + at.kAtVNew + at.in_tile();
   float along[8];
@@ -107,7 +108,8 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
     for (int t = 0; t < 4; ++t) d_c[t][c] += other;
   }
   store_four(at.floats(at.second() ? at.kAtAhead : at.kAtSums) + at.group() * HEAD + at.channel(), all);
-  if (p.in.l2norm) at.floats(at.kAtDots)[((at.lane & 4) * 16 + at.token() + at.lane % 4) * at.kSlices + at.slice] = sum_of_lanes(along, at.lane);
+  if (p.in.l2norm)
+    at.floats(at.kAtDots)[((at.lane & 4) * 16 + at.token() + at.lane % 4) * at.kSlices + at.slice] = sum_of_lanes(along, at.lane);
 }
 
 // What all gates of the lane's group get from the state and from the other groups.

@@ -30,7 +30,8 @@ struct Lower {
   }
 
   template <bool WIDE>
-  __device__ __forceinline__ void load(uint32_t (&big)[4], uint32_t (&small)[4], const float* beta, int bits, int j, const Seat<HEAD>& at) const {
+  __device__ __forceinline__ void load(uint32_t (&big)[4], uint32_t (&small)[4], const float* beta, int bits, int j,
+                                       const Seat<HEAD>& at) const {
     float x[4][2], b[2][2];  // [operand][column]; [columns 0 and 1 | 8 and 9]
     const int to_j = row_of(16 * j, bits);
 #pragma unroll
@@ -262,15 +263,15 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, const Ch
 #pragma unroll 2  // more would want more registers
     for (int s = 0; s < HEAD / 16; ++s) {
       uint32_t a[4], b[2][4];
-      const uint32_t from = rows ^ (s << 5);
-      load_matrices_transposed(b[0], depth + at.kAtS + s * (2 * at.kEight)), load_matrices_transposed(b[1], beside + at.kAtS + s * (2 * at.kEight));
+      const uint32_t from = rows ^ (s << 5), step = s * (2 * at.kEight);
+      load_matrices_transposed(b[0], depth + at.kAtS + step), load_matrices_transposed(b[1], beside + at.kAtS + step);
       load_matrices(a, from + at.kAtDO);
 #pragma unroll
       for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
       load_matrices(a, from + at.kAtDV);
 #pragma unroll
       for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-      load_matrices_transposed(b[0], depth + at.kAtDS + s * (2 * at.kEight)), load_matrices_transposed(b[1], beside + at.kAtDS + s * (2 * at.kEight));
+      load_matrices_transposed(b[0], depth + at.kAtDS + step), load_matrices_transposed(b[1], beside + at.kAtDS + step);
       load_matrices(a, from + at.kAtVNew);
 #pragma unroll
       for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
@@ -307,7 +308,7 @@ __device__ __forceinline__ void store_part(float (&sum)[4], const Seat<HEAD>& at
 
 // sum_v S dS' at the ends of a sequence, where S and dS' are float32, or one of them: short sequences have no rounding that this could hide
 // behind. Rows as they lie in memory, eight a warp, four at a time: of [V, K] they are value channels and add up as in `decay_products`;
-// of [K, V] key channels, two of four in a lane once it has added its neighbour's, and pairs of lanes make as many parts as there are warps.
+// of [K, V] key channels, two of four in a lane once it has added its neighbour's, and pairs of lanes make a part each.
 template <bool V_FIRST, int HEAD>
 __device__ __forceinline__ void decay_products_of_ends(const float* initial, const float* final, const Seat<HEAD>& at) {
   float sum[4] = {}, *parts = at.floats(at.kAtParts);

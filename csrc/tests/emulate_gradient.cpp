@@ -24,7 +24,8 @@ static void run_gate(const Given<HEAD> &p, int64_t items, unsigned blocks, int o
     case Gate::bounded: return run<Gate::bounded, true, HEAD>(p, items, blocks, order);
     case Gate::softplus: return run<Gate::softplus, false, HEAD>(p, items, blocks, order);
     case Gate::log_decay:
-      return p.in.safe ? run<Gate::log_decay, true, HEAD>(p, items, blocks, order) : run<Gate::log_decay, false, HEAD>(p, items, blocks, order);
+      return p.in.safe ? run<Gate::log_decay, true, HEAD>(p, items, blocks, order)
+                       : run<Gate::log_decay, false, HEAD>(p, items, blocks, order);
   }
 }
 
