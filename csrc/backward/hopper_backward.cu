@@ -32,6 +32,8 @@ kda_status check_gradient(const kda_gradient_args &args, const kda_prefill_args 
       {"d_beta", args.d_beta, true}, {"A_shares", args.A_shares, forward.A_log != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
       {"bias_shares", args.bias_shares, forward.dt_bias != nullptr && forward.gate != KDA_GATE_LOG_DECAY},
       {"before_last", args.before_last, false}, {"after_first", args.after_first, false},
+      {"states_lost", args.states_lost, args.d_states_lost != nullptr},
+      {"d_states_lost", args.d_states_lost, args.states_lost != nullptr},
       {"forward->initial_state", forward.initial_state, false},
   };
   return check_pointers(tensors);
@@ -97,7 +99,9 @@ kda_status check_inputs(const kda_prefill_args &forward) {
 }  // namespace
 
 kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &forward) {
-  KDA_TRY(check_sizes(forward));
+  KDA_TRY(check_sizes(forward, true));
+  if (args.states_lost != nullptr && forward.key_dim != 64)
+    return fail(KDA_UNSUPPORTED, "states_lost must be NULL but with key_dim = 64, got key_dim = %lld", (long long)forward.key_dim);
   KDA_TRY(check_lower(args.lower_dtype, args.group));
   if (args.d_q_dtype != KDA_BFLOAT16 && args.d_q_dtype != KDA_FLOAT32)
     return fail(KDA_INVALID_ARGUMENT, "d_q_dtype must be %d or %d, got %d", KDA_BFLOAT16, KDA_FLOAT32, args.d_q_dtype);
@@ -106,7 +110,8 @@ kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &
   KDA_TRY(check_gradient(args, forward));
   KDA_TRY(check_hopper());
   const auto stream = static_cast<cudaStream_t>(forward.stream);
-  KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), hopper::slots_of(forward), stream));
+  const int head = static_cast<int>(forward.key_dim);
+  KDA_CUDA(hopper::launch_gradient(hopper::gradient_of(args, forward), head, hopper::slots_of(forward), stream));
   return KDA_OK;
 }
 

@@ -1,7 +1,8 @@
 // Backward of a chunk: every product over V, and through the chunk's decayed products to the gradients of q, k, g and beta. One block of
-// sixteen warps per multiprocessor walks over chunks of all heads; what the next one's products need comes while this one's gradients are
-// made. q, k and g of a lane's four tokens and four channels are read once and stay in registers; one warp finds the next chunk for all;
-// warps are dealt to schedulers so that all have as many products. No atomics: the same call gives the same bits.
+// sixteen warps per multiprocessor, or two of eight for 64 channels, walks over chunks of all heads; what the next one's products need
+// comes while this one's gradients are made. q, k and g of a lane's four tokens and four channels are read once and stay in registers; one
+// warp finds the next chunk for all; warps are dealt to schedulers so that all have as many products. No atomics: the same call gives the
+// same bits.
 //
 //   fetched: S, dS', d_o, d_v, r, lower      -> hopper_gradient_products.cuh: v_new, d_beta, pairs, gradients of q_decayed, k_in, k_decayed
 //   q, k, g                                  -> hopper_gradient_pairs.cuh: decayed tiles; all pairs, from the farthest to a warp's own
@@ -11,15 +12,13 @@
 namespace kda::hopper {
 namespace {
 
-// Warps that make no pairs do the chunk's small things; one of those with the fewest columns of lower finds the next chunk.
-constexpr int kScout = 4, kStrengths = 9, kDecays = 12;  // finds the next chunk; two: d_beta; four: d_decay
-
 // The power of two above or at the largest of the warps' pairs, not so small that what the state gives would overflow when divided by it.
-__device__ __forceinline__ float power_of_largest(const Seat& at) {
+template <int HEAD>
+__device__ __forceinline__ float power_of_largest(const Seat<HEAD>& at) {
   float largest = 0x1p-60f;
 #pragma unroll
-  for (int i = 0; i < kGradientWarps; i += 4) {
-    const float4 x = load_four(at.floats(kAtLargest) + i);
+  for (int i = 0; i < at.kWarps; i += 4) {
+    const float4 x = load_four(at.floats(at.kAtLargest) + i);
     largest = fmaxf(fmaxf(largest, fmaxf(x.x, x.y)), fmaxf(x.z, x.w));
   }
   return __uint_as_float(__float_as_uint(fminf(largest, 0x1p120f)) & 0x7f800000u);
@@ -33,65 +32,71 @@ __device__ __forceinline__ float largest_of_warp(float x) {
 
 }  // namespace
 
-template <Gate GATE, bool BOUNDED, bool G32>
-__global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __grid_constant__ HopperGradient p, int64_t items) {
+template <Gate GATE, bool BOUNDED, bool G32, int HEAD>
+__global__ void __launch_bounds__(Seat<HEAD>::kThreads, Seat<HEAD>::kBlocksAtOnce)
+    gradient_kernel(const __grid_constant__ Given<HEAD> p, int64_t items) {
 #ifdef KDA_EMULATE
   uint8_t* bytes = memory;
 #else
   extern __shared__ __align__(1024) uint8_t bytes[];
 #endif
-  Seat at = seat_of(bytes);
-  if (at.warp == kScout) find_chunk(p, blockIdx.x, items, gridDim.x, 0, at);
+  Seat<HEAD> at = seat_of<HEAD>(bytes);
+  if (at.warp == at.kScout) find_chunk(p, blockIdx.x, items, gridDim.x, 0, at);
   __syncthreads();
   if (chunk_at(0, at).item < items) fetch_states(p, 0, at), fetch_lower(p, 0, at);
   for (int turn = 0; chunk_at(turn, at).item < items; turn ^= 1) {
     copy_async_wait();
     __syncthreads();
-    at = seat_of(bytes);
-    const float* factors = at.floats(kAtFactors + turn * 768);
+    at = seat_of<HEAD>(bytes);
+    const float* factors = at.floats(at.kAtFactors + turn * 768);
     Raw<uint2> q, k;
     RawGates<G32> g;
     load_tokens(q, k, g, p, chunk_at(turn, at), at);
-    if (at.warp == kScout) find_chunk(p, chunk_at(turn, at).item + gridDim.x, items, gridDim.x, turn ^ 1, at);
+    if (at.warp == at.kScout) find_chunk(p, chunk_at(turn, at).item + gridDim.x, items, gridDim.x, turn ^ 1, at);
     make_v_new(p, chunk_at(turn, at), factors, at);
     decay_products(p, chunk_at(turn, at), at);
     __syncthreads();
-    float pairs_q[2][4] = {}, pairs_k[2][4] = {};
-    const float largest = largest_of_warp(make_pairs(p, pairs_q, pairs_k, at));
-    if (at.lane == 0) at.floats(kAtLargest)[at.warp] = largest;
-    if (at.warp == kStrengths || at.warp == kStrengths + 1)
-      write_d_beta(p, chunk_at(turn, at), factors, at.thread - kStrengths * 32, at);
-    if (at.warp >= kDecays) add_decay_products(at.thread - kDecays * 32, at);
+    constexpr int kPairs = Seat<HEAD>::kPairs;
+    float pairs_q[kPairs][2][4] = {}, pairs_k[kPairs][2][4] = {};
+    float largest = make_pairs<0>(p, pairs_q[0], pairs_k[0], at);
+    if (kPairs == 2) largest = fmaxf(largest, make_pairs<1>(p, pairs_q[kPairs - 1], pairs_k[kPairs - 1], at));
+    largest = largest_of_warp(largest);
+    if (at.lane == 0) at.floats(at.kAtLargest)[at.warp] = largest;
+    if (at.warp == at.kStrengths || at.warp == at.kStrengths + 1)
+      write_d_beta(p, chunk_at(turn, at), factors, at.thread - at.kStrengths * 32, at);
+    if (at.warp >= at.kDecays && (!Seat<HEAD>::kNarrow || at.warp < at.kDecays + at.kSlices))
+      add_decay_products(at.thread - at.kDecays * 32, at);
     Tokens x;
     make_gates<GATE, BOUNDED, G32>(p, turn, g, x, at);
     __syncthreads();
     const float power = power_of_largest(at), unit = over_power(power);
-    if (at.thread == 0) *at.floats(kAtPower) = power;
-    store_pairs(pairs_q, pairs_k, unit, at);
+    if (at.thread == 0) *at.floats(at.kAtPower) = power;
+    store_pairs<0>(pairs_q[0], pairs_k[0], unit, at);
+    if (kPairs == 2) store_pairs<1>(pairs_q[kPairs - 1], pairs_k[kPairs - 1], unit, at);
     refer<BOUNDED>(x, at);
     make_tiles(p, x, q, k, factors, at);
-    at = seat_of(bytes);
+    at = seat_of<HEAD>(bytes);
     q.forget(), k.forget();
     if (!G32) g.forget();
     Results d_q = {}, d_k = {}, d_c = {};
     state_products(p, chunk_at(turn, at), d_q, d_k, d_c, unit, at);
     __syncthreads();
-    at = seat_of(bytes);
+    at = seat_of<HEAD>(bytes);
     if (chunk_at(turn ^ 1, at).item < items) fetch_states(p, turn ^ 1, at);
     keep_state_part(d_c, at);
     row_pairs<BOUNDED>(d_q, d_k, at);
     column_pairs<BOUNDED>(d_c, at);
     __syncthreads();
-    at = seat_of(bytes);
+    at = seat_of<HEAD>(bytes);
     ByToken by_q, by_k, by_c;
     by_token(by_q, d_q, at), by_token(by_k, d_k, at), by_token(by_c, d_c, at);
     q.forget(), k.forget();
-    undo_decays(p, x, q, k, factors, over_power(*at.floats(kAtPower)), by_q, by_k, by_c, at);
+    undo_decays(p, x, q, k, factors, over_power(*at.floats(at.kAtPower)), by_q, by_k, by_c, at);
     __syncthreads();
-    at = seat_of(bytes);
+    at = seat_of<HEAD>(bytes);
     q.forget(), k.forget();
     if (chunk_at(turn ^ 1, at).item < items) fetch_lower(p, turn ^ 1, at);
-    write_gradients<GATE, BOUNDED, G32>(p, turn, q, k, g, x.raised, factors, *at.floats(kAtPower), by_q, by_k, by_c, at);
+    write_gradients<GATE, BOUNDED, G32>(p, turn, q, k, g, x.raised, factors, *at.floats(at.kAtPower), by_q, by_k, by_c, at);
     if (GATE != Gate::log_decay && (p.A_shares || p.bias_shares)) {
       __syncthreads();
       write_shares(p, chunk_at(turn, at), at);
@@ -102,33 +107,40 @@ __global__ void __launch_bounds__(kGradientThreads, 1) gradient_kernel(const __g
 #ifndef KDA_EMULATE
 namespace {
 
-template <Gate GATE, bool BOUNDED, bool G32>
-cudaError_t launch(const HopperGradient& p, int64_t items, cudaStream_t stream) {
-  const auto kernel = gradient_kernel<GATE, BOUNDED, G32>;
+template <Gate GATE, bool BOUNDED, bool G32, int HEAD>
+cudaError_t launch(const Given<HEAD>& p, int64_t items, cudaStream_t stream) {
+  using Of = Seat<HEAD>;
+  const auto kernel = gradient_kernel<GATE, BOUNDED, G32, HEAD>;
   int device = 0, processors = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kGradientBytes);
+  if (status == cudaSuccess) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Of::kBytes);
   if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(items < processors ? items : processors), kGradientThreads, kGradientBytes, stream>>>(p, items);
+  const int64_t most = int64_t{processors} * Of::kBlocksAtOnce;
+  kernel<<<static_cast<unsigned>(items < most ? items : most), Of::kThreads, Of::kBytes, stream>>>(p, items);
   return cudaGetLastError();
 }
-template <Gate GATE, bool BOUNDED>
-cudaError_t with_dtype(const HopperGradient& p, int64_t items, cudaStream_t stream) {
-  return p.in.gate_float32 ? launch<GATE, BOUNDED, true>(p, items, stream) : launch<GATE, BOUNDED, false>(p, items, stream);
+template <Gate GATE, bool BOUNDED, int HEAD>
+cudaError_t with_dtype(const Given<HEAD>& p, int64_t items, cudaStream_t stream) {
+  return p.in.gate_float32 ? launch<GATE, BOUNDED, true, HEAD>(p, items, stream) : launch<GATE, BOUNDED, false, HEAD>(p, items, stream);
+}
+template <int HEAD>
+cudaError_t with_gate(const Given<HEAD>& p, int64_t slots, cudaStream_t stream) {
+  const int64_t items = slots * p.in.HV;
+  switch (p.in.gate) {
+    case Gate::bounded: return with_dtype<Gate::bounded, true, HEAD>(p, items, stream);
+    case Gate::softplus: return with_dtype<Gate::softplus, false, HEAD>(p, items, stream);
+    case Gate::log_decay:
+      return p.in.safe ? with_dtype<Gate::log_decay, true, HEAD>(p, items, stream)
+                       : with_dtype<Gate::log_decay, false, HEAD>(p, items, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream) {
-  const int64_t items = slots * p.in.HV;
-  switch (p.in.gate) {
-    case Gate::bounded: return with_dtype<Gate::bounded, true>(p, items, stream);
-    case Gate::softplus: return with_dtype<Gate::softplus, false>(p, items, stream);
-    case Gate::log_decay:
-      return p.in.safe ? with_dtype<Gate::log_decay, true>(p, items, stream) : with_dtype<Gate::log_decay, false>(p, items, stream);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t launch_gradient(const HopperGradient64& p, int head, int64_t slots, cudaStream_t stream) {
+  return head == 64 ? with_gate<64>(p, slots, stream) : with_gate<128>(p, slots, stream);
 }
 #endif
 

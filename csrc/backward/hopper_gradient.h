@@ -1,5 +1,7 @@
-// bfloat16 KDA backward for sm_90a, K = V = 128: what its kernel over chunks is given.
+// bfloat16 KDA backward for sm_90a, K = V = 64 or 128: what its kernel over chunks is given. Sizes are those of 128.
 #pragma once
+#include <type_traits>
+
 #include "../prefill/hopper.h"
 
 namespace kda::hopper {
@@ -23,6 +25,12 @@ struct HopperGradient {
   int group_bits;  // rows of lower and factors, group = 2^group_bits: token t of each 32 is in row t % group * (32 / group) + t / group
 };
 
-cudaError_t launch_gradient(const HopperGradient& p, int64_t slots, cudaStream_t stream);
+struct HopperGradient64 : HopperGradient {
+  const void *states_lost, *d_states_lost;  // as states and d_states, both or neither: what rounding took from them, for sum_v S dS'
+};
+template <int HEAD>
+using Given = std::conditional_t<HEAD == 64, HopperGradient64, HopperGradient>;
+
+cudaError_t launch_gradient(const HopperGradient64& p, int head, int64_t slots, cudaStream_t stream);  // head: K = V, 64 or 128
 
 }  // namespace kda::hopper

@@ -14,14 +14,16 @@ namespace kda::hopper {
 using ByToken = float[4][4];  // [token][channel]
 
 // Where a lane's first token and channels lie in its warp's patch.
-__device__ __forceinline__ uint8_t* patch_of(const Seat& at) {
-  return at.bytes + kAtRowsQ + at.warp * kPatch + at.lane / 8 * 4 * kPatchPitch + at.lane % 8 * 16;
+template <int HEAD>
+__device__ __forceinline__ uint8_t* patch_of(const Seat<HEAD>& at) {
+  return at.bytes + at.kAtRowsQ + at.warp * kPatch + at.lane / 8 * 4 * kPatchPitch + at.lane % 8 * 16;
 }
 __device__ __forceinline__ float* in_patch(uint8_t* patch, int t) { return reinterpret_cast<float*>(patch + t * kPatchPitch); }
 
 // Results of mma.sync to a lane's tokens, within the warp.
-__device__ __forceinline__ void by_token(ByToken& y, const Results& x, const Seat& at) {
-  uint8_t *to = at.bytes + kAtRowsQ + at.warp * kPatch + at.lane / 4 * kPatchPitch + at.lane % 4 * 8, *from = patch_of(at);
+template <int HEAD>
+__device__ __forceinline__ void by_token(ByToken& y, const Results& x, const Seat<HEAD>& at) {
+  uint8_t *to = at.bytes + at.kAtRowsQ + at.warp * kPatch + at.lane / 4 * kPatchPitch + at.lane % 4 * 8, *from = patch_of(at);
 #pragma unroll
   for (int t = 0; t < 4; ++t)
 #pragma unroll
@@ -53,10 +55,12 @@ __device__ __forceinline__ float sum_of_lanes(const float (&x)[N], int lane) {
 
 // d_q and d_k become gradients of normalised q and k, d_c what its group's tokens give to each gate; all still divided by the chunk's power
 // of two. What lies along q and k, and what groups give to gates of earlier ones and of later ones, go to shared memory.
+template <int HEAD>
 __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Tokens& x, const Raw<uint2>& q, const Raw<uint2>& k,
-                                            const float* factors, float unit, ByToken& d_q, ByToken& d_k, ByToken& d_c, const Seat& at) {
+                                            const float* factors, float unit, ByToken& d_q, ByToken& d_k, ByToken& d_c,
+                                            const Seat<HEAD>& at) {
   const Norms norms(factors, p.group_bits, at);
-  const uint32_t tile = at.smem + kAtVNew + at.in_tile();
+  const uint32_t tile = at.smem + at.kAtVNew + at.in_tile();
   float along[8];
   uint8_t* patch = patch_of(at);
 #pragma unroll
@@ -64,8 +68,8 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
     float s[4], part[4], ahead[4];
     unpack(s, load_four(exponents_of(at) + t * 128));
     const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
-    const float diagonal = at.floats(kAtDiagonal)[at.token() + t] * unit;
-    unpack(part, load_shared_pair(tile ^ (t * 272)));
+    const float diagonal = at.floats(at.kAtDiagonal)[at.token() + t] * unit;
+    unpack(part, load_shared_pair(tile ^ (t * (at.kRow + 16))));
     float rows_q[4], rows_k[4], columns[4];
     unpack(rows_q, y.rows_q), unpack(rows_k, y.rows_k), unpack(columns, y.columns);
     along[t] = along[4 + t] = 0.0f;
@@ -103,21 +107,23 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
 #pragma unroll
     for (int t = 0; t < 4; ++t) d_c[t][c] += other;
   }
-  store_four(at.floats(at.second() ? kAtAhead : kAtSums) + at.group() * kHead + at.channel(), all);
-  if (p.in.l2norm) at.floats(kAtDots)[((at.lane & 4) * 16 + at.token() + at.lane % 4) * 4 + at.slice] = sum_of_lanes(along, at.lane);
+  store_four(at.floats(at.second() ? at.kAtAhead : at.kAtSums) + at.group() * HEAD + at.channel(), all);
+  if (p.in.l2norm)
+    at.floats(at.kAtDots)[((at.lane & 4) * 16 + at.token() + at.lane % 4) * at.kSlices + at.slice] = sum_of_lanes(along, at.lane);
 }
 
 // What all gates of the lane's group get from the state and from the other groups.
-__device__ __forceinline__ void shares_of_all(float (&all)[4], float unit, const Seat& at) {
+template <int HEAD>
+__device__ __forceinline__ void shares_of_all(float (&all)[4], float unit, const Seat<HEAD>& at) {
   const int group = at.group();
-  unpack(all, load_four(at.floats(kAtDDecay) + at.channel()));
+  unpack(all, load_four(at.floats(at.kAtDDecay) + at.channel()));
 #pragma unroll
   for (int c = 0; c < 4; ++c) all[c] *= unit;
 #pragma unroll
   for (int i = 0; i < kGroups; ++i)
     if (i != group) {
       float z[4];
-      unpack(z, load_four(at.floats(i > group ? kAtSums : kAtAhead) + i * kHead + at.channel()));
+      unpack(z, load_four(at.floats(i > group ? at.kAtSums : at.kAtAhead) + i * HEAD + at.channel()));
 #pragma unroll
       for (int c = 0; c < 4; ++c) all[c] += z[c];
     }
@@ -131,10 +137,10 @@ __device__ __forceinline__ void write_four(uint8_t* to, bool wide, const float (
 }
 
 // d_q, d_k, d_g of the lane's tokens; sums over them of the gradients of the gate's parameters go to shared memory.
-template <Gate GATE, bool BOUNDED, bool G32>
+template <Gate GATE, bool BOUNDED, bool G32, int HEAD>
 __device__ __forceinline__ void write_gradients(const HopperGradient& p, int turn, const Raw<uint2>& keys_q, const Raw<uint2>& keys_k,
                                                 RawGates<G32>& raw, bool raised, const float* factors, float back, const ByToken& d_q,
-                                                const ByToken& d_k, const ByToken& d_c, const Seat& at) {
+                                                const ByToken& d_k, const ByToken& d_c, const Seat<HEAD>& at) {
   const GateOf<GATE> gates = gates_of<GATE>(p.in, turn, at);
   const ThroughGate<GATE> through_gate(gates, back);
   const Norms norms(factors, p.group_bits, at);
@@ -143,8 +149,8 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
   shares_of_all(all, over_power(back), at);
   if (GATE != Gate::log_decay && G32) load_gates(raw, p, chunk, at);  // read once more: they take more registers than there are
   const int left = chunk.length - at.token(), bytes = p.wide ? 4 : 2;
-  const auto step = static_cast<uint32_t>(p.in.HV) * kHead;
-  const int64_t first = chunk.token * kHead + (at.token() * step + at.channel());
+  const auto step = static_cast<uint32_t>(p.in.HV) * HEAD;
+  const int64_t first = chunk.token * HEAD + (at.token() * step + at.channel());
   auto *to_q = static_cast<uint8_t*>(p.d_q) + first * bytes, *to_k = static_cast<uint8_t*>(p.d_k) + first * bytes;
   auto* to_g = static_cast<uint8_t*>(p.d_g) + first * (G32 ? 4 : 2);
 #pragma unroll
@@ -154,9 +160,9 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
     float x[4], y[4];
     if (p.in.l2norm) {
       float q[4], k[4];
-      const float* dots = at.floats(kAtDots) + (at.token() + t) * 4;
-      const float4 z = load_four(dots), w = load_four(dots + 4 * kChunk);
-      const float along_q = ((z.x + z.y) + (z.z + z.w)) * -norm_q, along_k = ((w.x + w.y) + (w.z + w.w)) * -norm_k;
+      const float* dots = at.floats(at.kAtDots) + (at.token() + t) * at.kSlices;
+      const auto z = load_slices<HEAD>(dots), w = load_slices<HEAD>(dots + at.kSlices * kChunk);
+      const float along_q = sum_of_slices(z) * -norm_q, along_k = sum_of_slices(w) * -norm_k;
       unpack(q, keys_q.of[t]), unpack(k, keys_k.of[t]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) x[c] = fmaf(q[c], along_q, d_q[t][c]) * by_q, y[c] = fmaf(k[c], along_k, d_k[t][c]) * by_k;
@@ -189,20 +195,21 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
   if constexpr (GATE != Gate::log_decay) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) A[c] *= through_gate.A_unit;
-    const int to = at.token() / 4 * kHead + at.channel();
-    store_four(at.floats(kAtBiasShares) + to, bias), store_four(at.floats(kAtAShares) + to, A);
+    const int to = at.token() / 4 * HEAD + at.channel();
+    store_four(at.floats(at.kAtBiasShares) + to, bias), store_four(at.floats(at.kAtAShares) + to, A);
   }
 }
 
 // The chunk's shares of d_A_log and d_dt_bias, one channel of one of them per thread.
-__device__ __forceinline__ void write_shares(const HopperGradient& p, const Chunk& c, const Seat& at) {
-  float* to = at.thread < kHead ? p.bias_shares : p.A_shares;
-  if (at.thread >= 2 * kHead || !to) return;
-  const float* from = at.floats(at.thread < kHead ? kAtBiasShares : kAtAShares) + at.thread % kHead;
+template <int HEAD>
+__device__ __forceinline__ void write_shares(const HopperGradient& p, const Chunk& c, const Seat<HEAD>& at) {
+  float* to = at.thread < HEAD ? p.bias_shares : p.A_shares;
+  if (at.thread >= 2 * HEAD || !to) return;
+  const float* from = at.floats(at.thread < HEAD ? at.kAtBiasShares : at.kAtAShares) + at.thread % HEAD;
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kChunk / 4; ++i) sum += from[i * kHead];
-  to[c.item * kHead + at.thread % kHead] = sum;
+  for (int i = 0; i < kChunk / 4; ++i) sum += from[i * HEAD];
+  to[c.item * HEAD + at.thread % HEAD] = sum;
 }
 
 }  // namespace kda::hopper

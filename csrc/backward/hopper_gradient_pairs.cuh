@@ -15,9 +15,9 @@
 namespace kda::hopper {
 
 // Gates of the lane's channels.
-template <Gate GATE>
-__device__ __forceinline__ GateOf<GATE> gates_of(const HopperForward& p, int turn, const Seat& at) {
-  return {p, chunk_at(turn, at).a, [&] { return load_four(at.floats(kAtBias + turn * 512) + at.channel()); }};
+template <Gate GATE, int HEAD>
+__device__ __forceinline__ GateOf<GATE> gates_of(const HopperForward& p, int turn, const Seat<HEAD>& at) {
+  return {p, chunk_at(turn, at).a, [&] { return load_four(at.floats(at.kAtBias + turn * (4 * HEAD)) + at.channel()); }};
 }
 
 __device__ __forceinline__ void touch(uint2& x) {
@@ -37,7 +37,8 @@ struct Raw {
   Four of[4];
   const Four* from;  // the next token's
 
-  __device__ __forceinline__ void begin(const void* tensor, int64_t first, int64_t step, const Seat& at) {
+  template <int HEAD>
+  __device__ __forceinline__ void begin(const void* tensor, int64_t first, int64_t step, const Seat<HEAD>& at) {
     const uint32_t own = at.token() * static_cast<uint32_t>(step) + at.channel();
     from = reinterpret_cast<const Four*>(static_cast<const uint8_t*>(tensor) + first * (sizeof(Four) / 4)) + own / 4;
   }
@@ -55,16 +56,16 @@ struct Raw {
 template <bool G32>
 using RawGates = Raw<std::conditional_t<G32, float4, uint2>>;
 
-template <typename Four>
-__device__ __forceinline__ void load_gates(Raw<Four>& g, const HopperGradient& p, const Chunk& c, const Seat& at) {
+template <typename Four, int HEAD>
+__device__ __forceinline__ void load_gates(Raw<Four>& g, const HopperGradient& p, const Chunk& c, const Seat<HEAD>& at) {
   const int left = c.length - at.token();
   g.begin(p.in.g, c.offsets[2], p.in.g_strides.token, at);
 #pragma unroll
   for (int t = 0; t < 4; ++t) g.load(t, t < left, p.in.g_strides.token);
 }
-template <typename Four>
+template <typename Four, int HEAD>
 __device__ __forceinline__ void load_tokens(Raw<uint2>& q, Raw<uint2>& k, Raw<Four>& g, const HopperGradient& p, const Chunk& c,
-                                            const Seat& at) {
+                                            const Seat<HEAD>& at) {
   const int left = c.length - at.token();
   q.begin(p.in.q, c.offsets[0], p.in.q_strides.token, at), k.begin(p.in.k, c.offsets[1], p.in.k_strides.token, at);
   g.begin(p.in.g, c.offsets[2], p.in.g_strides.token, at);
@@ -83,8 +84,8 @@ struct Tokens {
 };
 
 // Log2-decays, and their sums for all.
-template <Gate GATE, bool BOUNDED, bool G32>
-__device__ __forceinline__ void make_gates(const HopperGradient& p, int turn, const RawGates<G32>& raw, Tokens& x, const Seat& at) {
+template <Gate GATE, bool BOUNDED, bool G32, int HEAD>
+__device__ __forceinline__ void make_gates(const HopperGradient& p, int turn, const RawGates<G32>& raw, Tokens& x, const Seat<HEAD>& at) {
   const GateOf<GATE> gates = gates_of<GATE>(p.in, turn, at);
   const int left = chunk_at(turn, at).length - at.token();
   float least = 0.0f;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void make_gates(const HopperGradient& p, int turn, co
     const float own = (x.g[0][i] + x.g[1][i]) + (x.g[2][i] + x.g[3][i]), other = __shfl_xor_sync(~0u, own, 8);
     x.sum[i] = own + other, x.start[i] = at.second() ? other : 0.0f;
   }
-  if (!at.second()) store_four(at.floats(kAtSums) + at.group() * kHead + at.channel(), x.sum);
+  if (!at.second()) store_four(at.floats(at.kAtSums) + at.group() * HEAD + at.channel(), x.sum);
 }
 
 // To the nearest whole number; |x| < 2^22.
@@ -120,14 +121,14 @@ __device__ __forceinline__ float nearest(float x) {
 
 // References, and steps between them; of each group's two lanes with the same channels either takes two of them. A step of two powers is a
 // word of two bfloat16 numbers.
-template <bool BOUNDED>
-__device__ __forceinline__ void refer(Tokens& x, const Seat& at) {
+template <bool BOUNDED, int HEAD>
+__device__ __forceinline__ void refer(Tokens& x, const Seat<HEAD>& at) {
   const int group = at.group(), channel = at.channel() + (at.second() ? 2 : 0);
-  const float* sums = at.floats(kAtSums) + channel;
+  const float* sums = at.floats(at.kAtSums) + channel;
   const float own[2] = {at.second() ? x.sum[2] : x.sum[0], at.second() ? x.sum[3] : x.sum[1]};
   float last[2] = {}, before[2] = {}, total[2], m[2], step[2], base[2], rest[2];
   const auto add = [&](float (&y)[2], int i) {
-    const float2 z = *reinterpret_cast<const float2*>(sums + i * kHead);
+    const float2 z = *reinterpret_cast<const float2*>(sums + i * HEAD);
     y[0] += z.x, y[1] += z.y;
   };
 #pragma unroll
@@ -159,10 +160,10 @@ __device__ __forceinline__ void refer(Tokens& x, const Seat& at) {
     const float boundary = nearest(before[c]);
     step[c] = deep ? __uint_as_float(pack_bf16(exp2_fast(m[c] - boundary), exp2_fast(boundary - last[c]))) : exp2_fast(step[c]);
   }
-  *reinterpret_cast<float2*>(at.floats(kAtSteps) + group * kHead + channel) = make_float2(step[0], step[1]);
-  if (!BOUNDED && at.lane % 16 == 0) at.ints(kAtDeep)[group * 4 + at.slice] = deep;
+  *reinterpret_cast<float2*>(at.floats(at.kAtSteps) + group * HEAD + channel) = make_float2(step[0], step[1]);
+  if (!BOUNDED && at.lane % 16 == 0) at.ints(at.kAtDeep)[group * at.kSlices + at.slice] = deep;
   if (at.block == 0 && at.lane < 16) {  // decay d_decay, for the gates
-    auto* d = reinterpret_cast<float2*>(at.floats(kAtDDecay) + channel);
+    auto* d = reinterpret_cast<float2*>(at.floats(at.kAtDDecay) + channel);
     *d = make_float2(d->x * exp2_fast(total[0]), d->y * exp2_fast(total[1]));
   }
 #pragma unroll
@@ -177,7 +178,8 @@ __device__ __forceinline__ void refer(Tokens& x, const Seat& at) {
 struct Norms {
   const float* factors;
   int first, bits;
-  __device__ __forceinline__ Norms(const float* factors, int bits, const Seat& at)
+  template <int HEAD>
+  __device__ __forceinline__ Norms(const float* factors, int bits, const Seat<HEAD>& at)
       : factors(factors), first(row_of(at.token(), bits)), bits(bits) {}
   __device__ __forceinline__ float q(int t) const { return factors[kChunk + (first | row_of(t, bits))]; }
   __device__ __forceinline__ float k(int t) const { return factors[2 * kChunk + (first | row_of(t, bits))]; }
@@ -202,11 +204,13 @@ struct Factors {
 };
 
 // Where the exponents of the lane's first token wait until they are needed again.
-__device__ __forceinline__ float* exponents_of(const Seat& at) { return at.floats(kAtExponents) + at.warp * 512 + at.lane * 4; }
+template <int HEAD>
+__device__ __forceinline__ float* exponents_of(const Seat<HEAD>& at) { return at.floats(at.kAtExponents) + at.warp * 512 + at.lane * 4; }
 
 // The decayed tiles of the lane's q and k.
+template <int HEAD>
 __device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens& x, const Raw<uint2>& q, const Raw<uint2>& k,
-                                           const float* factors, const Seat& at) {
+                                           const float* factors, const Seat<HEAD>& at) {
   const Norms norms(factors, p.group_bits, at);
   const uint32_t to = at.smem + at.in_tile();
   float run[4] = {}, s[4];
@@ -216,8 +220,8 @@ __device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens
     for (int c = 0; c < 4; ++c) s[c] = x.base[c] + (run[c] += x.g[t][c]);
     store_four(exponents_of(at) + t * 128, s);
     const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
-    const uint32_t tile = to ^ (t * 272);
-    store_shared(tile + kAtRowsQ, y.rows_q), store_shared(tile + kAtRowsK, y.rows_k), store_shared(tile + kAtColumns, y.columns);
+    const uint32_t tile = to ^ (t * (at.kRow + 16));
+    store_shared(tile + at.kAtRowsQ, y.rows_q), store_shared(tile + at.kAtRowsK, y.rows_k), store_shared(tile + at.kAtColumns, y.columns);
   }
 }
 
@@ -236,37 +240,40 @@ __device__ __forceinline__ void step(Results& x, const float2 (&by)[4]) {
 struct Steps {
   float2 by[4];
   bool deep;
-  __device__ __forceinline__ Steps(bool bounded, int group, const Seat& at) {
-    const float* from = at.floats(kAtSteps) + group * kHead + 32 * at.slice + 2 * (at.lane % 4);
+  template <int HEAD>
+  __device__ __forceinline__ Steps(bool bounded, int group, const Seat<HEAD>& at) {
+    const float* from = at.floats(at.kAtSteps) + group * HEAD + 32 * at.slice + 2 * (at.lane % 4);
 #pragma unroll
     for (int t = 0; t < 4; ++t) by[t] = *reinterpret_cast<const float2*>(from + 8 * t);
-    deep = !bounded && at.ints(kAtDeep)[group * 4 + at.slice];
+    deep = !bounded && at.ints(at.kAtDeep)[group * at.kSlices + at.slice];
   }
 };
-// Eight tokens of group 0, the four n-tiles of the warp's channels, as B operands; others are 2048 bytes a group further.
-__device__ __forceinline__ uint32_t group_at(uint32_t tile, const Seat& at) {
-  return at.smem + tile + tile_at(at.lane & 7, 4 * at.slice + (at.lane >> 3));
+// Eight tokens of group 0, the four n-tiles of the warp's channels, as B operands; others are kEight bytes a group further.
+template <int HEAD>
+__device__ __forceinline__ uint32_t group_at(uint32_t tile, const Seat<HEAD>& at) {
+  return at.smem + tile + tile_at<HEAD>(at.lane & 7, 4 * at.slice + (at.lane >> 3));
 }
 
 // The gradient of k_decayed waits in v_new's place, which is used up, in the warp's own part of it, while pairs are added up.
-__device__ __forceinline__ void keep_state_part(Results& d_c, const Seat& at) {
-  const uint32_t to = at.smem + kAtVNew + at.result_in_tile();
+template <int HEAD>
+__device__ __forceinline__ void keep_state_part(Results& d_c, const Seat<HEAD>& at) {
+  const uint32_t to = at.smem + at.kAtVNew + at.result_in_tile();
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
     store_shared(to ^ (t << 4), pack_bf16(d_c[t][0], d_c[t][1]));
-    store_shared((to ^ (t << 4)) + 2048, pack_bf16(d_c[t][2], d_c[t][3]));
+    store_shared((to ^ (t << 4)) + at.kEight, pack_bf16(d_c[t][2], d_c[t][3]));
 #pragma unroll
     for (int r = 0; r < 4; ++r) d_c[t][r] = 0.0f;
   }
 }
 
 // To the gradients of rows, which begin with what the state gives, the columns of one group.
-template <bool BOUNDED, int FIRST>
-__device__ __forceinline__ void rows_with(Results& d_q, Results& d_k, int group, uint32_t pairs, uint32_t columns, const Seat& at) {
+template <bool BOUNDED, int FIRST, int HEAD>
+__device__ __forceinline__ void rows_with(Results& d_q, Results& d_k, int group, uint32_t pairs, uint32_t columns, const Seat<HEAD>& at) {
   const Steps steps(BOUNDED, group, at);
   uint32_t a[4], b[4];
   load_matrices(a, pairs ^ (group << 4));
-  load_matrices_transposed(b, columns + group * 2048);
+  load_matrices_transposed(b, columns + group * at.kEight);
   if (steps.deep)
     step<true, FIRST, 3>(d_q, steps.by), step<true, FIRST, 3>(d_k, steps.by);
   else
@@ -275,24 +282,24 @@ __device__ __forceinline__ void rows_with(Results& d_q, Results& d_k, int group,
   for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a[0], a[1], b[t]), mma_bf16(d_k[t], a[2], a[3], b[t]);
 }
 // All of them up to their own group.
-template <bool BOUNDED>
-__device__ __forceinline__ void row_pairs(Results& d_q, Results& d_k, const Seat& at) {
-  const uint32_t pairs = at.smem + kAtPairs + pair_at(16 * at.block + (at.lane & 15) + (at.lane >> 4) * kChunk, 0);
-  const uint32_t columns = group_at(kAtColumns, at);
+template <bool BOUNDED, int HEAD>
+__device__ __forceinline__ void row_pairs(Results& d_q, Results& d_k, const Seat<HEAD>& at) {
+  const uint32_t pairs = at.smem + at.kAtPairs + pair_at(16 * at.block + (at.lane & 15) + (at.lane >> 4) * kChunk, 0);
+  const uint32_t columns = group_at(at.kAtColumns, at);
 #pragma unroll 1
   for (int group = 0; group <= 2 * at.block; ++group) rows_with<BOUNDED, 0>(d_q, d_k, group, pairs, columns, at);
   rows_with<BOUNDED, 2>(d_q, d_k, 2 * at.block + 1, pairs, columns, at);
 }
 
 // To those of columns the rows of one group; then on to the next reference, up to result LAST.
-template <bool BOUNDED, int LAST>
-__device__ __forceinline__ void columns_with(Results& d_c, int group, uint32_t pairs, uint32_t rows, const Seat& at) {
+template <bool BOUNDED, int LAST, int HEAD>
+__device__ __forceinline__ void columns_with(Results& d_c, int group, uint32_t pairs, uint32_t rows, const Seat<HEAD>& at) {
   uint32_t a[4], b[4];
   load_matrices_transposed(a, pairs + group * 1024);
-  load_matrices_transposed(b, rows + group * 2048);
+  load_matrices_transposed(b, rows + group * at.kEight);
 #pragma unroll
   for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[0], a[1], b[t]);
-  load_matrices_transposed(b, rows + group * 2048 + (kAtRowsK - kAtRowsQ));
+  load_matrices_transposed(b, rows + group * at.kEight + at.kTile);
 #pragma unroll
   for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[2], a[3], b[t]);
   if (LAST == 0) return;
@@ -303,10 +310,10 @@ __device__ __forceinline__ void columns_with(Results& d_c, int group, uint32_t p
     step<false, 0, LAST>(d_c, steps.by);
 }
 // All of them down to their own group.
-template <bool BOUNDED>
-__device__ __forceinline__ void column_pairs(Results& d_c, const Seat& at) {
-  const uint32_t pairs = at.smem + kAtPairs + pair_at((at.lane & 7) + (at.lane >> 4) * kChunk, 2 * at.block + ((at.lane >> 3) & 1));
-  const uint32_t rows = group_at(kAtRowsQ, at);
+template <bool BOUNDED, int HEAD>
+__device__ __forceinline__ void column_pairs(Results& d_c, const Seat<HEAD>& at) {
+  const uint32_t pairs = at.smem + at.kAtPairs + pair_at((at.lane & 7) + (at.lane >> 4) * kChunk, 2 * at.block + ((at.lane >> 3) & 1));
+  const uint32_t rows = group_at(at.kAtRowsQ, at);
 #pragma unroll 1
   for (int group = kGroups - 1; group > 2 * at.block + 1; --group) columns_with<BOUNDED, 3>(d_c, group, pairs, rows, at);
   columns_with<BOUNDED, 1>(d_c, 2 * at.block + 1, pairs, rows, at);

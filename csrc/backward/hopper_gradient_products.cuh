@@ -12,24 +12,26 @@ using Results = float[4][4];  // 16 tokens, 32 channels: four C tiles side by si
 
 // Block (block, j) of lower Diag(beta) as an A operand: two bfloat16 numbers whose sum it is. `rows`: where lower's rows of the lane's two
 // tokens lie, with the lane's first column; row_of moves bits, so columns differ by bits too.
+template <int HEAD>
 struct Lower {
   uint32_t rows[2];
   int first;  // row_of the lane's first column
 
-  __device__ __forceinline__ Lower(bool wide, int bits, const Seat& at) : first(row_of(2 * (at.lane % 4), bits)) {
+  __device__ __forceinline__ Lower(bool wide, int bits, const Seat<HEAD>& at) : first(row_of(2 * (at.lane % 4), bits)) {
     if (wide) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int from = row_of(at.result_row() + 8 * half, bits);
-        rows[half] = at.smem + kAtLower + ((from * 256 + ((from & 7) << 4)) ^ (first << 2));
+        rows[half] = at.smem + at.kAtLower + ((from * 256 + ((from & 7) << 4)) ^ (first << 2));
       }
     } else {
-      rows[0] = at.smem + kAtLower + pair_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+      rows[0] = at.smem + at.kAtLower + pair_at(16 * at.block + (at.lane & 15), at.lane >> 4);
     }
   }
 
   template <bool WIDE>
-  __device__ __forceinline__ void load(uint32_t (&big)[4], uint32_t (&small)[4], const float* beta, int bits, int j, const Seat& at) const {
+  __device__ __forceinline__ void load(uint32_t (&big)[4], uint32_t (&small)[4], const float* beta, int bits, int j,
+                                       const Seat<HEAD>& at) const {
     float x[4][2], b[2][2];  // [operand][column]; [columns 0 and 1 | 8 and 9]
     const int to_j = row_of(16 * j, bits);
 #pragma unroll
@@ -65,15 +67,15 @@ struct Lower {
   }
 };
 
-template <bool WIDE>
-__device__ __forceinline__ void lower_times_r(Results& acc, int bits, const float* beta, const Seat& at) {
-  const Lower lower(WIDE, bits, at);
-  uint32_t depth = at.smem + kAtR + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4));
+template <bool WIDE, int HEAD>
+__device__ __forceinline__ void lower_times_r(Results& acc, int bits, const float* beta, const Seat<HEAD>& at) {
+  const Lower<HEAD> lower(WIDE, bits, at);
+  uint32_t depth = at.smem + at.kAtR + tile_at<HEAD>(at.lane & 15, 4 * at.slice + (at.lane >> 4));
 #pragma unroll 1
-  for (int j = 0; j <= at.block; ++j, depth += 16 * 256) {
+  for (int j = 0; j <= at.block; ++j, depth += 2 * at.kEight) {
     uint32_t big[4], small[4], b[2][4];
     load_matrices_transposed(b[0], depth), load_matrices_transposed(b[1], depth ^ (2 << 4));
-    lower.load<WIDE>(big, small, beta, bits, j, at);
+    lower.template load<WIDE>(big, small, beta, bits, j, at);
 #pragma unroll
     for (int t = 0; t < 4; ++t) mma_bf16(acc[t], big, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
 #pragma unroll
@@ -85,41 +87,50 @@ __device__ __forceinline__ void lower_times_r(Results& acc, int bits, const floa
 __device__ __forceinline__ bool too_small(float beta) { return fabsf(beta) < 5.421010862427522e-20f; }
 
 // v_new of the warp's tokens, value channels of its slice, into shared memory, and its share of d_v . e.
-__device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk& c, const float* beta, const Seat& at) {
+template <int HEAD>
+__device__ __forceinline__ void make_v_new(const HopperGradient& p, const Chunk& c, const float* beta, const Seat<HEAD>& at) {
   Results acc = {};
   p.lower_float32 ? lower_times_r<true>(acc, p.group_bits, beta, at) : lower_times_r<false>(acc, 0, beta, at);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = at.result_row() + 8 * half;
-    const uint32_t tile = at.smem + at.result_in_tile() + half * 2048;
+    const uint32_t tile = at.smem + at.result_in_tile() + half * at.kEight;
     const float strength = beta[row_of(row, p.group_bits)];
     uint32_t d[4];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) d[t] = load_shared_word((tile ^ (t << 4)) + kAtDV);
+    for (int t = 0; t < 4; ++t) d[t] = load_shared_word((tile ^ (t << 4)) + at.kAtDV);
     if (p.alone && too_small(strength) && row < c.length) {
-      const auto* alone = static_cast<const uint32_t*>(p.alone) + (c.item * kChunk + row) * (kHead / 2) + 16 * at.slice + at.lane % 4;
+      const auto* alone = static_cast<const uint32_t*>(p.alone) + (c.item * kChunk + row) * (HEAD / 2) + 16 * at.slice + at.lane % 4;
 #pragma unroll
       for (int t = 0; t < 4; ++t) d[t] = alone[4 * t];
     }
     float dot = 0.0f;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const uint32_t r = load_shared_word((tile ^ (t << 4)) + kAtR);
+      const uint32_t r = load_shared_word((tile ^ (t << 4)) + at.kAtR);
       const float e0 = low(r) - acc[t][2 * half], e1 = high(r) - acc[t][2 * half + 1];
       dot = fmaf(low(d[t]), e0, fmaf(high(d[t]), e1, dot));
-      store_shared((tile ^ (t << 4)) + kAtVNew, pack_bf16(strength * e0, strength * e1));
+      store_shared((tile ^ (t << 4)) + at.kAtVNew, pack_bf16(strength * e0, strength * e1));
     }
     dot += __shfl_xor_sync(~0u, dot, 1);
     dot += __shfl_xor_sync(~0u, dot, 2);
-    if (at.lane % 4 == 0) at.floats(kAtDots)[row * 4 + at.slice] = dot;
+    if (at.lane % 4 == 0) at.floats(at.kAtDots)[row * at.kSlices + at.slice] = dot;
   }
 }
 
+// What every slice has of one sum.
+template <int HEAD>
+__device__ __forceinline__ auto load_slices(const float* at) {
+  return *reinterpret_cast<const std::conditional_t<HEAD == 64, float2, float4>*>(at);
+}
+__device__ __forceinline__ float sum_of_slices(float2 x) { return x.x + x.y; }
+__device__ __forceinline__ float sum_of_slices(float4 x) { return (x.x + x.y) + (x.z + x.w); }
+
 // d_beta of one token per thread, from the slices' shares of d_v . e.
-__device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chunk& c, const float* factors, int row, const Seat& at) {
+template <int HEAD>
+__device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chunk& c, const float* factors, int row, const Seat<HEAD>& at) {
   if (row >= c.length) return;
-  const float4 x = load_four(at.floats(kAtDots) + row * 4);
-  float d = (x.x + x.y) + (x.z + x.w);
+  float d = sum_of_slices(load_slices<HEAD>(at.floats(at.kAtDots) + row * at.kSlices));
   if (p.in.beta_kind == Beta::given) {
     const float beta = factors[row_of(row, p.group_bits)];
     d = d / (too_small(beta) ? 1.0f : beta);
@@ -137,32 +148,34 @@ __device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chun
     static_cast<uint16_t*>(p.d_beta)[to] = static_cast<uint16_t>(pack_bf16(d, 0.0f));
 }
 
-// The pairs of the warp's tokens as rows with those of block `slice` as columns, if that is not later; the diagonal of A_qk goes to shared
-// memory. Returns the largest.
-__device__ __forceinline__ float make_pairs(const HopperGradient& p, float (&of_q)[2][4], float (&of_k)[2][4], const Seat& at) {
-  if (at.slice > at.block) return 0.0f;
-  const uint32_t columns = at.smem + tile_at(16 * at.slice + (at.lane & 7) + ((at.lane >> 4) << 3), (at.lane >> 3) & 1);
-  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+// The pairs of the warp's tokens as rows with those of a block as columns, if that is not later: the block `slice`, or by INDEX the second
+// that the warp makes. The diagonal of A_qk goes to shared memory. Returns the largest.
+template <int INDEX, int HEAD>
+__device__ __forceinline__ float make_pairs(const HopperGradient& p, float (&of_q)[2][4], float (&of_k)[2][4], const Seat<HEAD>& at) {
+  const int column = at.slice + INDEX * at.kSlices;
+  if (column > at.block) return 0.0f;
+  const uint32_t columns = at.smem + tile_at<HEAD>(16 * column + (at.lane & 7) + ((at.lane >> 4) << 3), (at.lane >> 3) & 1);
+  const uint32_t rows = at.smem + tile_at<HEAD>(16 * at.block + (at.lane & 15), at.lane >> 4);
 #pragma unroll
-  for (int s = 0; s < kHead / 16; ++s) {
+  for (int s = 0; s < HEAD / 16; ++s) {
     uint32_t a[4], b[4];
-    load_matrices(b, (columns ^ (s << 5)) + kAtVNew);
-    load_matrices(a, (rows ^ (s << 5)) + kAtDO);
+    load_matrices(b, (columns ^ (s << 5)) + at.kAtVNew);
+    load_matrices(a, (rows ^ (s << 5)) + at.kAtDO);
     mma_bf16(of_q[0], a, b[0], b[1]), mma_bf16(of_q[1], a, b[2], b[3]);
-    load_matrices(a, (rows ^ (s << 5)) + kAtDV);
+    load_matrices(a, (rows ^ (s << 5)) + at.kAtDV);
     mma_bf16(of_k[0], a, b[0], b[1]), mma_bf16(of_k[1], a, b[2], b[3]);
   }
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int r = 0; r < 4; ++r) of_q[n][r] *= p.in.scale;
-  if (at.slice == at.block) {
+  if (column == at.block) {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int i = at.lane / 4 + 8 * (r / 2), j = 8 * n + 2 * (at.lane % 4) + r % 2;
-        if (i == j) at.floats(kAtDiagonal)[16 * at.block + i] = of_q[n][r];
+        if (i == j) at.floats(at.kAtDiagonal)[16 * at.block + i] = of_q[n][r];
         of_q[n][r] = j < i ? of_q[n][r] : 0.0f, of_k[n][r] = j < i ? of_k[n][r] : 0.0f;
       }
   }
@@ -174,9 +187,11 @@ __device__ __forceinline__ float make_pairs(const HopperGradient& p, float (&of_
   return largest;
 }
 
-__device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const float (&of_k)[2][4], float unit, const Seat& at) {
-  if (at.slice > at.block) return;
-  const uint32_t to = at.smem + kAtPairs + pair_at(at.result_row(), 2 * at.slice) + at.lane % 4 * 4;
+template <int INDEX, int HEAD>
+__device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const float (&of_k)[2][4], float unit, const Seat<HEAD>& at) {
+  const int column = at.slice + INDEX * at.kSlices;
+  if (column > at.block) return;
+  const uint32_t to = at.smem + at.kAtPairs + pair_at(at.result_row(), 2 * column) + at.lane % 4 * 4;
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -187,33 +202,41 @@ __device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const flo
     }
 }
 
+// A warp has eight rows of a state, its lanes four channels of four of them at once: all lanes the same, or either half of them its own.
+template <int HEAD>
+__device__ __forceinline__ int own_rows(const Seat<HEAD>& at) { return 4 * (at.lane / at.kLanes); }
+template <int HEAD>
+__device__ __forceinline__ int own_channel(const Seat<HEAD>& at) { return at.lane % at.kLanes; }  // the first, divided by four
+
 // Four rows from `row` on of a float32 state [K, V], or [V, K], four channels per lane.
-__device__ __forceinline__ void load_rows(float (&x)[4][4], const float* state, int row, const Seat& at) {
+template <int HEAD>
+__device__ __forceinline__ void load_rows(float (&x)[4][4], const float* state, int row, const Seat<HEAD>& at) {
 #pragma unroll
-  for (int r = 0; r < 4; ++r) unpack(x[r], __ldg(reinterpret_cast<const float4*>(state + (row + r) * kHead + 4 * at.lane)));
+  for (int r = 0; r < 4; ++r) unpack(x[r], __ldg(reinterpret_cast<const float4*>(state + (row + r) * HEAD + 4 * own_channel(at))));
 }
-// Where they lie in a tile [V, K]. V_FIRST: rows are the tile's, row r at ^ (r << 4) + r * 256. Else columns: of value channel j of the
-// lane's four they are the four at ^ (j << 4) + j * 256.
-template <bool V_FIRST>
-__device__ __forceinline__ uint32_t rows_in_tile(int row, const Seat& at) {
-  return V_FIRST ? tile_at(row, at.lane >> 1) + (at.lane & 1) * 8 : tile_at(4 * at.lane, row >> 3) + (row & 7) * 2;
+// Where they lie in a tile [V, K]. V_FIRST: rows are the tile's, row r at ^ (r << 4) + r * kRow. Else columns: of value channel j of the
+// lane's four they are the four at ^ (j << 4) + j * kRow.
+template <bool V_FIRST, int HEAD>
+__device__ __forceinline__ uint32_t rows_in_tile(int row, const Seat<HEAD>& at) {
+  const int channel = own_channel(at);
+  return V_FIRST ? tile_at<HEAD>(row, channel >> 1) + (channel & 1) * 8 : tile_at<HEAD>(4 * channel, row >> 3) + (row & 7) * 2;
 }
-template <bool V_FIRST>
+template <bool V_FIRST, int HEAD>
 __device__ __forceinline__ void load_rows(float (&x)[4][4], uint32_t tile) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float y[4];
-    unpack(y, load_shared_pair((tile ^ (i << 4)) + i * 256));
+    unpack(y, load_shared_pair((tile ^ (i << 4)) + i * Seat<HEAD>::kRow));
 #pragma unroll
     for (int j = 0; j < 4; ++j) (V_FIRST ? x[i][j] : x[j][i]) = y[j];
   }
 }
 
 // What rounding takes from the caller's state, or zeros if it is null, to a tile [V, K].
-template <bool V_FIRST>
-__device__ __forceinline__ void put_lost(uint32_t place, const float* state, const Seat& at) {
+template <bool V_FIRST, int HEAD>
+__device__ __forceinline__ void put_lost(uint32_t place, const float* state, const Seat<HEAD>& at) {
 #pragma unroll 1
-  for (int row = 8 * at.warp; row < 8 * at.warp + 8; row += 4) {
+  for (int row = 8 * at.warp + own_rows(at); row < 8 * at.warp + 8; row += 512 / HEAD) {
     const uint32_t tile = at.smem + place + rows_in_tile<V_FIRST>(row, at);
     float x[4][4] = {};
     if (state) load_rows(x, state, row, at);
@@ -222,7 +245,7 @@ __device__ __forceinline__ void put_lost(uint32_t place, const float* state, con
       float y[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) y[j] = V_FIRST ? x[i][j] : x[j][i], y[j] -= low(pack_bf16(y[j], 0.0f));
-      store_shared((tile ^ (i << 4)) + i * 256, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
+      store_shared((tile ^ (i << 4)) + i * at.kRow, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
     }
   }
 }
@@ -230,35 +253,36 @@ __device__ __forceinline__ void put_lost(uint32_t place, const float* state, con
 // Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two. Where S or dS' is the caller's, what rounding takes from
 // it then lies in the tile's place and is multiplied too: where few tokens follow, or gates forget all that was before, it is the only
 // rounding of a gate's gradient.
+template <int HEAD>
 __device__ __forceinline__ void state_products(const HopperGradient& p, const Chunk& c, Results& d_q, Results& d_k, Results& d_c,
-                                               float unit, const Seat& at) {
-  const uint32_t rows = at.smem + tile_at(16 * at.block + (at.lane & 15), at.lane >> 4);
-  const uint32_t depth = at.smem + tile_at(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
+                                               float unit, const Seat<HEAD>& at) {
+  const uint32_t rows = at.smem + tile_at<HEAD>(16 * at.block + (at.lane & 15), at.lane >> 4);
+  const uint32_t depth = at.smem + tile_at<HEAD>(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
 #pragma unroll 1
   for (bool lost = false;; lost = true) {
 #pragma unroll 2  // more would want more registers
-    for (int s = 0; s < kHead / 16; ++s) {
+    for (int s = 0; s < HEAD / 16; ++s) {
       uint32_t a[4], b[2][4];
-      const uint32_t from = rows ^ (s << 5);
-      load_matrices_transposed(b[0], depth + kAtS + s * 4096), load_matrices_transposed(b[1], beside + kAtS + s * 4096);
-      load_matrices(a, from + kAtDO);
+      const uint32_t from = rows ^ (s << 5), step = s * (2 * at.kEight);
+      load_matrices_transposed(b[0], depth + at.kAtS + step), load_matrices_transposed(b[1], beside + at.kAtS + step);
+      load_matrices(a, from + at.kAtDO);
 #pragma unroll
       for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-      load_matrices(a, from + kAtDV);
+      load_matrices(a, from + at.kAtDV);
 #pragma unroll
       for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-      load_matrices_transposed(b[0], depth + kAtDS + s * 4096), load_matrices_transposed(b[1], beside + kAtDS + s * 4096);
-      load_matrices(a, from + kAtVNew);
+      load_matrices_transposed(b[0], depth + at.kAtDS + step), load_matrices_transposed(b[1], beside + at.kAtDS + step);
+      load_matrices(a, from + at.kAtVNew);
 #pragma unroll
       for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
     }
     const int callers = c.callers;
     if (lost || callers == 0) break;
     __syncthreads();
-    const Seat here = seat_of(at.bytes);
+    const Seat<HEAD> here = seat_of<HEAD>(at.bytes);
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      const int place = i ? kAtDS : kAtS;
+      const int place = i ? at.kAtDS : at.kAtS;
       const float* state = callers & (i ? kFinal : kInitial) ? i ? c.final : c.initial : nullptr;
       p.in.state_v_first ? put_lost<true>(place, state, here) : put_lost<false>(place, state, here);
     }
@@ -271,18 +295,29 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, const Ch
     for (int r = 0; r < 4; ++r) d_q[t][r] *= unit_q, d_k[t][r] *= -unit, d_c[t][r] *= unit;
 }
 
+// The warp's part of sum_v S dS', four key channels per lane, and of half of its rows where a row has half of the lanes.
+template <int HEAD>
+__device__ __forceinline__ void store_part(float (&sum)[4], const Seat<HEAD>& at) {
+  if constexpr (Seat<HEAD>::kNarrow) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] += __shfl_xor_sync(~0u, sum[j], 16);
+    if (at.lane >= at.kLanes) return;
+  }
+  store_four(at.floats(at.kAtParts) + at.warp * HEAD + 4 * at.lane, sum);
+}
+
 // sum_v S dS' at the ends of a sequence, where S and dS' are float32, or one of them: short sequences have no rounding that this could hide
 // behind. Rows as they lie in memory, eight a warp, four at a time: of [V, K] they are value channels and add up as in `decay_products`;
-// of [K, V] key channels, two of four in a lane once it has added its neighbour's, and 16 pairs of lanes make 16 parts.
-template <bool V_FIRST>
-__device__ __forceinline__ void decay_products_of_ends(const float* initial, const float* final, const Seat& at) {
-  float sum[4] = {}, *parts = at.floats(kAtPairs);
+// of [K, V] key channels, two of four in a lane once it has added its neighbour's, and pairs of lanes make a part each.
+template <bool V_FIRST, int HEAD>
+__device__ __forceinline__ void decay_products_of_ends(const float* initial, const float* final, const Seat<HEAD>& at) {
+  float sum[4] = {}, *parts = at.floats(at.kAtParts);
 #pragma unroll 1
-  for (int row = 8 * at.warp; row < 8 * at.warp + 8; row += 4) {
+  for (int row = 8 * at.warp + own_rows(at); row < 8 * at.warp + 8; row += 512 / HEAD) {
     const uint32_t tile = at.smem + rows_in_tile<V_FIRST>(row, at);
     float S[4][4], dS[4][4];
-    initial ? load_rows(S, initial, row, at) : load_rows<V_FIRST>(S, tile + kAtS);
-    final ? load_rows(dS, final, row, at) : load_rows<V_FIRST>(dS, tile + kAtDS);
+    initial ? load_rows(S, initial, row, at) : load_rows<V_FIRST, HEAD>(S, tile + at.kAtS);
+    final ? load_rows(dS, final, row, at) : load_rows<V_FIRST, HEAD>(dS, tile + at.kAtDS);
     if (V_FIRST) {
 #pragma unroll
       for (int r = 0; r < 4; ++r)
@@ -295,35 +330,47 @@ __device__ __forceinline__ void decay_products_of_ends(const float* initial, con
         sum[r] = fmaf(S[r][0], dS[r][0], S[r][1] * dS[r][1]) + fmaf(S[r][2], dS[r][2], S[r][3] * dS[r][3]);
       float2 mine = odd ? make_float2(sum[2], sum[3]) : make_float2(sum[0], sum[1]);
       mine.x += __shfl_xor_sync(~0u, odd ? sum[0] : sum[2], 1), mine.y += __shfl_xor_sync(~0u, odd ? sum[1] : sum[3], 1);
-      *reinterpret_cast<float2*>(parts + (at.lane >> 1) * kHead + row + 2 * odd) = mine;
+      *reinterpret_cast<float2*>(parts + (own_channel(at) >> 1) * HEAD + row + 2 * odd) = mine;
     }
   }
-  if (V_FIRST) store_four(parts + at.warp * kHead + 4 * at.lane, sum);
+  if (V_FIRST) store_part(sum, at);
 }
 
-// 16 parts of sum_v S dS' to `parts` [16][128] in the pairs' place: the warp's eight value channels, four key channels per lane.
-__device__ __forceinline__ void decay_products(const HopperGradient& p, const Chunk& c, const Seat& at) {
-  if (c.initial || c.final) {
+// Parts of sum_v S dS' to `parts` [warps][HEAD]: the warp's eight value channels, four key channels per lane. With 64 channels S and dS'
+// may be in two parts, of which the second is what rounding took.
+template <int HEAD>
+__device__ __forceinline__ void decay_products(const Given<HEAD>& p, const Chunk& c, const Seat<HEAD>& at) {
+  bool exact = false;
+  if constexpr (Seat<HEAD>::kNarrow) exact = p.states_lost != nullptr;
+  if (!exact && (c.initial || c.final)) {
     p.in.state_v_first ? decay_products_of_ends<true>(c.initial, c.final, at) : decay_products_of_ends<false>(c.initial, c.final, at);
     return;
   }
   float sum[4] = {};
-  const uint32_t from = at.smem + at.warp * 2048 + (at.lane >> 1 << 4) + (at.lane & 1) * 8;
+  const int channel = own_channel(at), row = own_rows(at);
+  const uint32_t from = at.smem + at.warp * at.kEight + row * at.kRow + (((channel >> 1) ^ row) << 4) + (channel & 1) * 8;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < HEAD / 16; ++i) {
     float S[4], dS[4];
-    const uint32_t offset = (from ^ (i << 4)) + i * 256;
-    unpack(S, load_shared_pair(offset + kAtS)), unpack(dS, load_shared_pair(offset + kAtDS));
+    const uint32_t offset = (from ^ (i << 4)) + i * at.kRow;
+    unpack(S, load_shared_pair(offset + at.kAtS)), unpack(dS, load_shared_pair(offset + at.kAtDS));
+    if (exact) {
+      float S_lost[4], dS_lost[4];
+      unpack(S_lost, load_shared_pair(offset + at.kAtLostS)), unpack(dS_lost, load_shared_pair(offset + at.kAtLostDS));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) S[j] += S_lost[j], dS[j] += dS_lost[j];
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[j] = fmaf(S[j], dS[j], sum[j]);
   }
-  store_four(at.floats(kAtPairs) + at.warp * kHead + 4 * at.lane, sum);
+  store_part(sum, at);
 }
-__device__ __forceinline__ void add_decay_products(int channel, const Seat& at) {
+template <int HEAD>
+__device__ __forceinline__ void add_decay_products(int channel, const Seat<HEAD>& at) {
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kGradientWarps; ++i) sum += at.floats(kAtPairs)[i * kHead + channel];
-  at.floats(kAtDDecay)[channel] = sum;
+  for (int i = 0; i < at.kWarps; ++i) sum += at.floats(at.kAtParts)[i * HEAD + channel];
+  at.floats(at.kAtDDecay)[channel] = sum;
 }
 
 }  // namespace kda::hopper

@@ -128,7 +128,7 @@ KDA_API kda_status kda_prefill_workspace_bf16(const kda_prefill_args *args, size
 KDA_API kda_status kda_prefill_bf16(const kda_prefill_args *args);
 
 /* A stage of the backward, over chunks of 64 tokens: every product over V, and through the chunk's decayed products to the gradients of q,
- * k, g and beta. K = V = 128, sm_90a. Slots are chunks: sequence n's begin at slot n ceil(T / 64), or cu_seqlens[n] / 64 + n; there are
+ * k, g and beta. K = V = 64 or 128, sm_90a. Slots are chunks: sequence n's begin at slot n ceil(T / 64), or cu_seqlens[n] / 64 + n; there are
  * B ceil(T / 64), or T / 64 + N. Tensors of slots and those [B, T, HV, ..] are packed in the order given here, and begin at 16 bytes; so
  * does initial_state here.
  */
@@ -162,6 +162,11 @@ typedef struct kda_gradient_args {
   /* As d_final, of sequences of more than one chunk, or NULL: bfloat16 loses some of what gates get from the ends of a sequence. */
   const float *before_last; /* the state before the last chunk, with d_final */
   const float *after_first; /* the gradient of the state after the first chunk, with initial_state */
+
+  /* As states and d_states, both or neither, for K = V = 64: what rounding to bfloat16 took from them, for all that gates get from the sum
+     over V of their products. Then neither of the two above is looked at. */
+  const void *states_lost;
+  const void *d_states_lost;
 } kda_gradient_args;
 
 #define KDA_GRADIENT_ARGS_INIT {sizeof(kda_gradient_args)}

@@ -47,7 +47,7 @@ def chunks_of(problem, arrays):
 
 def stages(problem, arrays, d_o, d_final, lower_dtype):
     """What rebuild, replay and reverse leave: states between them are float32's, what they store is bfloat16."""
-    HV, N = problem.HV, problem.N
+    HV, N, D = problem.HV, problem.N, problem.K
     slots = problem.T // CHUNK + N if problem.varlen else problem.B * -(-problem.T // CHUNK)
     q, k, v, g, beta = reference.activate(problem, arrays, np.float64)
     initial = reference.initial_states(problem, arrays, np.float64)
@@ -58,6 +58,7 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
         alone=np.full((slots, HV, CHUNK, D), np.nan), before_last=np.full(initial.shape, np.nan, np.float32),
         after_first=np.full(initial.shape, np.nan, np.float32),
     )  # fmt: skip
+    made |= {name: np.full((slots, HV, D, D), np.nan) for name in ("states_lost", "d_states_lost")}
     l2norm = problem.options.l2norm
     raw = [np.repeat(np.asarray(x, np.float64), problem.group, axis=2) for x in arrays[:2]]
     norms = [1 / np.sqrt((x * x).sum(-1) + 1e-6) if l2norm else np.ones(x.shape[:3]) for x in raw]
@@ -72,7 +73,7 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
                 made["lower"][slot + i, h, :C, :C] = unscaled @ x.inverse
                 for j, y in enumerate((beta_c, norms[0][row, a:b, h], norms[1][row, a:b, h])):
                     made["factors"][slot + i, h, j, :C] = y
-                made["states"][slot + i, h] = bf16(S).T
+                made["states"][slot + i, h], made["states_lost"][slot + i, h] = bf16(S).T, bf16(S - bf16(S)).T
                 if 0 < i == len(spans) - 1:
                     made["before_last"][n, h] = S
                 r = bf16(v[row, a:b, h] - bf16(k[row, a:b, h] * np.exp(x.g_cum)) @ bf16(S))
@@ -82,7 +83,7 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
             dS = np.zeros((D, D)) if d_final is None else np.array(d_final[n, h].T if problem.options.state_v_first else d_final[n, h])
             for i, (a, b) in reversed(list(enumerate(spans))):
                 x, beta_c = kept[i], beta[row, a:b, h][:, None]
-                made["d_states"][slot + i, h] = bf16(dS).T
+                made["d_states"][slot + i, h], made["d_states_lost"][slot + i, h] = bf16(dS).T, bf16(dS - bf16(dS)).T
                 if 0 == i < len(spans) - 1:
                     made["after_first"][n, h] = dS
                 d = d_o[row, a:b, h]
@@ -95,9 +96,10 @@ def stages(problem, arrays, d_o, d_final, lower_dtype):
     return made
 
 
-def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1, ends=False):
-    """Gradients by the name of their input, of all but v and the initial state. ends: from ends of sequences in float32."""
-    o, B, T, H, HV = problem.options, problem.B, problem.T, problem.H, problem.HV
+def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1, ends=False, lost=False):
+    """Gradients by the name of their input, of all but v and the initial state. ends: from ends of sequences in float32; lost: from states
+    in two parts."""
+    o, B, T, H, HV, D = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.K
     d_o, d_final = cotangents
     d_final = d_final if o.output_final_state else None
     made = stages(problem, arrays, d_o, d_final, np.float16 if o.l2norm else np.float32)
@@ -118,6 +120,7 @@ def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1, e
         memory.forward(problem, arrays), lower=address(lower), factors=address(factors),
         alone=address(bits(made["alone"])) if o.beta == "given" else None,
         **{name: address(by_state(made[name])) for name in ("before_last", "after_first") if ends},
+        **{name: address(bits(made[name])) for name in ("states_lost", "d_states_lost") if lost},
         d_final=address(None if d_final is None else np.asarray(d_final, np.float32)), d_o=address(bits(d_o)),
         **{name: address(bits(made[name])) for name in ("states", "d_states", "r", "d_v")},
         **{name: x.ctypes.data for name, x in out.items()},
@@ -140,7 +143,7 @@ def gradient(kernels, problem, arrays, cotangents, group=1, blocks=2, order=1, e
 def check(kernels, case, arrays=None, group=1):
     problem, cotangents = case.problem("bfloat16", needs_grad=True), case.cotangents("bfloat16")
     arrays = arrays or case.arrays("bfloat16")
-    found = gradient(kernels, problem, arrays, cotangents, group)
+    found = gradient(kernels, problem, arrays, cotangents, group, lost=problem.K == 64 and problem.options.gate != "log_decay")
     rest = accuracy.truths(problem, arrays, cotangents[0], cotangents[1] if problem.options.output_final_state else None)
     rows = checking.compare_quickly(problem, arrays, rest | found, cotangents, "bfloat16")
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]

@@ -83,7 +83,8 @@ def unsupported(problem: Problem) -> str | None:
 
 
 # K = V of the kernels that another backend may have, by stage.
-LENT_HEADS = {"gradient": (128,), "rebuild": (64, 128), "reverse": (64, 128), "forward": (128,)}
+# Of the forward 64 keeps nothing for a backward.
+LENT_HEADS = {"gradient": (64, 128), "rebuild": (64, 128), "reverse": (64, 128), "forward": (128,)}
 
 
 def _not_lent(stage: str, problem: Problem, device: Any) -> str | None:

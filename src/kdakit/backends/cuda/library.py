@@ -68,7 +68,7 @@ class GradientArgs(Structure):
         *((name, c_void_p) for name in ("lower", "factors", "states", "d_states", "r", "d_o", "d_v", "alone", "d_final")),
         *((name, c_void_p) for name in ("d_q", "d_k", "d_g", "d_beta", "A_shares", "bias_shares")),
         *((name, c_int32) for name in ("lower_dtype", "d_q_dtype", "group", "reserved")),
-        *((name, c_void_p) for name in ("before_last", "after_first")),
+        *((name, c_void_p) for name in ("before_last", "after_first", "states_lost", "d_states_lost")),
     ]
 
     def __init__(self, forward: PrefillArgs, **fields):

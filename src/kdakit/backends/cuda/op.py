@@ -133,7 +133,7 @@ def _prefill_again(template: PrefillArgs, dtype: str, index: int | None, address
 
 def chunk_gradient(
     problem: Problem, arrays: Arrays, *, lower, factors, states, d_states, r, d_o, d_v, alone, d_final, d_beta, group: int,
-    d_q, d_k, d_g, d_A_log, d_dt_bias, before_last=None, after_first=None,
+    d_q, d_k, d_g, d_A_log, d_dt_bias, before_last=None, after_first=None, states_lost=None, d_states_lost=None,
 ) -> Repeat | None:  # fmt: skip
     """The backward over chunks of 64 tokens, bfloat16, from what the stages before it leave (kda_gradient_args in kdakit.h): writes d_beta,
     d_q, d_k and d_g, and in d_A_log and d_dt_bias [slots, HV, K], where there are such, what every chunk adds to them. Returns how to
@@ -147,7 +147,7 @@ def chunk_gradient(
     pointers = dict(
         lower=lower, factors=factors, states=states, d_states=d_states, r=r, d_o=d_o, d_v=d_v, alone=alone, d_final=d_final,
         d_q=d_q, d_k=d_k, d_g=d_g, d_beta=d_beta, A_shares=d_A_log, bias_shares=d_dt_bias,
-        before_last=before_last, after_first=after_first,
+        before_last=before_last, after_first=after_first, states_lost=states_lost, d_states_lost=d_states_lost,
     )  # fmt: skip
     args = library.GradientArgs(
         forward_args,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_q
+from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_pairs, exact_q
 from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
@@ -38,8 +38,10 @@ lender: ModuleType | None = None
 
 
 def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's kernel for the gradients of chunks; None: Triton's."""
-    return lent("gradient", problem, device, config.chunk == 64)
+    """The lender's kernel for the gradients of chunks; None: Triton's, and of 64 channels where pairs' gradients stay float32."""
+    half = config.solve_dtype == "float16"
+    fits = config.chunk == 64 and not (half and not config.normed) and not (problem.K == 64 and exact_pairs(problem, config))
+    return lent("gradient", problem, device, fits)
 
 
 def rebuild(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:

@@ -314,6 +314,8 @@ def borrowed_of_chunks(
             d_final=d_final,
             before_last=y.before_last,
             after_first=back.after_first,
+            states_lost=y.states_lost,
+            d_states_lost=back.d_states_lost,
             d_beta=d_beta,
             group=1 if c.normed else c.group,
             **written,
