@@ -7,7 +7,8 @@
     reverse    the gradient of the state, from each sequence's end       KDAKIT_CUDA_REVERSE
     forward    `prepare` and `scan`, which leave what the backward       KDAKIT_CUDA_TRAINING
                here begins with: for given log-decays without a bound,
-               of keys that are not normalised here
+               of keys that are not normalised here, and for softplus
+               gates of those that are, with MANY heads
 
 The variables: 0: never; 1: wherever it can run (forward: all given log-decays, and other gates of normalised keys), to measure it.
 """
@@ -26,6 +27,7 @@ VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebui
 # K = V of the problems whose calls take what is lent without being asked to: a GPU has shown that it is right and faster.
 SHOWN_HEADS = {"gradient": (128,), "rebuild": (128,), "reverse": (128,), "forward": (128,)}
 ENOUGH = 2**14  # tokens times value heads, the fewest with which a GPU has shown them to be faster
+MANY = 40  # sequences times value heads, the fewest of which a softplus gate's forward, in one piece, is faster than Triton's in parts
 # By what is lent, the kernels that it is in place of.
 REPLACED = {
     "forward": ("prepare_kernel", "prepare_normed_kernel", "scan_kernel", "staged_scan_kernel", "parts_kernel", "combine_kernel"),
@@ -59,9 +61,10 @@ def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
     """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept, or states in float32."""
-    given = problem.options.gate == "log_decay" and not config.bounded and not problem.options.l2norm
+    o, rows = problem.options, problem.N * problem.HV
+    faster = (o.gate == "log_decay" and not config.bounded and not o.l2norm) or (o.gate == "softplus" and o.l2norm and rows >= MANY)
     fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep and not exact_decay(problem)
-    return lent("forward", problem, device, fits, given)
+    return lent("forward", problem, device, fits, faster)
 
 
 LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "reverse", "forward": "kept_forward"}  # by the lender
