@@ -114,6 +114,8 @@ def test_taken_where_it_is_faster(monkeypatch):
         dict(gate="softplus"),
     ):
         assert not taken(problem_of(**changes)), changes
+    many = dict(gate="softplus", l2norm=True, H=borrowed.MANY, HV=borrowed.MANY)
+    assert taken(problem_of(**many)) and not taken(problem_of(**many | dict(H=borrowed.MANY - 1, HV=borrowed.MANY - 1)))
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     assert taken(problem_of(T=64)) and taken(problem_of(l2norm=True)) and not taken(problem_of(T=0))
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")

@@ -23,7 +23,7 @@ SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernelILi64": 0, "pr
           "padding_kernel": 0, "gradient_kernel": 32, "prepare_kept_kernel": 24, "scan_kept_kernel": 0, "reverse_kernel": 0,
           "rebuild_kernelILi64": 24, "rebuild_kernel": 16}  # fmt: skip
 
-# The bfloat16 kernels: 80 registers let three blocks of 256 threads run, or six of 128, 96 five of 128; 128 one of 512.
+# The bfloat16 kernels: 80 registers let three blocks of 256 threads run, or six of 128, 96 five of 128; 128 one of 512, or two of 256.
 HOPPER_REGISTERS = {"prepare_kernelILi64": 96, "prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128,
                     "prepare_kept_kernel": 80, "scan_kept_kernel": 248, "reverse_kernel": 255, "rebuild_kernel": 80}  # fmt: skip
 
@@ -72,9 +72,9 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 90, (
+    assert len(found) == 98, (
         "16 kinds of chunks, for 64 channels 16 more, in training eight; four kinds of the scan, each also in training; one of parts, "
-        "eight gradients, nine of the state's gradient, twelve that make tiles again, for 64 channels twelve more"
+        "eight gradients for either head size, nine of the state's gradient, twelve that make tiles again for either head size"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
@@ -83,7 +83,7 @@ def test_hopper_registers(built):
         assert usage.registers <= limit and usage.architecture == "90a", usage
         if "gradient_kernel" in usage.kernel:
             in_registers = re.search(r"GateE[12]ELb[01]ELb0E", usage.kernel)  # gates that are computed, from bfloat16
-            assert usage.spills == 0 or not in_registers, usage
+            assert usage.spills <= (0 if in_registers else 16 if "ELi64E" in usage.kernel else 32), usage
         elif "GateE2" in usage.kernel and "rebuild_kernel" not in usage.kernel:
             assert usage.spills <= 8, usage  # a word, stored and read once
 
@@ -150,8 +150,16 @@ def test_gradient_arguments_are_checked(native):
     ):
         with pytest.raises(library.NativeError, match=message):
             native.gradient(library.GradientArgs(forward, **right | changes))
-    with pytest.raises(library.NativeError, match="key_dim = value_dim = 128, got 64 and 64"):
-        native.gradient(library.GradientArgs(arguments(**half), **right))
+    lost = dict(states_lost=4096, d_states_lost=4096)
+    with pytest.raises(library.NativeError, match="states_lost must be NULL but with key_dim = 64, got key_dim = 128"):
+        native.gradient(library.GradientArgs(forward, **right | lost))
+    narrow = arguments(**half | dict(chunk_size=64))
+    for alone, message in (("states_lost", "d_states_lost must not be NULL"), ("d_states_lost", "states_lost must not be NULL")):
+        with pytest.raises(library.NativeError, match=message):
+            native.gradient(library.GradientArgs(narrow, **right, **{alone: 4096}))
+    for sizes in (dict(key_dim=64, value_dim=128), dict(key_dim=32, value_dim=32)):
+        with pytest.raises(library.NativeError, match="key_dim = value_dim = 64 or 128, got"):
+            native.gradient(library.GradientArgs(arguments(**half | sizes), **right))
     forward.initial_state = 4104
     with pytest.raises(library.NativeError, match="forward->initial_state must start at 16 bytes"):
         native.gradient(library.GradientArgs(forward, **right))

@@ -12,7 +12,7 @@ from hopper_records import Memory, bits, floats, row_order
 
 from kdakit import accuracy, reference
 from kdakit.backends.cuda import library
-from kdakit.cases import CASES, Case
+from kdakit.cases import CASES, FUSED, Case
 from kdakit.chunked import intra
 from kdakit.measure import checking
 from kdakit.rounding import round_to
@@ -155,22 +155,26 @@ HARD = [
     "softplus_huge", "lower_bound", "lower_bound_saturated", "grouped", "varlen", "v_first", "no_final",
 ]  # fmt: skip
 QUICK = ["gate_strong", "gate_huge", "beta_zero", "softplus_huge", "lower_bound", "grouped"]
+QUICK_64 = ["gate_slow", "gate_huge", "gate_bounded", "softplus_huge", "lower_bound", "grouped", "varlen_fused"]
 
 
-@pytest.mark.parametrize("name", HARD if os.environ.get("KDAKIT_FULL") == "1" else QUICK)
-def test_cases(kernels, name):
+@pytest.mark.parametrize("K, name", [(K, name) for K, quick in ((128, QUICK), (64, QUICK_64)) for name in (HARD if FULL else quick)])
+def test_cases(kernels, K, name):
     case = CASES[name]
     T = case.T if case.lengths else min(case.T, 72)
-    group = 4 if name == "gate_huge" else 1  # as the plain Triton kernels order rows
-    check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=D, V=D), group=group)
+    group = {"gate_huge": 4, "gate_bounded": 8}.get(name, 1)  # as the plain Triton kernels order rows
+    check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=K, V=K), group=group)
 
 
-def test_packed_sequences_and_blocks_that_walk(kernels):
+@pytest.mark.parametrize("K", [128, 64])
+def test_packed_sequences_and_blocks_that_walk(kernels, K):
     """Empty slots, sequences of one token and of more than a chunk; several chunks for one block."""
-    case = Case("packed", "packed", T=74, H=1, HV=1, K=D, V=D, lengths=(0, 1, 66, 0, 7), options={"chunk_size": 64})
+    how = dict(gate="raw", beta="logits", A_log=True, dt_bias=True) if K == 64 else {}
+    options = (FUSED if K == 64 else {}) | {"chunk_size": 64}
+    case = Case("packed", "packed", T=74, H=1, HV=1, K=K, V=K, lengths=(0, 1, 66, 0, 7), options=options, **how)
     check(kernels, case)
     problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
-    one, several = (gradient(kernels, problem, arrays, cotangents, blocks=n, order=2 - n) for n in (1, 3))
+    one, several = (gradient(kernels, problem, arrays, cotangents, blocks=n, order=2 - n, lost=K == 64) for n in (1, 3))
     assert all((one[name] == several[name]).all() for name in one), "bits depend on the number of blocks or the order of threads"
 
 
@@ -187,8 +191,17 @@ def test_ends_of_sequences_in_float32(kernels, v_first):
     assert accuracy.error(found[:, :70], truth[:, :70]) < 0.75 * accuracy.error(without[:, :70], truth[:, :70])
 
 
-@pytest.mark.parametrize("given", ["initial", "final", "both"])
-def test_states_of_either_layout(kernels, given):
+def test_states_in_two_parts(kernels):
+    """64 channels, gates that forget little: most of their gradients is sum_v S dS', and what bfloat16 leaves of it most of the error."""
+    case = Case("parts", "", T=140, H=1, HV=1, K=64, V=64, gate="slow", keys="parallel", options={"chunk_size": 64})
+    problem, arrays, cotangents = case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16")
+    without, found = (gradient(kernels, problem, arrays, cotangents, lost=lost)["g"] for lost in (False, True))
+    truth = accuracy.truths(problem, arrays, *cotangents)["g"]
+    assert accuracy.error(found, truth) < 0.75 * accuracy.error(without, truth)
+
+
+@pytest.mark.parametrize("given, D", [("initial", 128), ("final", 128), ("both", 128), ("both", 64)])
+def test_states_of_either_layout(kernels, given, D):
     """[K, V] and [V, K]: rows that lie in memory are of key channels and of value channels, beside tiles where only one state is given."""
     options = {"chunk_size": 64, "output_final_state": given != "initial"}
     case = Case("either", "", T=70, H=1, HV=1, K=D, V=D, gate="slow", initial_state=given != "final", lengths=(66, 4), options=options)
