@@ -69,8 +69,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: apply a sigmoid to beta; with allow_neg_eigval, twice that.
         safe_gate: a promise that the log-decay lies in [lower_bound, 0).
         A_log: HV elements. dt_bias: HV * K elements. Both are ignored without use_gate_in_kernel.
-        disable_recompute: keep what the backward needs instead of computing it again: more memory, the same result, gradients that
-            differ by roundings at most.
+        disable_recompute: keep what the backward needs instead of computing it again: more memory, gradients the same but for roundings.
         return_intermediate_states: also return the state before each chunk, [B, chunks, HV, K, V]. With cu_seqlens the chunks of all
             sequences follow each other, and the unused slots of the upper bound are zero. Not differentiated.
         state_v_first: states are [.., V, K].

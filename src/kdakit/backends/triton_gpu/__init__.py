@@ -62,6 +62,13 @@ def waiting(problem: Problem, chip: Chip) -> str | None:
     return shown.waits(as_computed(problem), chip)
 
 
+def keeping_if_shown(c: Config, problem: Problem, chip: Chip) -> Config:
+    """c, which keeps tiles for a backward only if that has been shown on the chip."""
+    from kdakit.backends.triton_gpu import shown
+
+    return shown.keeping_if_shown(c, problem, chip)
+
+
 def borrow(lender: ModuleType) -> None:
     """`lender`: a backend whose kernel for gradients of chunks may take the place of this one's."""
     borrowed.lender = lender
@@ -103,13 +110,13 @@ def forms(problem: Problem, device: Any) -> tuple[str, ...]:
 
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """What `forward` keeps for `backward` beside the inputs."""
-    from kdakit.backends.triton_gpu import shown, widened
+    from kdakit.backends.triton_gpu import widened
     from kdakit.backends.triton_gpu.host import backward
 
     chip = chip_of(device)
     K, V, dtype = widened.run_as(problem, chip)
     problem = problem.replace(K=K, V=V, dtype=dtype)
-    return backward.saved_specs(problem, shown.keeping_if_shown(choose(problem.replace(N=1), chip), problem, chip))
+    return backward.saved_specs(problem, keeping_if_shown(choose(problem.replace(N=1), chip), problem, chip))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:

@@ -59,9 +59,7 @@ def _chip() -> Chip:
 
 
 def default_config(problem: Problem, device: Any) -> Config:
-    from kdakit.backends.triton_gpu import shown
-
-    return shown.keeping_if_shown(chosen(problem, _chip()), problem, _chip())
+    return triton_gpu.keeping_if_shown(chosen(problem, _chip()), problem, _chip())
 
 
 def expected_us(problem: Problem, device: Any) -> float | None:
