@@ -408,17 +408,6 @@ def test_refusals_name_their_reason():
         assert reason in unsupported(CASES[name].problem().replace(**changes))
 
 
-def test_sizes_that_no_gpu_has_shown_wait(monkeypatch):
-    from kdakit.backends import cuda
-
-    problem = CASES["plain"].problem("bfloat16").replace(K=64, V=64, state_dtype="float32")
-    monkeypatch.setattr(cuda, "SHOWN_BF16_HEADS", (128,))
-    monkeypatch.delenv("KDAKIT_UNCHECKED", raising=False)
-    assert "K = V = 64 on a GPU; KDAKIT_UNCHECKED=1 allows it" in unsupported(problem)
-    monkeypatch.setenv("KDAKIT_UNCHECKED", "1")
-    assert unsupported(problem) is None and cuda.default_config(problem, "cuda").head_dim == 64
-
-
 def test_dispatch_knows_the_library_in_both_frameworks():
     from kdakit import dispatch
 

@@ -24,8 +24,6 @@ from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_pairs, 
 from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
-# K = V of the problems whose calls take what is lent without being asked to: a GPU has shown that it is right and faster.
-SHOWN_HEADS = {"gradient": (128,), "rebuild": (128,), "reverse": (128,), "forward": (128,)}
 ENOUGH = 2**14  # tokens times value heads, the fewest with which a GPU has shown them to be faster
 MANY = 40  # sequences times value heads, the fewest of which a softplus gate's forward, in one piece, is faster than Triton's in parts
 # By what is lent, the kernels that it is in place of.
@@ -73,7 +71,6 @@ LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "re
 def lent(what: str, problem: Problem, device: Any, fits: bool, faster: bool = True) -> Callable[..., Any] | None:
     """fits: such a call can have it; faster: and gains by it."""
     asked = os.environ.get(VARIABLES[what], "")
-    faster = faster and problem.K in SHOWN_HEADS[what]
     if lender is None or asked == "0" or not fits or not (asked == "1" or (faster and enough(problem))):
         return None
     kernel, reason = getattr(lender, LENT[what])(problem, device)

@@ -6,8 +6,8 @@ of 64 tokens in all heads, NT chunks in a sequence on average, and R sequences t
     launch + max(least, prepare c) + NT max(chain, row R) + state R
 
 `prepare`: the chunks, side by side. `chain`: one chunk of the walk along a sequence; `row`: the same where memory is what it waits for;
-where the walk is cut into parts, `config.scan_us` takes its place. `state`: reading and writing a state. `kdakit bench --tune times` fits
-the constants to the GPU at hand.
+where the walk is cut into parts, `config.scan_us` takes its place, times `parts` where the row has that. `state`: reading and writing a
+state. `kdakit bench --tune times` fits the constants to the GPU at hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def microseconds(problem: Problem, use: dict[str, float], config: Config) -> flo
     chunks = problem.T / CHUNK * (1 if problem.varlen else problem.B) * problem.HV
     rows = problem.N * problem.HV
     n = parts(problem, config) if config.split and rows else 1
-    walk = scan_us(problem, config, n) if n > 1 else chunks / rows * max(use["chain"], use["row"] * rows) if rows else 0.0
+    in_parts = use.get("parts", 1.0) * scan_us(problem, config, n) if n > 1 else 0.0
+    walk = in_parts or (chunks / rows * max(use["chain"], use["row"] * rows) if rows else 0.0)
     return use["launch"] + max(use["least"], use["prepare"] * chunks) + walk + use["state"] * rows
 
 
