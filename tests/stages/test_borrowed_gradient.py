@@ -38,7 +38,8 @@ COMPUTED = dict(gate="raw", beta="logits", A_log=True, dt_bias=True)
 TRAINED = [
     Case("plain", "any gate, betas of 0", gate="huge", beta="some_zero", **SIZES),
     Case("normed", "everything in the kernel", options=FUSED | {"safe_gate": True, "lower_bound": -5.0}, **COMPUTED, **SIZES),
-    Case("narrow_plain", "any gate, betas of 0", gate="huge", beta="some_zero", **NARROW | dict(T=70)),
+    Case("narrow_plain", "any gate", gate="huge", beta="logits", options={"use_beta_sigmoid_in_kernel": True, "scale": 0.1},
+         **NARROW | dict(T=70)),
     Case("narrow_normed", "everything in the kernel", options=FUSED | {"safe_gate": True, "lower_bound": -5.0}, **COMPUTED, **NARROW),
     Case("narrow_packed", "softplus", lengths=(66, 0, 3), options=FUSED | {"state_v_first": True}, **COMPUTED, **NARROW | dict(T=69, HV=2)),
 ]  # fmt: skip
@@ -130,6 +131,20 @@ def test_64_channels(taken, monkeypatch):
     assert taken("gradient", narrow()) and taken("gradient", narrow(gate="log_decay", beta="given"))
     assert not taken("gradient", narrow(beta="double_sigmoid")) and taken("gradient", problem_of(beta="double_sigmoid"))
     assert not taken("gradient", narrow(scale=20.0)) and not taken("gradient", problem_of(scale=20.0))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+def test_where_a_plain_recurrence_rounds_next_to_nothing(taken, monkeypatch):
+    """With 64 channels Triton's kernels: keys as they were given, and strengths that may be 1, or short sequences from a state."""
+    monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")
+    narrow = partial(problem_of, K=64, V=64, l2norm=False, scale=0.125)
+    given = partial(narrow, gate="log_decay", beta="given", gate_dtype="float32")
+    assert not taken("gradient", given()) and not taken("gradient", given(scale=0.1, output_final_state=True))
+    assert taken("gradient", given(scale=0.1, output_final_state=False)) and taken("gradient", given(gate_dtype="bfloat16"))
+    assert taken("gradient", given(l2norm=True)) and taken("gradient", given(K=128, V=128)) and taken("gradient", given(beta="sigmoid"))
+    assert taken("gradient", narrow(B=100, N=100, T=128)) and not taken("gradient", narrow(B=100, N=100, T=127))
+    assert taken("gradient", narrow(B=100, N=100, T=127, scale=0.1))
+    assert taken("gradient", narrow(B=100, N=100, T=127, has_initial_state=False))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
