@@ -128,9 +128,9 @@ KDA_API kda_status kda_prefill_workspace_bf16(const kda_prefill_args *args, size
 KDA_API kda_status kda_prefill_bf16(const kda_prefill_args *args);
 
 /* A stage of the backward, over chunks of 64 tokens: every product over V, and through the chunk's decayed products to the gradients of q,
- * k, g and beta. K = V = 64 or 128, sm_90a. Slots are chunks: sequence n's begin at slot n ceil(T / 64), or cu_seqlens[n] / 64 + n; there are
- * B ceil(T / 64), or T / 64 + N. Tensors of slots and those [B, T, HV, ..] are packed in the order given here, and begin at 16 bytes; so
- * does initial_state here.
+ * k, g and beta. K = V = 64 or 128, sm_90a. Slots are chunks: sequence n's begin at slot n ceil(T / 64), or cu_seqlens[n] / 64 + n; there
+ * are B ceil(T / 64), or T / 64 + N. Tensors of slots and those [B, T, HV, ..] are packed in the order given here, and begin at 16 bytes;
+ * so does initial_state here.
  */
 typedef struct kda_gradient_args {
   size_t size; /* sizeof(kda_gradient_args) where the caller was compiled */

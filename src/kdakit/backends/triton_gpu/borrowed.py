@@ -25,7 +25,6 @@ from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_pairs, 
 from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
-EXACT_HEADS = (64,)  # K = V of those that stay Triton's where it rounds less, see `exact_gates`
 ENOUGH = 2**14  # tokens times value heads, the fewest with which a GPU has shown them to be faster
 SHORT = 128  # tokens a sequence, on the average
 MANY = 40  # sequences times value heads, the fewest of which a softplus gate's forward, in one piece, is faster than Triton's in parts
@@ -41,9 +40,9 @@ lender: ModuleType | None = None
 
 
 def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's kernel for the gradients of chunks; None: Triton's, and of 64 channels where more is wanted of gates' gradients."""
+    """The lender's kernel for the gradients of chunks; None: Triton's, and where more is wanted of gates' gradients."""
     half = config.solve_dtype == "float16"
-    exact = problem.K in EXACT_HEADS and (exact_pairs(problem, config) or exact_gates(problem))
+    exact = exact_gates(problem) or (problem.K == 64 and exact_pairs(problem, config))
     fits = config.chunk == 64 and not (half and not config.normed) and not exact
     return lent("gradient", problem, device, fits)
 
@@ -51,12 +50,12 @@ def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any
 def exact_gates(problem: Problem) -> bool:
     """Calls in which a plain recurrence may round next to nothing. The rule then wants gates' gradients to 1e-3, and the lender's kernel
     has 2e-3 to 3e-3: it rounds decayed rows and columns, pairs, v_new and what states give to columns to bfloat16. Keys are as they were
-    given, gradients of gates or of their parameters float32, and either strengths may all be 1, with a scale that is a power of two or a
-    gradient of the final state, or sequences are SHORT, so that gates have most of their gradients from the caller's state."""
+    given, the scale is a power of two, gradients of gates or of their parameters are float32, and either strengths may all be 1, or
+    sequences are SHORT, so that gates have most of their gradients from the caller's state."""
     o = problem.options
-    if o.l2norm or (o.gate == "log_decay" and problem.gate_dtype != "float32"):
+    if o.l2norm or math.frexp(abs(o.scale))[0] != 0.5 or (o.gate == "log_decay" and problem.gate_dtype != "float32"):
         return False
-    ones = o.gate == "log_decay" and o.beta == "given" and (o.output_final_state or math.frexp(abs(o.scale))[0] == 0.5)
+    ones = o.gate == "log_decay" and o.beta == "given"
     return ones or (exact_q(problem) and problem.B * problem.T < SHORT * problem.N)
 
 
