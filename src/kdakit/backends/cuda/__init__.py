@@ -78,8 +78,7 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-# K = V of the kernels that another backend may have, by stage.
-# Of the forward 64 keeps nothing for a backward.
+# K = V of the kernels that another backend may have, by stage. A forward of 64 channels keeps nothing for a backward.
 LENT_HEADS = {"gradient": (64, 128), "rebuild": (64, 128), "reverse": (64, 128), "forward": (128,)}
 
 

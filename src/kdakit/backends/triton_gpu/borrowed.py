@@ -15,13 +15,12 @@ The variables: 0: never; 1: wherever it can run (forward: all given log-decays, 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_pairs, exact_q
+from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_pairs, exact_q, scaled_by_two
 from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
@@ -53,7 +52,7 @@ def exact_gates(problem: Problem) -> bool:
     given, the scale is a power of two, gradients of gates or of their parameters are float32, and either strengths may all be 1, or
     sequences are SHORT, so that gates have most of their gradients from the caller's state."""
     o = problem.options
-    if o.l2norm or math.frexp(abs(o.scale))[0] != 0.5 or (o.gate == "log_decay" and problem.gate_dtype != "float32"):
+    if o.l2norm or not scaled_by_two(problem) or (o.gate == "log_decay" and problem.gate_dtype != "float32"):
         return False
     ones = o.gate == "log_decay" and o.beta == "given"
     return ones or (exact_q(problem) and problem.B * problem.T < SHORT * problem.N)

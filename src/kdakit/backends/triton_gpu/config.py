@@ -188,7 +188,12 @@ def corrected(problem: Problem) -> bool:
 def exact_q(problem: Problem) -> bool:
     """scale q are numbers of q's dtype, of which the plain recurrence loses nothing: neither may the way from q to the caller's state."""
     o = problem.options
-    return corrected(problem) and not o.l2norm and math.frexp(abs(o.scale))[0] == 0.5
+    return corrected(problem) and not o.l2norm and scaled_by_two(problem)
+
+
+def scaled_by_two(problem: Problem) -> bool:
+    """The scale is a power of two, which rounds nothing of q."""
+    return math.frexp(abs(problem.options.scale))[0] == 0.5
 
 
 def exact_pairs(problem: Problem, config: Config) -> bool:
