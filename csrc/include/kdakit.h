@@ -115,6 +115,8 @@ typedef struct kda_prefill_args {
   void *checkpoints;   /* [ceil(slots / checkpoint), HV, V, K] bfloat16, written: the state before the chunk of every such slot */
   int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
   int32_t group;       /* as kda_gradient_args.group */
+  int32_t checkpoint_float32; /* checkpoints are float32; K = V = 64 */
+  int32_t reserved;
 } kda_prefill_args;
 
 #define KDA_PREFILL_ARGS_INIT {sizeof(kda_prefill_args)}

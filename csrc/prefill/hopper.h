@@ -45,8 +45,9 @@ struct HopperForward {
 struct Kept {
   void* lower;       // [slots, HV, 64, 64] float16, or float32 with lower_float32: X = (I + A_kk)^-1 = I - Diag(beta) lower
   uint16_t* solved;  // [slots, HV, 64, 64] bfloat16: scale A_qk X
-  uint16_t* states;  // [ceil(slots / every), HV, 128 values, 128 keys] bfloat16: before the chunk of every slot that `every` divides
+  void* states;      // [ceil(slots / every), HV, head values, head keys] bfloat16: before the chunk of every slot that `every` divides
   int lower_float32, group_bits, every;
+  int states_float32;  // head = 64: states are float32
 };
 
 // The kernels; `slots` is the number of records per value head. launch_parts goes before launch_scan where there are parts.

@@ -31,10 +31,11 @@ inline HopperForward forward_of(const kda_prefill_args &args) {
 inline Kept kept_of(const kda_prefill_args &args) {
   return {args.lower,
           static_cast<uint16_t *>(args.solved),
-          static_cast<uint16_t *>(args.checkpoints),
+          args.checkpoints,
           args.lower_dtype == KDA_FLOAT32,
           args.group == 8 ? 3 : args.group == 4 ? 2 : args.group == 2,
-          args.checkpoint};
+          args.checkpoint,
+          args.checkpoint_float32};
 }
 
 }  // namespace kda::hopper

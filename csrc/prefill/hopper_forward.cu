@@ -34,8 +34,8 @@ kda_status check_kept(const kda_prefill_args &args) {
   if (args.gate != KDA_GATE_LOG_DECAY && !args.l2norm)
     return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints are kept for gate %d, or with l2norm, got gate %d", KDA_GATE_LOG_DECAY,
                 args.gate);
-  if (args.key_dim != 128)
-    return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints are kept with key_dim = 128, got %lld", (long long)args.key_dim);
+  if (args.checkpoint_float32 && args.key_dim != 64)
+    return fail(KDA_UNSUPPORTED, "checkpoints are float32 with key_dim = 64, got %lld", (long long)args.key_dim);
   if (args.checkpoint < 1) return fail(KDA_INVALID_ARGUMENT, "checkpoint must be at least 1, got %d", args.checkpoint);
   return KDA_OK;
 }

@@ -18,12 +18,25 @@ template <int STEPS>
 __device__ __forceinline__ void keep_state(const Kept& kept, uint32_t slot, int64_t heads, int64_t head, int value,
                                            const uint32_t (&left)[STEPS][4], int lane) {
   constexpr int kHead = 16 * STEPS;
-  uint16_t* to = kept.states + ((slot / static_cast<uint32_t>(kept.every) * heads + head) * kHead + value + lane / 4) * kHead +
-                 2 * (lane % 4);
+  uint16_t* to = static_cast<uint16_t*>(kept.states) +
+                 ((slot / static_cast<uint32_t>(kept.every) * heads + head) * kHead + value + lane / 4) * kHead + 2 * (lane % 4);
 #pragma unroll
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
     for (int j = 0; j < 4; ++j) *reinterpret_cast<uint32_t*>(to + 8 * (j % 2) * kHead + 16 * s + 8 * (j / 2)) = left[s][j];
+}
+
+// The same in float32: S[4 n + j] has value lane / 4 + 8 (j / 2) and key 8 n + 2 (lane % 4) + j % 2.
+template <int COUNT>
+__device__ __forceinline__ void keep_exact_state(const Kept& kept, uint32_t slot, int64_t heads, int64_t head, int value,
+                                                 const float (&S)[COUNT], int lane) {
+  constexpr int kHead = 2 * COUNT;
+  float* to = static_cast<float*>(kept.states) +
+              ((slot / static_cast<uint32_t>(kept.every) * heads + head) * kHead + value + lane / 4) * kHead + 2 * (lane % 4);
+#pragma unroll
+  for (int n = 0; n < kHead / 8; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) *reinterpret_cast<float2*>(to + 4 * j * kHead + 8 * n) = make_float2(S[4 * n + j], S[4 * n + j + 1]);
 }
 
 }  // namespace kda::hopper

@@ -19,6 +19,9 @@ struct Places {
   static constexpr int to_boundary = between + 3 * HEAD * 2, to_start = to_boundary + 4 * HEAD * 4;
   static constexpr int bytes(bool bounded) { return bounded ? to_boundary : to_start + 3 * HEAD * 4; }
   static constexpr int blocks(bool bounded) { return HEAD == 128 ? 3 : bounded ? 6 : 5; }  // on a multiprocessor
+  // Where a backward follows: of 64 channels 32 x 32 numbers of `lower` behind all the rest, which the columns have no room for.
+  static constexpr int kept = to_start + 3 * HEAD * 4, kept_blocks = HEAD == 128 ? 3 : 5;
+  static constexpr int kept_bytes(bool bounded) { return HEAD == 128 ? bytes(bounded) : kept + 32 * 32 * 4; }
 
   // Once A is done: halves of -A_kk and X over the k rows, of A_qk over the q rows; A_solved^T and k_solved on their way out, the latter
   // over the columns. 128 channels: rows of blocks side by side, padded, A_solved^T behind them. 64 channels: 16 x 16 squares one behind
@@ -32,7 +35,8 @@ struct Places {
 };
 template <int HEAD>
 constexpr bool kFits = Places<HEAD>::blocks(true) * (Places<HEAD>::bytes(true) + 1024) <= 228 * 1024 &&
-                       Places<HEAD>::blocks(false) * (Places<HEAD>::bytes(false) + 1024) <= 228 * 1024;
+                       Places<HEAD>::blocks(false) * (Places<HEAD>::bytes(false) + 1024) <= 228 * 1024 &&
+                       Places<HEAD>::kept_blocks * (Places<HEAD>::kept_bytes(false) + 1024) <= 228 * 1024;
 static_assert(kFits<64> && kFits<128>, "as many blocks on a multiprocessor");
 static_assert(Places<128>::stage_a + 1024 <= Places<128>::tile && kBlock * Places<128>::pitch + 1024 <= Places<128>::tile,
               "half of A_solved^T fits beside A_kk and X, half beside A_qk");

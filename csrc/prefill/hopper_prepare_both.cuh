@@ -1,5 +1,6 @@
 // Row blocks of A_kk and A_qk from decayed tiles, 64 channels: a warp has both of its block, which meet the same columns.
 #pragma once
+#include "hopper_prepare_keep.cuh"
 #include "hopper_prepare_pairs.cuh"
 
 namespace kda::hopper {
@@ -47,8 +48,8 @@ __device__ __forceinline__ void from_start(const Place& at, uint32_t (&rows)[kSt
 }
 
 // Row block of A_qk and of -A_kk, with the inverse of its block, to shared memory, as halves: squares take the place of rows and columns,
-// which no other warp reads.
-template <bool BOUNDED, bool L2NORM>
+// which no other warp reads. KEPT: A_kk without strengths, and M and `lower` of the block.
+template <bool BOUNDED, bool L2NORM, bool KEPT>
 __device__ __forceinline__ void both_rows(const Place& at, const Shared<64>& shared) {
   using P = Places<64>;
   const int lane = at.lane;
@@ -62,19 +63,22 @@ __device__ __forceinline__ void both_rows(const Place& at, const Shared<64>& sha
   for (int i = 0; i < 2; ++i) {
     const int row = at.block * kBlock + square_row(2 * i, lane);
     const float norm = L2NORM ? 1.0f : shared.norms[1][row];
-    strength[i] = -shared.betas[row] * norm * norm;
+    strength[i] = KEPT ? -1.0f : -shared.betas[row] * norm * norm;
   }
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int i = square_row(r, lane), j = square_column(n, r, lane);
-      near_k.x[n][r] = j < i ? strength[r / 2] * near_k.x[n][r] : 0.0f;
+      near_k.x[n][r] = j < i ? (KEPT ? 1.0f : strength[r / 2]) * near_k.x[n][r] : 0.0f;
       near_q.x[n][r] = j < i ? near_q.x[n][r] : 0.0f;
       if (j == i) near_q.x[n][r] = shared.norms[2][at.block * kBlock + i];
     }
   store_square<P::pitch>(tile + P::rows_q + at.block * P::next, near_q, lane);
-  store_square<P::pitch_x>(tile + P::rows_k + P::x, unit_lower_inverse(near_k, lane), lane);
+  if constexpr (KEPT)
+    keep_diagonal<L2NORM>(at, shared, tile + P::rows_k, near_k);
+  else
+    store_square<P::pitch_x>(tile + P::rows_k + P::x, unit_lower_inverse(near_k, lane), lane);
   if (at.block == 0) return;
   from_start<BOUNDED>(at, q), from_start<BOUNDED>(at, k);
 #pragma unroll 1

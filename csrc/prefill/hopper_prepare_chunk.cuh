@@ -59,7 +59,6 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   using P = Places<HEAD>;
   using W = Warp<HEAD>;
   using R = Record<HEAD>;
-  static_assert(HEAD == 128 || !KEPT, "nothing is kept of 64 channels");
 #ifdef KDA_EMULATE
   uint8_t* bytes = memory;
 #else
@@ -104,7 +103,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   if constexpr (HEAD == 64) {
     decay_tokens<HEAD, BOUNDED, L2NORM>(p, x, shared, at, record);
     __syncthreads();
-    both_rows<BOUNDED, L2NORM>(at, shared);
+    both_rows<BOUNDED, L2NORM, KEPT>(at, shared);
   } else {
     Square near = {}, far[3] = {};
     decay_tokens<HEAD, BOUNDED, L2NORM>(p, x, shared, at, record);
@@ -123,7 +122,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   if constexpr (KEPT) {
     solve_and_keep_columns<L2NORM>(at, shared, solved);
     __syncthreads();  // `lower` is there, A_kk is read
-    lower_out(kept, item, at);
+    lower_out<HEAD>(kept, item, at);
   } else {
     solve_columns<HEAD>(at, solved);
   }
@@ -138,7 +137,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   });
   if constexpr (KEPT) {
     __syncthreads();  // `solved` is there, `lower` is read
-    solved_out(kept, item, at);
+    solved_out<HEAD>(kept, item, at);
   }
   keys_out(at, shared, solved, strength);
   fence_async();

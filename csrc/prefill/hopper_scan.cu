@@ -96,6 +96,9 @@ cudaError_t launch_scan_kept(const HopperForward& p, const Kept& kept, cudaStrea
   bool many = false;
   const cudaError_t status = find_width(p, many);
   if (status != cudaSuccess) return status;
+  if (p.head == 64)
+    return many ? launch<64, 1, 2>(p, scan_kept_kernel<64, 1, 2>, stream, p, kept)
+                : launch<64, 1, 1>(p, scan_kept_kernel<64, 1, 1>, stream, p, kept);
   return many ? launch<128, 2, 1>(p, scan_kept_kernel<128, 2, 1>, stream, p, kept)
               : launch<128, 1, 1>(p, scan_kept_kernel<128, 1, 1>, stream, p, kept);
 }

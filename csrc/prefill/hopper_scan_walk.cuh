@@ -106,7 +106,12 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
     if (GROUPS == 2) decay_state();
     if constexpr (KEPT) {
       const uint32_t slot = static_cast<uint32_t>((task.record - task.head) / p.HV) + i;
-      if (i >= task.silent && slot % kept.every == 0) keep_state(kept, slot, p.HV, task.head, task.channel + value, left, lane);
+      if (i >= task.silent && slot % kept.every == 0) {
+        if (HEAD == 64 && kept.states_float32)
+          keep_exact_state(kept, slot, p.HV, task.head, task.channel + value, S, lane);
+        else
+          keep_state(kept, slot, p.HV, task.head, task.channel + value, left, lane);
+      }
     }
     if (GROUPS == 1) {  // every thread arrives for what it read itself
       if (i > 0) barrier_arrive(smem + L::barriers + (L::stages + before) * 8);

@@ -33,35 +33,46 @@ static void prepare(const HopperForward &p, int64_t slots, int order) {
   });
 }
 
+template <int HEAD>
+static void prepare_kept(const HopperForward &p, const Kept &kept, int64_t slots, int order) {
+  of_kept_form(p, [&](auto form) {
+    using F = decltype(form);
+    const auto kernel = [&] { prepare_kept_kernel<HEAD, F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept); };
+    run(p, slots, Warp<HEAD>::threads, order, kernel);
+    return 0;
+  });
+}
+
 // `args` complete: strides, scale, sequences and a workspace of a record per slot and value head. Where it keeps something for a backward,
 // `lower` and `solved` are written too.
 extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order) {
   const HopperForward p = forward_of(*args);
   const Kept kept = kept_of(*args);
-  if (kept.lower) {
-    of_kept_form(p, [&](auto form) {
-      using F = decltype(form);
-      const auto kernel = [&] { prepare_kept_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p, kept); };
-      run(p, slots_of(*args), Warp<128>::threads, order, kernel);
-      return 0;
-    });
-    return;
-  }
+  if (kept.lower)
+    return p.head == 64 ? prepare_kept<64>(p, kept, slots_of(*args), order) : prepare_kept<128>(p, kept, slots_of(*args), order);
   p.head == 64 ? prepare<64>(p, slots_of(*args), order) : prepare<128>(p, slots_of(*args), order);
 }
 
-// The state S [128 keys, 128 values] before the chunk of a slot into `checkpoints`, as the warps of the scan hold it.
+// The state S [keys, values] before the chunk of a slot into `checkpoints`, as the warps of the scan hold it.
+template <int HEAD>
+static void keep(const Kept &kept, int64_t slot, int64_t heads, int head, const float *S, int order) {
+  emulate::run_block(0, 2 * HEAD, order, [&] {
+    const int lane = threadIdx.x % 32, value = threadIdx.x / 32 * 16;
+    float mine[HEAD / 2];
+    uint32_t left[HEAD / 16][4];
+    for (int i = 0; i < HEAD / 2; ++i)
+      mine[i] = S[(8 * (i / 4) + 2 * (lane % 4) + i % 2) * HEAD + value + lane / 4 + 8 * (i / 2 % 2)];
+    for (int i = 0; i < HEAD / 4; ++i) left[i / 4][i % 4] = kda::hopper::pack_bf16(mine[2 * i], mine[2 * i + 1]);
+    if (kept.states_float32)
+      keep_exact_state(kept, uint32_t(slot), heads, head, value, mine, lane);
+    else
+      keep_state(kept, uint32_t(slot), heads, head, value, left, lane);
+  });
+}
 extern "C" void kda_emulate_keep_state(const kda_prefill_args *args, int64_t slot, int head, const float *S, int order) {
   const Kept kept = kept_of(*args);
   if (slot % kept.every) return;
-  emulate::run_block(0, 256, order, [&] {
-    const int lane = threadIdx.x % 32, value = threadIdx.x / 32 * 16;
-    uint32_t left[8][4];
-    const auto of = [&](int i) { return S[(8 * (i / 4) + 2 * (lane % 4) + i % 2) * 128 + value + lane / 4 + 8 * (i / 2 % 2)]; };
-    for (int s = 0; s < 8; ++s)
-      for (int j = 0; j < 4; ++j) left[s][j] = kda::hopper::pack_bf16(of(8 * s + 2 * j), of(8 * s + 2 * j + 1));
-    keep_state(kept, uint32_t(slot), args->value_heads, head, value, left, lane);
-  });
+  args->key_dim == 64 ? keep<64>(kept, slot, args->value_heads, head, S, order) : keep<128>(kept, slot, args->value_heads, head, S, order);
 }
 
 // How many of the `chunks` chunks up to the record `last`, each `step` bytes after the one before, forget what was before them; 0: none do.

@@ -116,7 +116,7 @@ def row_order(group):
 def run_call(kernels, args):
     """What the library does with kda_prefill_args in bfloat16, on the CPU: o, the final state, and what a backward begins with."""
     B, T, HV, N = args.batch, args.tokens, args.value_heads, args.sequences if args.cu_seqlens else args.batch
-    slots, size = T // CHUNK + N if args.cu_seqlens else B * -(-T // CHUNK), record_bytes(kernels)
+    slots, size = T // CHUNK + N if args.cu_seqlens else B * -(-T // CHUNK), record_bytes(kernels, D := args.key_dim)
     space = np.empty(slots * HV * size + 256, np.uint8)
     args.workspace, args.sequences = space.ctypes.data + (start := -space.ctypes.data % 256), N
     kernels.kda_emulate_prepare_bf16(ctypes.byref(args), 1)
@@ -131,10 +131,10 @@ def run_call(kernels, args):
         return np.lib.stride_tricks.as_strided(whole, shape, [s * item for s in strides])
 
     def tensor(x):
-        return at(x.data, np.uint16, (B, T, HV, 128), (x.batch_stride, x.token_stride, x.head_stride, 1))
+        return at(x.data, np.uint16, (B, T, HV, D), (x.batch_stride, x.token_stride, x.head_stride, 1))
 
     def states(address):
-        found = at(address, np.float32, (N, HV, 128, 128))
+        found = at(address, np.float32, (N, HV, D, D))
         return found.swapaxes(2, 3) if args.state_v_first else found
 
     cu = at(args.cu_seqlens, np.int64 if args.cu_seqlens_64 else np.int32, (N + 1,)) if args.cu_seqlens else None

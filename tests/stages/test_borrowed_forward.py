@@ -21,17 +21,21 @@ from kdakit.backends import cuda, triton_gpu
 from kdakit.backends.cuda import library, op
 from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import CHIPS, choose
-from kdakit.cases import Case
+from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
 
 pytestmark = emulated.needs_compiler
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# float32 `lower` in the plain kernels' order, betas of 0, packed sequences; float16 `lower` of normalised keys.
+# float32 `lower` in the plain kernels' order, betas of 0, packed sequences; float16 `lower` of normalised keys. Of 64 channels states are
+# kept in float32 where gates are computed.
 TRAINED = [
     Case("plain", "any gate, betas of 0", T=70, lengths=(66, 4), H=1, HV=1, K=128, V=128, gate="huge", beta="some_zero",
          options={"chunk_size": 64}),
     Case("normed", "normalised in the kernel", T=66, H=1, HV=1, K=128, V=128, gate="bounded", beta="logits",
          options={"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "safe_gate": True, "lower_bound": -5.0}),
+    Case("plain", "64 channels", T=70, lengths=(66, 4), H=1, HV=1, K=64, V=64, gate="huge", beta="some_zero", options={"chunk_size": 64}),
+    Case("normed", "64 channels, states in float32", T=66, H=1, HV=1, K=64, V=64, gate="raw", beta="logits", A_log=True, dt_bias=True,
+         options=FUSED | {"safe_gate": True, "lower_bound": -5.0}),
 ]  # fmt: skip
 
 
@@ -64,7 +68,7 @@ def difference(x, y):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-@pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", TRAINED, ids=lambda case: f"{case.name}{case.K}")
 def test_what_is_kept(calls, case, monkeypatch):
     """Is what Triton's forward keeps; outputs are within the rule, and so are the gradients that Triton's backward makes of it."""
     plain = case.name == "plain"
@@ -118,6 +122,10 @@ def test_taken_where_it_is_faster(monkeypatch):
     assert taken(problem_of(**many)) and not taken(problem_of(**many | dict(H=borrowed.MANY - 1, HV=borrowed.MANY - 1)))
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     assert taken(problem_of(T=64)) and taken(problem_of(l2norm=True)) and not taken(problem_of(T=0))
+    small = dict(K=64, V=64)
+    assert taken(problem_of(**small)) and taken(problem_of(**small, gate="softplus", l2norm=True)), "64 channels where they are asked for"
+    monkeypatch.delenv(borrowed.VARIABLES["forward"])
+    assert not taken(problem_of(**small)) and not taken(problem_of(**many | small))
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")
     assert not taken(problem_of())
 

@@ -84,29 +84,38 @@ def test_against_float64(kernels, name):
     check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=128, V=128), group=GROUPS.get(name, 1))
 
 
-def test_normalised_keys(kernels):
-    check(kernels, Case("normed", "float16 `lower`", T=72, H=1, HV=1, K=128, V=128, gate="spikes", beta="logits", options=NORMED))
+@pytest.mark.parametrize("name", HARD)
+def test_64_channels(kernels, name):
+    case = CASES[name]
+    T = case.T if case.lengths else min(case.T, 136)
+    check(kernels, replace(case, H=1, HV=2 if name == "grouped" else 1, B=1, T=T, K=64, V=64), group=GROUPS.get(name, 1))
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_gates_that_are_computed_here(kernels, bounded):
+@pytest.mark.parametrize("D", [64, 128])
+def test_normalised_keys(kernels, D):
+    check(kernels, Case("normed", "float16 `lower`", T=72, H=1, HV=1, K=D, V=D, gate="spikes", beta="logits", options=NORMED))
+
+
+@pytest.mark.parametrize("D, bounded", [(64, False), (64, True), (128, False), (128, True)])
+def test_gates_that_are_computed_here(kernels, D, bounded):
     gate = {"safe_gate": True, "lower_bound": -5.0} if bounded else {}
-    sizes = dict(T=72, H=1, HV=1, K=128, V=128)
+    sizes = dict(T=72, H=1, HV=1, K=D, V=D)
     check(kernels, Case("fused", "", gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | gate, **sizes))
 
 
-@pytest.mark.parametrize("scale", [1e-3, 300.0])
-def test_keys_of_any_size(kernels, scale):
+@pytest.mark.parametrize("D, scale", [(64, 300.0), (128, 1e-3), (128, 300.0)])
+def test_keys_of_any_size(kernels, D, scale):
     """Norms that stay outside the kernel's products go back into `lower` and `solved`."""
-    case = Case("norms", "keys of any size", T=64, H=1, HV=1, K=128, V=128, options={"chunk_size": 64})
+    case = Case("norms", "keys of any size", T=64, H=1, HV=1, K=D, V=D, options={"chunk_size": 64})
     arrays = case.arrays("bfloat16")
     q, k = (round_to(x * np.exp2(np.arange(64) % 3)[None, :, None, None] * scale, "bfloat16") for x in arrays[:2])
     beta = round_to(arrays.beta / (16 * scale**2), "bfloat16") if scale > 1 else arrays.beta / 16
     check(kernels, case, arrays._replace(q=q, k=k, beta=round_to(beta, "bfloat16")))
 
 
-def test_order_of_threads_does_not_matter(kernels):
-    case = Case("order", "races", T=64, H=1, HV=1, K=128, V=128, beta="logits", options=NORMED)
+@pytest.mark.parametrize("D, group", [(64, 4), (128, 1)])
+def test_order_of_threads_does_not_matter(kernels, D, group):
+    case = Case("order", "races", T=64, H=1, HV=1, K=D, V=D, beta="logits", options=NORMED)
     problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
-    for x, y in zip(kept(kernels, problem, arrays), kept(kernels, problem, arrays, order=-1), strict=True):
+    for x, y in zip(kept(kernels, problem, arrays, group), kept(kernels, problem, arrays, group, order=-1), strict=True):
         assert (x == y).all()

@@ -52,8 +52,8 @@ def record(tiles, A, decay):
     return np.frombuffer(b"".join(parts) + decay.tobytes(), np.uint8)
 
 
-def expected(x, D):
-    """The formula, with the kernel's roundings."""
+def expected(x, D, exact=False):
+    """The formula, with the kernel's roundings. exact: states are kept in float32."""
     out = dict(o=np.full((1, T, HV, D), np.nan), final=np.zeros((N, HV, D, D)), kept=np.full((-(-SLOTS // EVERY), HV, D, D), np.nan))
     for n, length in enumerate(LENGTHS):
         slot = CU[n] // CHUNK + n
@@ -63,7 +63,7 @@ def expected(x, D):
                 k_in, q_decayed, k_solved = x["tiles"][slot + c, h]
                 C, first, left = min(CHUNK, length - c * CHUNK), CU[n] + c * CHUNK, bf16(S)
                 if (slot + c) % EVERY == 0:
-                    out["kept"][(slot + c) // EVERY, h] = left.T
+                    out["kept"][(slot + c) // EVERY, h] = (S if exact else left).T
                 v = np.zeros((CHUNK, D))
                 v[:C] = x["v"][0, first : first + C, h]
                 r = bf16(v - k_in @ left)
@@ -73,13 +73,14 @@ def expected(x, D):
     return out
 
 
-def run(kernels, x, D, groups=1, order=1, v_first=False, keep=True):
+def run(kernels, x, D, groups=1, order=1, v_first=False, keep=True, exact=False):
     """groups: of a block, or with 64 channels blocks of a multiprocessor."""
     records = np.stack([[record(x["tiles"][s, h], x["A"][s, h], x["decay"][s, h]) for h in range(HV)] for s in range(SLOTS)])
     space = np.zeros(records.nbytes + 256, np.uint8)
     start = -space.ctypes.data % 256
     space[start : start + records.nbytes] = records.reshape(-1)
-    v, o, kept = bits(x["v"]), np.full((1, T, HV, D), 0xFFFF, np.uint16), np.full((-(-SLOTS // EVERY), HV, D, D), 0xFFFF, np.uint16)
+    v, o, points = bits(x["v"]), np.full((1, T, HV, D), 0xFFFF, np.uint16), (-(-SLOTS // EVERY), HV, D, D)
+    kept = np.full(points, np.nan, np.float32) if exact else np.full(points, 0xFFFF, np.uint16)
     initial = np.ascontiguousarray(x["initial"].swapaxes(2, 3) if v_first else x["initial"])
     final = np.full(initial.shape, np.nan, np.float32)
     of = lambda y: library.Tensor(y.ctypes.data, library.BFLOAT16, 0, T * HV * D, D, HV * D)
@@ -87,21 +88,29 @@ def run(kernels, x, D, groups=1, order=1, v_first=False, keep=True):
         batch=1, tokens=T, heads=HV, value_heads=HV, key_dim=D, value_dim=D, sequences=N, cu_seqlens=CU.ctypes.data, cu_seqlens_64=1,
         v=of(v), o=of(o), workspace=space.ctypes.data + start, initial_state=initial.ctypes.data, final_state=final.ctypes.data,
         state_v_first=v_first, checkpoints=kept.ctypes.data if keep else None, checkpoint=EVERY,
+        checkpoint_float32=exact,
     )  # fmt: skip
     kernels.kda_emulate_scan_bf16(ctypes.byref(args), groups, order)
-    return dict(o=np.float64(floats(o)), final=np.float64(final.swapaxes(2, 3) if v_first else final), kept=np.float64(floats(kept)))
+    kept = kept if exact else floats(kept)
+    return dict(o=np.float64(floats(o)), final=np.float64(final.swapaxes(2, 3) if v_first else final), kept=np.float64(kept))
 
 
-@pytest.mark.parametrize("D, groups, v_first", [(64, 1, False), (64, 2, True), (128, 1, False)])
-def test_formula(kernels, D, groups, v_first):
+@pytest.mark.parametrize(
+    "D, groups, v_first, exact", [(64, 1, False, False), (64, 1, True, True), (64, 2, True, True), (128, 1, False, False)]
+)
+def test_formula(kernels, D, groups, v_first, exact):
     x = drawn(D)
-    found, right = run(kernels, x, D, groups, v_first=v_first), expected(x, D)
+    found, right = run(kernels, x, D, groups, v_first=v_first, exact=exact), expected(x, D, exact)
     for name, y in found.items():
         z = right[name]
         assert (np.isnan(y) == np.isnan(z)).all(), f"{name} is written where it should be"
         scale = np.nanmax(np.abs(z), axis=tuple(range(z.ndim - 1)))  # of a value channel, or a key channel of what is kept
         error = np.abs(y - z) / scale
         assert np.nanmax(error) < 2.0**-7 and np.sqrt(np.nanmean(error**2)) < 2.0**-12, (name, np.nanmax(error))
+    begins = {int(CU[n]) // CHUNK + n: n for n, length in enumerate(LENGTHS) if length}  # slots of first chunks
+    for slot, n in begins.items():
+        if exact and slot % EVERY == 0:
+            assert (found["kept"][slot // EVERY] == x["initial"][n].swapaxes(1, 2)).all(), "the caller's state, to the bit"
 
 
 def test_bits_do_not_depend_on_blocks_or_threads(kernels, D=64):

@@ -78,8 +78,8 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-# K = V of the kernels that another backend may have, by stage. A forward of 64 channels keeps nothing for a backward.
-LENT_HEADS = {"gradient": (64, 128), "rebuild": (64, 128), "reverse": (64, 128), "forward": (128,)}
+# K = V of the kernels that another backend may have, by stage.
+LENT_HEADS = {"gradient": (64, 128), "rebuild": (64, 128), "reverse": (64, 128), "forward": (64, 128)}
 
 
 def _not_lent(stage: str, problem: Problem, device: Any) -> str | None:

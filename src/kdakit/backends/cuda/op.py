@@ -107,6 +107,7 @@ def forward_kept(
     wide, tensors = cu is not None and cu.dtype == torch.int64, (q, k, v, g, arrays.beta, o)
     args = PrefillArgs.from_buffer_copy(_arguments(problem, config, wide, *[x.stride() for x in tensors]))
     args.lower_dtype, args.group, args.checkpoint = LOWER_DTYPES[lower.dtype], group, checkpoint
+    args.checkpoint_float32 = checkpoints.dtype == torch.float32
     space = v.new_empty(args.workspace_size, dtype=torch.uint8)
     tensors += initial, final, cu, A_log, dt_bias, lower, solved, checkpoints, space
     again = partial(_prefill_again, args, config.dtype, v.device.index)

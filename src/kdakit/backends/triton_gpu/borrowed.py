@@ -8,7 +8,7 @@
     forward    `prepare` and `scan`, which leave what the backward       KDAKIT_CUDA_TRAINING
                here begins with: for given log-decays without a bound,
                of keys that are not normalised here, and for softplus
-               gates of those that are, with MANY heads
+               gates of those that are, with MANY heads; K = V = 128
 
 The variables: 0: never; 1: wherever it can run (forward: all given log-decays, and other gates of normalised keys), to measure it.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, exact_decay, exact_pairs, exact_q, scaled_by_two
+from kdakit.backends.triton_gpu.config import Config, exact_pairs, exact_q, scaled_by_two
 from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
@@ -72,11 +72,12 @@ def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 
 def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept, or states in float32."""
+    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept. Of 64 channels where it is asked
+    for: no GPU has run it."""
     o, rows = problem.options, problem.N * problem.HV
     faster = (o.gate == "log_decay" and not config.bounded and not o.l2norm) or (o.gate == "softplus" and o.l2norm and rows >= MANY)
-    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep and not exact_decay(problem)
-    return lent("forward", problem, device, fits, faster)
+    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep
+    return lent("forward", problem, device, fits, faster and problem.K == 128)
 
 
 LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "reverse", "forward": "kept_forward"}  # by the lender
