@@ -13,13 +13,14 @@
 //
 // hopper_prepare_block.cuh: shared memory; hopper_tokens.cuh: inputs and norms; hopper_prepare_decay.cuh: decayed tiles;
 // hopper_prepare_pairs.cuh and, of 64 channels, hopper_prepare_both.cuh: A_kk and A_qk; hopper_prepare_solve.cuh: X, k_solved and A_solved;
-// hopper_prepare_keep.cuh: what a backward begins with. hopper_prepare.cu and hopper_prepare_kept.cu have the kernels without and with the
-// latter.
+// hopper_prepare_keep.cuh and hopper_prepare_keep_out.cuh: what a backward begins with. hopper_prepare.cu and hopper_prepare_kept.cu have
+// the kernels without and with the latter.
 #pragma once
 #include "hopper.h"
 #include "hopper_prepare_both.cuh"
 #include "hopper_prepare_decay.cuh"
 #include "hopper_prepare_keep.cuh"
+#include "hopper_prepare_keep_out.cuh"
 #include "hopper_prepare_pairs.cuh"
 #include "hopper_prepare_solve.cuh"
 

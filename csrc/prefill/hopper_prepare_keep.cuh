@@ -4,7 +4,8 @@
 // L_ij = M_ii sum_m A_im X_mj over the blocks m < i, and X_ij = -Diag(b) L_ij: nothing is divided by a strength that may be 0.
 // Keys are normalised here, see hopper_prepare_decay.cuh: the norms that were taken from tokens i and j go back into L_ij.
 //
-// `lower` and `solved` wait in shared memory in the order of tokens, only what lies below their diagonals, and go out by whole rows.
+// `lower` and `solved` wait in shared memory in the order of tokens, only what lies below their diagonals, and go out by whole rows
+// (hopper_prepare_keep_out.cuh).
 //
 // 128 channels: by pairs of warps. 64 channels: a warp has its block's rows of both A, and its column of blocks of X and `lower`.
 #pragma once
@@ -27,6 +28,7 @@ __device__ __forceinline__ uint32_t m_at(const Place& at, int block) {
   if (HEAD == 64 && block == 3) return at.smem + P::sums + P::next;
   return at.smem + block * P::tile + P::rows_q + (HEAD == 64 ? 3 * P::next : kM);
 }
+__device__ __forceinline__ int lower_turn(int i) { return (i >> 1 & 3) << 3 | (i & 1); }  // 64 channels
 // float32 number (i, j) of `lower`. 128 channels: rows of 256 bytes over the columns, every second pair of rows turned by 8 numbers.
 // 64 channels: rows of 128 bytes, those of the first 32 tokens j over the columns, the others behind all the rest; neighbours of every
 // second row change places.
@@ -34,7 +36,7 @@ template <int HEAD>
 __device__ __forceinline__ uint32_t lower_at(const Place& at, int i, int j) {
   if constexpr (HEAD == 64)
     return at.smem + (j < 32 ? Places<64>::columns + i * 128 : Places<64>::kept + (i - 32) * 128) +
-           (((j & 31) ^ ((i >> 1 & 3) << 3) ^ (i & 1)) << 2);
+           (((j & 31) ^ lower_turn(i)) << 2);
   else
     return at.smem + Wide::columns + i * 256 + ((j ^ ((i >> 1 & 3) << 3)) << 2);
 }
@@ -166,35 +168,6 @@ __device__ __forceinline__ void stage_solved(const HopperForward& p, const Place
       const uint32_t pair = transposed(pack_bf16(sum.x[n][2 * half] * f0, sum.x[n][2 * half + 1] * f1));
       store_shared(solved_at<HEAD>(at, block * kBlock + 8 * n + lane / 4, first + 8 * half + 2 * (lane % 4)), pair);
     }
-}
-
-// Whole rows of what is staged to memory, eight per warp, or 16, a lane two adjacent numbers of each; zeros beside what is strictly lower,
-// or lower.
-template <int HEAD>
-__device__ __forceinline__ void lower_out(const Kept& kept, int64_t item, const Place& at) {
-  const int j0 = token_of(2 * at.lane, kept.group_bits), j1 = token_of(2 * at.lane + 1, kept.group_bits);
-#pragma unroll
-  for (int t = 0; t < Warp<HEAD>::tokens; ++t) {
-    const int i = at.warp * Warp<HEAD>::tokens + t;
-    const float x = j0 < i ? __uint_as_float(load_shared_word(lower_at<HEAD>(at, i, j0))) : 0.0f;
-    const float y = j1 < i ? __uint_as_float(load_shared_word(lower_at<HEAD>(at, i, j1))) : 0.0f;
-    const int64_t to = (item * kChunk + row_of(i, kept.group_bits)) * (kChunk / 2) + at.lane;
-    if (kept.lower_float32)
-      static_cast<float2*>(kept.lower)[to] = make_float2(x, y);
-    else
-      static_cast<uint32_t*>(kept.lower)[to] = pack_half(x, y);
-  }
-}
-template <int HEAD>
-__device__ __forceinline__ void solved_out(const Kept& kept, int64_t item, const Place& at) {
-  const int j0 = token_of(2 * at.lane, kept.group_bits), j1 = token_of(2 * at.lane + 1, kept.group_bits);
-#pragma unroll
-  for (int t = 0; t < Warp<HEAD>::tokens; ++t) {
-    const int i = at.warp * Warp<HEAD>::tokens + t;
-    const uint32_t x = j0 <= i ? load_shared_word(solved_at<HEAD>(at, i, j0 & ~1)) >> 16 * (j0 & 1) & 0xffff : 0;
-    const uint32_t y = j1 <= i ? load_shared_word(solved_at<HEAD>(at, i, j1 & ~1)) >> 16 * (j1 & 1) : 0;
-    reinterpret_cast<uint32_t*>(kept.solved)[(item * kChunk + row_of(i, kept.group_bits)) * (kChunk / 2) + at.lane] = x | y << 16;
-  }
 }
 
 }  // namespace kda::hopper

@@ -43,6 +43,12 @@ inline uint32_t __float_as_uint(float x) {
   memcpy(&bits, &x, 4);
   return bits;
 }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t bytes) {
+  const uint64_t both = uint64_t(y) << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(both >> 8 * (bytes >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
 inline float __uint_as_float(uint32_t bits) {
   float x;
   memcpy(&x, &bits, 4);

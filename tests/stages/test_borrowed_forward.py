@@ -84,12 +84,13 @@ def test_what_is_kept(calls, case, monkeypatch):
     for x, y, slots in zip(kept, own, (used, used, [1]), strict=True):
         assert difference(x[slots], y[slots]) < 2.0**-7
     made = {"o": result.o, "final_state": result.final_state}
-    if plain:  # the other kernels of the backward are as long again in the interpreter
+    differentiated = plain or case.K == 64  # the other kernels of the backward are as long again in the interpreter
+    if differentiated:
         d_o, d_final = (torch.from_numpy(x) for x in cotangents)
         found = triton_gpu.backward(problem, given, kept, d_o.bfloat16(), d_final.float(), config)
         made |= {name: x for name, x in found._asdict().items() if x is not None}
     made = {name: x.double().numpy() for name, x in made.items()}
-    rows = checking.compare_quickly(problem, arrays, made, cotangents if plain else None, "bfloat16")
+    rows = checking.compare_quickly(problem, arrays, made, cotangents if differentiated else None, "bfloat16")
     assert all(row.ok for row in rows), [(row.name, row.error, row.tolerance) for row in rows]
 
 

@@ -74,8 +74,8 @@ def test_registers_leave_room_for_the_blocks(built):
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
     assert len(found) == 106, (
-        "16 kinds of chunks, for 64 channels 16 more, in training eight for either head size; four kinds of the scan, each also in training; "
-        "one of parts, eight gradients for either head size, nine of the state's gradient, twelve that make tiles again for either head size"
+        "16 kinds of chunks, in training eight, for either head size; four kinds of the scan, each also in training; one of parts, "
+        "eight gradients for either head size, nine of the state's gradient, twelve that make tiles again for either head size"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)

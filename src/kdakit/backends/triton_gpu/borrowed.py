@@ -72,8 +72,8 @@ def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 
 def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept. Of 64 channels where it is asked
-    for: no GPU has run it."""
+    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept. Of 64 channels only where it is
+    asked for: no GPU has run it."""
     o, rows = problem.options, problem.N * problem.HV
     faster = (o.gate == "log_decay" and not config.bounded and not o.l2norm) or (o.gate == "softplus" and o.l2norm and rows >= MANY)
     fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep
