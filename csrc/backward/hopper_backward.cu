@@ -52,7 +52,7 @@ kda_status check_reverse(const kda_reverse_args &args) {
 kda_status check_rebuild(const kda_rebuild_args &args) {
   const Pointer tensors[] = {
       {"lower", args.lower, true},     {"tiles", args.tiles, true},  {"decay", args.decay, true},
-      {"factors", args.factors, true}, {"first", args.first, false},
+      {"factors", args.factors, true}, {"first", args.first, false}, {"q_lost", args.q_lost, false},
   };
   return check_pointers(tensors);
 }
@@ -118,6 +118,9 @@ kda_status gradient_bf16(const kda_gradient_args &args, const kda_prefill_args &
 kda_status rebuild_bf16(const kda_rebuild_args &args, const kda_prefill_args &forward) {
   KDA_TRY(check_sizes(forward, true));
   KDA_TRY(check_lower(args.lower_dtype, args.group));
+  if (args.q_lost != nullptr && (forward.key_dim != 64 || args.lower_dtype != KDA_FLOAT32))
+    return fail(KDA_UNSUPPORTED, "q_lost must be NULL but with key_dim = 64 and lower_dtype = %d, got %lld and %d", KDA_FLOAT32,
+                (long long)forward.key_dim, args.lower_dtype);
   if (forward.batch * forward.tokens == 0) return KDA_OK;
   KDA_TRY(check_inputs(forward));
   KDA_TRY(check_rebuild(args));

@@ -150,6 +150,10 @@ __global__ void __launch_bounds__(Warp<HEAD>::threads, kRebuildBlocks<HEAD>) reb
     decay_token(q_decayed, k, k_in, sum, x, t, p.in.scale, own + lane_offset<HEAD>(t, lane));
     *reinterpret_cast<uint2*>(to) = packed(k_in);
     *reinterpret_cast<uint2*>(to + kChunk * HEAD * 2) = packed(q_decayed);
+    if (HEAD == 64 && LOWER32 && p.q_lost) {
+      auto* lost = static_cast<uint8_t*>(p.q_lost) + item * (kChunk * HEAD * 2) + row + row_of(t, bits) * (HEAD * 2);
+      *reinterpret_cast<uint2*>(lost) = lost_of(q_decayed);
+    }
 #pragma unroll
     for (int c = 0; c < 4; ++c) x.g[t][c] = k[c] * exp2_fast(rest[c]);
   }

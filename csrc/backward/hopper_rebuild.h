@@ -13,6 +13,7 @@ struct HopperRebuild {
   void* first;         // [N, HV, 2, 64, HEAD] bfloat16: what rounding took from k_in and q_decayed of the first chunks; or null
   int lower_float32;
   int group_bits;      // rows of all of these, and columns of lower, in the order of `row_of`, hopper_kept.cuh; 0 with a float16 lower
+  void* q_lost;        // [slots, HV, 64, HEAD] bfloat16: what rounding took from q_decayed, with HEAD = 64 and lower_float32; or null
 };
 
 cudaError_t launch_rebuild(const HopperRebuild& p, int64_t slots, cudaStream_t stream);

@@ -9,7 +9,7 @@ namespace kda::hopper {
 inline HopperRebuild rebuild_of(const kda_rebuild_args &args, const kda_prefill_args &forward) {
   HopperRebuild p{};
   p.in = forward_of(forward);
-  p.lower = args.lower, p.tiles = args.tiles, p.decay = args.decay, p.factors = args.factors, p.first = args.first;
+  p.lower = args.lower, p.tiles = args.tiles, p.decay = args.decay, p.factors = args.factors, p.first = args.first, p.q_lost = args.q_lost;
   p.lower_float32 = args.lower_dtype == KDA_FLOAT32;
   p.group_bits = args.group == 8 ? 3 : args.group == 4 ? 2 : args.group == 2;
   return p;

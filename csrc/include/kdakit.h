@@ -193,6 +193,8 @@ typedef struct kda_rebuild_args {
 
   int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
   int32_t group;       /* as in kda_gradient_args */
+
+  void *q_lost; /* [slots, HV, 64, K] bfloat16, written: what rounding took from the second tile, if K = 64, lower float32; or NULL */
 } kda_rebuild_args;
 
 #define KDA_REBUILD_ARGS_INIT {sizeof(kda_rebuild_args)}

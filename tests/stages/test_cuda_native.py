@@ -179,6 +179,7 @@ def test_rebuild_arguments_are_checked(native):
         ({}, dict(group=4), "group must be 0 or 1 where lower is float16"),
         (dict(k=library.Tensor(4104, library.BFLOAT16)), {}, "forward->k must start at 16 bytes"),
         (dict(key_dim=64), {}, "key_dim = value_dim = 64 or 128, got 64 and 128"),
+        ({}, dict(q_lost=4096), "q_lost must be NULL but with key_dim = 64 and lower_dtype = 0, got 128 and 2"),
     ):
         with pytest.raises(library.NativeError, match=message):
             native.rebuild(library.RebuildArgs(arguments(**half | sizes | given), **right | changes))

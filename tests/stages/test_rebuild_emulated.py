@@ -16,7 +16,7 @@ from kdakit.cases import CASES, Case
 from kdakit.chunked import intra
 
 pytestmark = emulated.needs_compiler
-NAMES = "k_in", "q_decayed", "k_solved", "decay", "beta", "norm_q", "norm_k", "lost_k", "lost_q"
+NAMES = "k_in", "q_decayed", "k_solved", "decay", "beta", "norm_q", "norm_k", "lost_k", "lost_q", "q_lost"
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,11 @@ def rebuild(kernels, problem, arrays, lower, group=1, order=1):
     given = np.ascontiguousarray(lower[:, :, rows][:, :, :, rows], np.float16 if half else np.float32)
     tiles, decay = room(slots, HV, 3, CHUNK, D), room(slots, HV, D, dtype=np.float32)
     factors, first = room(slots, HV, 3, CHUNK, dtype=np.float32), room(N, HV, 2, CHUNK, D)
+    q_lost = room(slots, HV, CHUNK, D)
     args = library.RebuildArgs(
         memory.forward(problem, arrays), lower=given.ctypes.data, tiles=tiles.ctypes.data, decay=decay.ctypes.data,
         factors=factors.ctypes.data, first=first.ctypes.data, lower_dtype=library.FLOAT16 if half else library.FLOAT32, group=group,
+        q_lost=q_lost.ctypes.data if D == 64 and not half else None,
     )  # fmt: skip
     kernels.kda_emulate_rebuild_bf16(ctypes.byref(args), order)
     memory.check_guards()
@@ -69,6 +71,7 @@ def rebuild(kernels, problem, arrays, lower, group=1, order=1):
     by_token = lambda x, axis: np.take(x, np.argsort(rows), axis)
     found = {name: by_token(x, 2) for name, x in found.items()} | dict(decay=decay)
     found |= {name: by_token(factors[:, :, i], 2) for i, name in enumerate(NAMES[4:7])}
+    found["q_lost"] = by_token(floats(q_lost), 2)
     return found | dict(lost_k=by_token(floats(first[:, :, 0]), 2), lost_q=by_token(floats(first[:, :, 1]), 2))
 
 
@@ -91,6 +94,9 @@ def check(kernels, case, group=1):
             for name, lost in (("k_in", "lost_k"), ("q_decayed", "lost_q")):
                 whole = found[name][slot].astype(np.float64) + found[lost][n]
                 assert np.linalg.norm(whole - true[name][slot]) <= 2e-5 * np.linalg.norm(true[name][slot]) + 1e-30, name
+    if problem.K == 64 and not problem.options.l2norm:
+        whole, expected = (found["q_decayed"].astype(np.float64) + found["q_lost"])[used], true["q_decayed"][used]
+        assert np.linalg.norm(whole - expected) <= 2e-5 * np.linalg.norm(expected) + 1e-30
     again = rebuild(kernels, problem, arrays, lower, group, order=-1)
     assert all(np.array_equal(found[name], again[name], equal_nan=True) for name in NAMES), "a race"
 

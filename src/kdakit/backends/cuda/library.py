@@ -83,6 +83,7 @@ class RebuildArgs(Structure):
         ("forward", POINTER(PrefillArgs)),
         *((name, c_void_p) for name in ("lower", "tiles", "decay", "factors", "first")),
         *((name, c_int32) for name in ("lower_dtype", "group")),
+        ("q_lost", c_void_p),
     ]
 
     def __init__(self, forward: PrefillArgs, **fields):

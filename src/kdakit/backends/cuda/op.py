@@ -164,14 +164,15 @@ def chunk_gradient(
     return _repeat(again, every, own)
 
 
-def chunk_rebuild(problem: Problem, arrays: Arrays, *, lower, tiles, decay, factors, first, group: int) -> Repeat | None:
+def chunk_rebuild(problem: Problem, arrays: Arrays, *, lower, tiles, decay, factors, first, group: int, q_lost=None) -> Repeat | None:
     """Of every chunk of 64 tokens, bfloat16, from its inputs and `lower`, what a backward needs of its forward (kda_rebuild_args in
-    kdakit.h): writes tiles, decay, factors and, if it is not None, first. Returns how to repeat it; None: something had to be copied."""
+    kdakit.h): writes tiles, decay, factors and, if they are not None, first and q_lost. Returns how to repeat it; None: something had to be
+    copied."""
     q, k, g = (_aligned(x) for x in (arrays.q, arrays.k, arrays.g))
     tensors: dict[str, torch.Tensor | None] = dict(q=q, k=k, v=None, g=g, beta=arrays.beta, o=None)
     given = dict(zip(GIVEN, _given(arrays), strict=True))
     forward_args = _differentiated(problem, given["cu_seqlens"], tensors)
-    pointers = dict(lower=lower, tiles=tiles, decay=decay, factors=factors, first=first)
+    pointers = dict(lower=lower, tiles=tiles, decay=decay, factors=factors, first=first, q_lost=q_lost)
     args = library.RebuildArgs(forward_args, lower_dtype=LOWER_DTYPES[lower.dtype], group=group)
     every = (*tensors.values(), *given.values(), *pointers.values())
     again = partial(_stage_again, "rebuild", forward_args, args, tuple(pointers), lower.device.index)

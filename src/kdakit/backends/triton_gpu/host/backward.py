@@ -131,7 +131,8 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, out: Replayed, co
     if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, device)) is not None:
         own, first = arrays._replace(q=x.q, k=x.k, g=x.g), out.first if corrected(problem) else None
         group = 1 if config.normed else config.group
-        note_lent(lent(problem, own, lower=lower, tiles=out.tiles, decay=out.decay, factors=out.factors, first=first, group=group))
+        made_too = dict(decay=out.decay, factors=out.factors, first=first, q_lost=out.q_lost)
+        note_lent(lent(problem, own, lower=lower, tiles=out.tiles, **made_too, group=group))
     elif lower.shape[0] * problem.HV:
         kernel = rebuild_normed if config.normed else rebuild_plain
         kernel.launch(problem, config, x.layout)(
