@@ -39,7 +39,9 @@ struct Seat {
   static constexpr int kOfGroups = kGroups * HEAD * 4;  // [groups][HEAD] float32: sums, steps, ahead
   static constexpr int kAtSums = kAtPairs + 16384;
   static constexpr int kAtSteps = kNarrow ? kAfterExponents : kAtSums + kOfGroups;
-  static_assert(!kNarrow || kAtSteps + kOfGroups <= kAtVNew, "steps lie beside exponents");
+  // With 64 channels: a byte for each number of a tile, rows of 64, words swizzled; see keep_state_part.
+  static constexpr int kAtFiner = kAtSteps + kOfGroups;
+  static_assert(!kNarrow || kAtFiner + kChunk * HEAD <= kAtVNew, "both lie beside exponents");
   static constexpr int kAtAhead = kNarrow ? kAtSums + kOfGroups : kAtSteps + kOfGroups;
   static constexpr int kAtFactors = kAtAhead + kOfGroups;  // twice: the next chunk's come while this one's are in use
   static constexpr int kAtDots = kAtFactors + 2 * 768;     // [2][64][slices] float32
@@ -108,6 +110,7 @@ __device__ __forceinline__ void store_four(float* at, const float (&x)[4]) {
 }
 __device__ __forceinline__ void unpack(float (&y)[4], uint2 x) { y[0] = low(x.x), y[1] = high(x.x), y[2] = low(x.y), y[3] = high(x.y); }
 __device__ __forceinline__ void unpack(float (&y)[4], float4 x) { y[0] = x.x, y[1] = x.y, y[2] = x.z, y[3] = x.w; }
+__device__ __forceinline__ int finer_at(int row, int channel) { return row * 64 + (channel ^ (row & 7) << 3); }
 template <int HEAD>
 __device__ __forceinline__ uint32_t tile_at(int row, int unit) { return row * (2 * HEAD) + ((unit ^ (row & 7)) << 4); }
 __device__ __forceinline__ uint32_t pair_at(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }  // [128 rows][64]

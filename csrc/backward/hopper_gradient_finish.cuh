@@ -69,7 +69,7 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
     unpack(s, load_four(exponents_of(at) + t * 128));
     const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
     const float diagonal = at.floats(at.kAtDiagonal)[at.token() + t] * unit;
-    unpack(part, load_shared_pair(tile ^ (t * (at.kRow + 16))));
+    load_state_part(part, tile, t, at);
     float rows_q[4], rows_k[4], columns[4];
     unpack(rows_q, y.rows_q), unpack(rows_k, y.rows_k), unpack(columns, y.columns);
     along[t] = along[4 + t] = 0.0f;

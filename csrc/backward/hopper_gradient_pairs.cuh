@@ -254,16 +254,38 @@ __device__ __forceinline__ uint32_t group_at(uint32_t tile, const Seat<HEAD>& at
   return at.smem + tile + tile_at<HEAD>(at.lane & 7, 4 * at.slice + (at.lane >> 3));
 }
 
-// The gradient of k_decayed waits in v_new's place, which is used up, in the warp's own part of it, while pairs are added up.
+// The gradient of k_decayed waits in v_new's place, which is used up, in the warp's own part of it, while pairs are added up: in bfloat16.
+// With 64 channels there is room for a byte more of each number.
 template <int HEAD>
 __device__ __forceinline__ void keep_state_part(Results& d_c, const Seat<HEAD>& at) {
   const uint32_t to = at.smem + at.kAtVNew + at.result_in_tile();
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
-    store_shared(to ^ (t << 4), pack_bf16(d_c[t][0], d_c[t][1]));
-    store_shared((to ^ (t << 4)) + at.kEight, pack_bf16(d_c[t][2], d_c[t][3]));
+    if constexpr (Seat<HEAD>::kNarrow) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t x = __float_as_uint(d_c[t][2 * half]), y = __float_as_uint(d_c[t][2 * half + 1]);
+        const int finer = finer_at(at.result_row() + 8 * half, 32 * at.slice + 8 * t + 2 * (at.lane % 4));
+        store_shared((to ^ (t << 4)) + half * at.kEight, x >> 16 | (y & 0xffff0000u));
+        *reinterpret_cast<uint16_t*>(at.bytes + at.kAtFiner + finer) = static_cast<uint16_t>((x >> 8 & 0xffu) | (y & 0xff00u));
+      }
+    } else {
+      store_shared(to ^ (t << 4), pack_bf16(d_c[t][0], d_c[t][1]));
+      store_shared((to ^ (t << 4)) + at.kEight, pack_bf16(d_c[t][2], d_c[t][3]));
+    }
 #pragma unroll
     for (int r = 0; r < 4; ++r) d_c[t][r] = 0.0f;
+  }
+}
+// Of the lane's token t, whose tile is at `tile`.
+template <int HEAD>
+__device__ __forceinline__ void load_state_part(float (&part)[4], uint32_t tile, int t, const Seat<HEAD>& at) {
+  const uint2 x = load_shared_pair(tile ^ (t * (at.kRow + 16)));
+  unpack(part, x);
+  if constexpr (Seat<HEAD>::kNarrow) {
+    const uint32_t finer = *reinterpret_cast<const uint32_t*>(at.bytes + at.kAtFiner + finer_at(at.token() + t, at.channel()));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) part[c] = __uint_as_float(__float_as_uint(part[c]) | (finer >> 8 * c & 0xffu) << 8);
   }
 }
 
