@@ -40,6 +40,9 @@ ONE_HEAD = ["varlen", "varlen_no_state", "segments", "chunk16", "chunk128", "low
             "odd_sizes", "v_first"]  # fmt: skip
 
 
+BOUNDED = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "safe_gate": True, "lower_bound": -2.5}
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
@@ -227,6 +230,17 @@ def test_empty_sequences_keep_their_state(backend, op):
     arrays = nothing.arrays()
     out = forward(backend, nothing, arrays, op=op)
     assert out["o"].shape == (1, 0, 2, 16) and np.array_equal(out["final_state"], arrays.initial_state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gate_with_no_state_before_it_has_no_gradient(backend, dtype):
+    """Sequences of one token: exactly zero, since a relative error knows no small number beside it."""
+    options = BOUNDED | {"allow_neg_eigval": True}
+    case = Case("alone", "", B=4, T=1, H=1, HV=1, K=64, keys="identical", gate="raw", beta="logits_high", dt_bias=True,
+                initial_state=False, options=options)  # fmt: skip
+    skip_unless_able(backend, case, dtype, grad=True)
+    found = checking.run_case(backend, case, dtype)
+    assert not found["g"].any() and not found["dt_bias"].any()
 
 
 def test_no_batch(backend):

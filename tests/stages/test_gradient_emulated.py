@@ -178,6 +178,14 @@ def test_packed_sequences_and_blocks_that_walk(kernels, K):
     assert all((one[name] == several[name]).all() for name in one), "bits depend on the number of blocks or the order of threads"
 
 
+@pytest.mark.parametrize("K", [128, 64])
+def test_a_gate_with_no_state_before_it_has_no_gradient(kernels, K):
+    case = Case("alone", "", T=4, H=1, HV=1, K=K, V=K, lengths=(1, 1, 1, 1), keys="identical", gate="raw", beta="logits_high", A_log=True,
+                dt_bias=True, initial_state=False, options=FUSED | {"chunk_size": 64})  # fmt: skip
+    found = gradient(kernels, case.problem("bfloat16", needs_grad=True), case.arrays("bfloat16"), case.cotangents("bfloat16"), lost=K == 64)
+    assert not found["g"].any() and not found["dt_bias"].any()
+
+
 @pytest.mark.parametrize("v_first", [False, True] if FULL else [False])
 def test_ends_of_sequences_in_float32(kernels, v_first):
     """Two chunks that forget nothing: states in bfloat16 are what d_g has its error from, but for the caller's own. In the other layout

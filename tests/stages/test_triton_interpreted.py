@@ -150,6 +150,17 @@ def test_normed_keys_against_float64(case):
 
 
 @interpreter
+@pytest.mark.parametrize("l2norm", [False, True], ids=("plain", "normed"))
+def test_a_gate_with_no_state_before_it_has_no_gradient(l2norm):
+    """With either gradient kernel: exactly zero where a sequence has one token. In sums of float32 1e-8 of it is left."""
+    options = FUSED | BOUND | {"use_qk_l2norm_in_kernel": l2norm, "allow_neg_eigval": True}
+    case = Case("alone", "", B=8, T=1, H=1, HV=1, K=128 if l2norm else 64, keys="identical", gate="raw", beta="logits_high", A_log=True,
+                dt_bias=True, initial_state=False, options=options)  # fmt: skip
+    found = checking.run_case("triton_gpu", case, "bfloat16")
+    assert not found["g"].any() and not found["dt_bias"].any()
+
+
+@interpreter
 @pytest.mark.parametrize("name, number", [("varlen", 3), ("chunk64", 2), ("chunk64", 5)])
 def test_in_parts(name, number, monkeypatch):
     """A split sequence gives what it gives in one piece; some parts, and some sequences, are empty."""

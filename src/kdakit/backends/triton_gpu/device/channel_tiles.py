@@ -220,3 +220,9 @@ def load_decay(
     """The tokens' decays [BK, R], 1 past the end."""
     b_x, _lost = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN, HAS_DT_BIAS)
     return tl.where((o_t < eos)[None, :], gate_decay(b_x, a, lower_bound, GATE, EXACT, PTX), 1.0)
+
+
+@triton.jit
+def without_first(b_d_g, o_t, first):
+    """Gradients of log-decays [BK, R], 0 for a chunk's token 0 if that is a sequence's `first`: before it there is no state to decay."""
+    return tl.where(first & (o_t == 0)[None, :], 0.0, b_d_g)

@@ -20,6 +20,7 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     span_tokens,
     split_sides,
     to_end,
+    without_first,
 )
 from kdakit.backends.triton_gpu.device.gate import (
     exact_gate_slope,
@@ -197,8 +198,8 @@ def slice_gradient(
     p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, first, p_d_decay, p_d_q, p_d_k, p_d_g,
     a, a_lost, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
     K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
-    BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, EXACT_SHARE: tl.constexpr,
-    TURNED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
+    BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, EXACT: tl.constexpr,
+    EXACT_SHARE: tl.constexpr, TURNED: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """Channels o_k [BK] of a chunk: its second span, if it has one, then its first, with operands of DTYPE. Stores the gradients of
     q, k and g; returns the chunk's share of those of dt_bias and, before it is summed over channels, of A_log, both [BK]."""
@@ -252,6 +253,8 @@ def slice_gradient(
     if EXACT_SHARE:
         b_decay = span_decay(b_decay, b_x, a, lower_bound, o_0, length, GATE)
     b_d_g += b_decay * b_d_decay
+    if not HAS_INITIAL:
+        b_d_g = without_first(b_d_g, o_0, first)
     b_d_bias, b_d_A = store_span(
         p_d_q, p_d_k, p_d_g, p_factors, b_q, b_k, b_x, b_lost, b_dq, b_dk, b_d_g, a, a_lost, lower_bound, o_0, o_k, HV, length,
         K, KP, C, HALF, GROUP, GATE, L2NORM, EXACT, PTX,
@@ -269,8 +272,8 @@ def gradient_kernel(
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
     VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, EXACT_SHARE: tl.constexpr, TURNED: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    PTX: tl.constexpr, HIP: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, EXACT_SHARE: tl.constexpr, TURNED: tl.constexpr, GRADIENT_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
     """From what `products_kernel` wrote through the decayed products, the gates and the activations.
 
@@ -320,8 +323,8 @@ def gradient_kernel(
         b_d_bias, b_d_A = slice_gradient(
             p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP,
             p_d_q, p_d_k, p_d_g, a, a_lost, lower_bound, o_k, length, HV, s_qt, s_kt, s_gt,
-            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, EXACT, EXACT_SHARE, TURNED, GRADIENT_DTYPE, PRECISION, PTX,
-            HIP,
+            K, KP, C, HALF, GROUP, ALIGN, GATE, BOUNDED, L2NORM, HAS_DT_BIAS, HAS_INITIAL, EXACT, EXACT_SHARE, TURNED, GRADIENT_DTYPE,
+            PRECISION, PTX, HIP,
         )  # fmt: skip
         if HAS_DT_BIAS:
             tl.store(p_d_dt_bias + i_p * KP + o_k, b_d_bias, mask=o_k < KP)

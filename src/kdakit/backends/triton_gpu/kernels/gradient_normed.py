@@ -30,6 +30,7 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     split_octets,
     split_sides,
     spread_octets,
+    without_first,
 )
 from kdakit.backends.triton_gpu.device.gate import gate_share, gate_slope, gate_unit, power_of_2, scaled_bias
 from kdakit.backends.triton_gpu.device.gradient_halves import (
@@ -185,9 +186,9 @@ def half_gradient(
 
 @triton.jit
 def chunk_gradient(
-    p_q, p_k, p_g, p_dt_bias, p_norms, p_pairs, p_d_tiles, p_scales, p_d_decay, p_d_q, p_d_k, p_d_g, a, lower_bound, length, HV, s_qt, s_kt,
-    s_gt, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr, TURNED: tl.constexpr,
-    PTX: tl.constexpr, PRECISION: tl.constexpr,
+    p_q, p_k, p_g, p_dt_bias, p_norms, p_pairs, p_d_tiles, p_scales, first, p_d_decay, p_d_q, p_d_k, p_d_g, a, lower_bound, length, HV,
+    s_qt, s_kt, s_gt, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, TURNED: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The second half, which needs the first's columns, then the first."""
     unit = gate_unit(a, lower_bound, GATE)
@@ -222,6 +223,8 @@ def chunk_gradient(
         p_d_q, p_d_k, p_scales, 0, x, b_s, b_m, b_end, b_I2, b_far, b_top, b_X * b_move, False, HV, length, K, KP, PTX, PRECISION
     )
     b_d, _u = later_sums(b_u, b_all + b_u1)
+    if not HAS_INITIAL:
+        b_d = without_first(b_d, span_tokens(32), first)
     b_bias, b_A = half_gates(p_d_g, p_dt_bias, 0, b_g, b_d, a, lower_bound, HV, length, K, KP, GATE, HAS_DT_BIAS, PTX)
     return b_bias + b_bias1, b_A + b_A1
 
@@ -233,7 +236,7 @@ def gradient_normed_kernel(
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
     K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    HAS_DT_BIAS: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """What `gradient.gradient_kernel` makes. Tiles are [channels, tokens of a half]. Grid: (slots * HV,), heads fastest."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -258,8 +261,8 @@ def gradient_normed_kernel(
     a = tl.maximum(gate_slope(p_A_log, i_h, False, HAS_A_LOG), 1e-30, tl.PropagateNan.ALL)  # a zero times no g is not no decay
     b_bias, b_A = chunk_gradient(
         p_q, p_k, p_g, p_dt_bias, p_factors + i_p * 192 + 64, p_pairs + i_p * 8192, p_d_tiles + i_p * 192 * KP, p_scales + i_p * 3 * KP,
-        p_d_decay + i_p * KP, p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
-        K, KP, ALIGN, GATE, HAS_DT_BIAS, TURNED, PTX, PRECISION,
+        i_c == 0, p_d_decay + i_p * KP, p_d_q + i_row, p_d_k + i_row, p_d_g + i_row, a, lower_bound, length, HV, s_qt, s_kt, s_gt,
+        K, KP, ALIGN, GATE, HAS_DT_BIAS, HAS_INITIAL, TURNED, PTX, PRECISION,
     )  # fmt: skip
     if HAS_DT_BIAS:
         tl.store(p_d_dt_bias + i_p * KP + o_k, b_bias)
