@@ -302,10 +302,13 @@ def compile_all(target: str, every: bool = False) -> None:
             compile_launches(*problem_of("bfloat16", 256, 256, True, 96, T=128), False, "wide_scan_kernel")
         problem, arrays = problem_of("bfloat16", 128, 128, True, 96, T=128)  # keys as they are, scale a power of 2: see config.exact_q
         compile_launches(problem.replace(needs_grad=True, l2norm=False, scale=0.125), arrays, False, "reverse_kernel")
-        if FULL:  # tiles that are kept
+        if FULL:  # tiles and states that are kept
             keeping, arrays = dict(needs_grad=True, disable_recompute=True, has_initial_state=False), arrays._replace(initial_state=None)
             for name in ("prepare_normed_kernel", "scan_kernel"):
                 compile_launches(problem.replace(**keeping), arrays, False, name)
+            for K, heads in ((128, 32), (64, 96)):
+                problem, arrays = problem_of("bfloat16", K, K, True, heads, T=128)
+                compile_launches(problem.replace(**keeping), arrays._replace(initial_state=None), False, "staged_scan_kernel")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from kdakit.backends.triton_gpu.device import gate, whole_sums  # noqa: E402
 from kdakit.backends.triton_gpu.device.matrix import round_to as round_operand  # noqa: E402
 from kdakit.backends.triton_gpu.device.matrix import rounded_product  # noqa: E402
 from kdakit.backends.triton_gpu.device.pair_gradients import with_pairs  # noqa: E402
+from kdakit.backends.triton_gpu.host import backward as backwards  # noqa: E402
 from kdakit.backends.triton_gpu.host import forward  # noqa: E402
 from kdakit.backends.triton_gpu.kernels import parameter_sums, prepare_normed  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
@@ -178,16 +179,22 @@ def test_in_parts(name, number, monkeypatch):
 @interpreter
 @pytest.mark.parametrize("split", [True, False], ids=("parts", "staged"))
 def test_in_parts_with_kept_tiles(split, monkeypatch):
-    """Each of these scans finds its own k_solved beside tiles that a backward finds another in: the same bits."""
+    """Each of these scans finds its own k_solved beside tiles that a backward finds another in: the same bits. Each leaves its states; a
+    part that begins with a sequence's last chunk leaves the one before that too."""
     monkeypatch.setattr(forward, "parts", lambda problem, config: 3)
     case = Case("parts_kept", "", T=140, H=1, HV=1, K=32, V=16, initial_state=False, options=NORMED)
     arrays, results = tensors(case, "bfloat16"), []
     for keep in (False, True):
         problem = case.problem("bfloat16", needs_grad=True).replace(disable_recompute=keep)
         config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=split, staged=True, block_v=16, part_block=16)
-        assert config.keep == keep
-        results.append(triton_gpu.forward(problem, arrays, config)[0])
-    assert all(torch.equal(getattr(results[0], n), getattr(results[1], n)) for n in ("o", "final_state"))
+        assert config.keep == keep == config.keeps_states
+        results.append(triton_gpu.forward(problem, arrays, config))
+    (made, _), (result, kept) = results
+    assert all(torch.equal(getattr(made, n), getattr(result, n)) for n in ("o", "final_state"))
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents("bfloat16"))
+    found = triton_gpu.backward(problem, arrays, kept, d_o.bfloat16(), d_final.float(), config)
+    found = {n: x for n, x in zip(Arrays._fields, found, strict=True) if x is not None}
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), found | result._asdict())
 
 
 @interpreter
@@ -389,7 +396,7 @@ def gradients(case, dtype, arrays, changes=(), form=()):
     problem = case.problem(dtype, needs_grad=True).replace(**dict(changes))
     config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), **dict(form))
     result, kept = triton_gpu.forward(problem, arrays, config)
-    specs = triton_gpu.saved_specs(problem, "cpu")
+    specs = backwards.saved_specs(problem, config) if form else triton_gpu.saved_specs(problem, "cpu")
     assert [(tuple(x.shape), str(x.dtype)) for x in kept] == [(shape, f"torch.{d}") for shape, d in specs]
     d_o, d_final = (torch.as_tensor(x) for x in case.cotangents(dtype))
     d_final = d_final.float() if problem.options.output_final_state else None
@@ -839,6 +846,7 @@ def test_gradients_where_nothing_is_written():
 
 
 KEEPING = dict(disable_recompute=True)
+TILES_ALONE = dict(checkpoint=8)  # in a form that keeps both
 
 
 @interpreter
@@ -854,21 +862,85 @@ def test_gradients_where_nothing_can_be_kept_have_the_same_bits():
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
 def test_gradients_from_kept_tiles(gate):
     """Packed, an empty sequence among them. The forward gives the same bits; gradients are those of tiles that may have been rounded the
-    other way. Kept tensors are as `saved_specs` says, which `gradients` looks at."""
+    other way. With kept states they are the same bits once more, since sequences of one chunk have no others than zeros. Kept tensors are
+    as `saved_specs` says, which `gradients` looks at."""
     options = FUSED | {"chunk_size": 64} | ({"lower_bound": -5.0} if gate == "bounded" else {})
     shape = dict(T=90, H=1, HV=1, K=48, V=20, lengths=(33, 0, 57), gate="raw", beta="logits", A_log=gate == "softplus", dt_bias=True)
     case = Case(f"kept_{gate}", "", initial_state=False, options=options, **shape)
     arrays = tensors(case, "bfloat16")
-    made, kept = gradients(case, "bfloat16", arrays), gradients(case, "bfloat16", arrays, KEEPING.items())
+    made, kept = gradients(case, "bfloat16", arrays), gradients(case, "bfloat16", arrays, KEEPING.items(), TILES_ALONE.items())
     assert all(torch.equal(made[n], kept[n]) for n in ("o", "final_state"))
     assert all(accuracy.error(kept[n].double().numpy(), made[n].double().numpy()) < 1e-3 for n in made)
     assert_right(case, "bfloat16", case.arrays("bfloat16"), kept)
+    states = gradients(case, "bfloat16", arrays, KEEPING.items())
+    assert all(torch.equal(states[n], kept[n]) for n in made)
 
 
-def test_gradients_from_kept_tiles_launch_no_rebuild():
-    """One launch less, and 788 bytes a token and head more: three tiles, a decay, three factors. Elsewhere nothing changes."""
+# By name: K, V, shape and options, all of several chunks, of which the last is not full.
+MANY_CHUNKS = {
+    "128 grouped": dict(T=70, H=1, HV=2, K=128, V=128, gate="raw", beta="logits", dt_bias=True, options=FUSED | {"lower_bound": -5.0}),
+    "128 given, v first": dict(T=129, K=128, V=128, gate="slow", beta="uniform", options={"state_v_first": True}),
+    "64 packed": dict(T=210, K=64, V=64, lengths=(64, 0, 146), gate="raw", beta="logits", A_log=True, options=FUSED),
+}
+
+
+@interpreter
+@pytest.mark.parametrize("name", MANY_CHUNKS)
+def test_gradients_from_kept_states(name):
+    """They are the forward's own, which a replay comes near to: each gradient is as near to float64. o and the final state are the same
+    bits."""
+    what = dict(H=1, HV=1) | MANY_CHUNKS[name]
+    what["options"] = what["options"] | {"use_qk_l2norm_in_kernel": True, "chunk_size": 64}
+    case = Case(f"kept {name}", "", initial_state=False, **what)
+    arrays = tensors(case, "bfloat16")
+    made, states = gradients(case, "bfloat16", arrays), gradients(case, "bfloat16", arrays, KEEPING.items())
+    assert all(torch.equal(made[n], states[n]) for n in ("o", "final_state"))
+    truth = accuracy.truths(case.problem("bfloat16"), case.arrays("bfloat16"), *case.cotangents("bfloat16"))
+    errors = {n: [accuracy.error(x[n].double().numpy(), truth[n]) for x in (made, states)] for n in made}
+    assert all(own < 1.3 * usual for usual, own in errors.values()), errors
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), states)
+
+
+@interpreter
+@pytest.mark.parametrize("K, gate", [(32, "raw"), (128, "slow")])
+def test_kept_states_are_those_of_a_replay(K, gate):
+    """Of two sequences, in the same places: all that a replay would leave, but for the roundings of its steps. What it would leave of a
+    first chunk has the same bits, and kept float32 ends are the kept states before they were rounded."""
+    options = NORMED | (FUSED if gate == "raw" else {}) | {"output_final_state": True}
+    beta = "logits" if gate == "raw" else "uniform"
+    case = Case("replayed", "", B=2, T=140, H=1, HV=1, K=K, V=16, gate=gate, beta=beta, initial_state=False,
+                A_log=gate == "raw", options=options)  # fmt: skip
+    problem, arrays = case.problem("bfloat16", needs_grad=True).replace(**KEEPING), tensors(case, "bfloat16")
+    config = triton_gpu.default_config(problem, "cpu")
+    tiles = dataclasses.replace(config, **TILES_ALONE)
+    left = {}
+    for form in (config, tiles):
+        lower, _, checkpoints, *rest = triton_gpu.forward(problem, arrays, form)[1]
+        left[form] = backwards.room(problem, form, lower.device, checkpoints, rest)
+        if form is tiles:
+            backwards.replay(problem, arrays, layout.views(arrays), left[form], checkpoints, form)
+    kept, made = left[config], left[tiles]
+    has = {name for name in kept._fields if getattr(kept, name) is not None}
+    assert has == {name for name in made._fields if getattr(made, name) is not None} and ("states_lost" in has) != ("before_last" in has)
+    for name in ("states", "r", *(has & {"before_last"})):
+        x, y = getattr(kept, name), getattr(made, name)
+        assert x.shape == y.shape and accuracy.error(x.double().numpy(), y.double().numpy()) < 2**-7, name
+    assert not kept.states[::3].any() and torch.equal(kept.r[:, :64], made.r[:, :64])
+    if "before_last" in has:
+        assert torch.equal(kept.before_last[:, :, 0].transpose(-1, -2).bfloat16(), kept.states[2::3, :, :16])
+    else:
+        whole = made.states.double() + made.states_lost.double()
+        assert accuracy.error((kept.states.double() + kept.states_lost.double()).numpy(), whole.numpy()) < 2**-7
+        assert kept.states_lost[1::3].any() and not kept.states_lost[::3].any()
+    rows = 140 - 128
+    assert kept.r_lost[:, :, :rows].any() and (kept.r_lost[:, :, :rows, :16].abs().float() <= kept.r[:, 128:].abs().amax() * 2**-8).all()
+
+
+def test_gradients_from_kept_states_launch_neither_rebuild_nor_replay():
+    """Two launches less, and 1492 bytes a token and head more: three tiles, a decay, three factors; a state instead of an eighth, and r.
+    And of a sequence and head what rounding takes from its last 64 rows of r. Elsewhere nothing changes."""
     options = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "lower_bound": -5.0, "chunk_size": 64}
-    case = Case("kept", "", T=128, H=2, HV=2, K=128, V=128, initial_state=False, options=options)
+    case = Case("kept", "", T=512, H=2, HV=2, K=128, V=128, initial_state=False, options=options | {"output_final_state": False})
 
     def launched(case, dtype="bfloat16", **changes):
         problem = case.problem(dtype, needs_grad=True).replace(**changes)
@@ -879,9 +951,12 @@ def test_gradients_from_kept_tiles_launch_no_rebuild():
         specs = triton_gpu.saved_specs(case.problem("bfloat16", needs_grad=True).replace(**changes), "cpu")
         return sum(int(np.prod(shape)) * getattr(torch, dtype).itemsize for shape, dtype in specs)
 
-    assert sorted([*launched(case, **KEEPING), "rebuild_normed_kernel"]) == launched(case)
+    assert sorted([*launched(case, **KEEPING), "rebuild_normed_kernel", "replay_kernel"]) == launched(case)
     if INTERPRETED:  # what no GPU has shown is chosen there
-        assert kept(case, **KEEPING) - kept(case) == (3 * 2 * 128 + 4 * 128 // 64 + 3 * 4) * 128 * 2
+        tiles, states, ends = 3 * 2 * 128 + 4 * 128 // 64 + 3 * 4, 7 * 2 * 128 * 128 // 512 + 2 * 128, 2 * 64 * 128
+        assert kept(case, **KEEPING) - kept(case) == ((tiles + states) * 512 + ends) * 2 and tiles + states == 1492
+        final = dict(output_final_state=True)
+        assert kept(case, **KEEPING, **final) - kept(case, **KEEPING) == 2 * 4 * 128 * 128, "the state before the last chunk, in float32"
     stateful = dataclasses.replace(case, initial_state=True)
     assert launched(stateful, **KEEPING) == launched(stateful) and kept(stateful, **KEEPING) == kept(stateful)
     assert launched(case, "float32", **KEEPING) == launched(case, "float32")

@@ -34,7 +34,7 @@ def every_kind():
 
 def test_what_the_table_holds_can_run():
     """No form is in it that the present tile sizes do not lead to, whatever chunks the states are asked for between, with gates of float16
-    too, for which bfloat16 has a form of its own, and with tiles that are kept."""
+    too, for which bfloat16 has a form of its own, and with tiles that are kept, and states or not."""
     known = set(shown.shown("sm_90"))
     kinds = [(one, n) for one in every_kind() for n in shown.sequences(CHIP)]
     found = {name for one, n in kinds for name in shown.forms(one.replace(B=n, N=n), config.choose(one.replace(B=n, N=n), CHIP))}
@@ -43,7 +43,8 @@ def test_what_the_table_holds_can_run():
         keeping = {"disable_recompute": True, "has_initial_state": False}
         for changes in ({"state_v_first": True}, {"gate_dtype": "float16"}, keeping, *between):
             other = one.replace(B=n, N=n, **changes)
-            found.update(shown.forms(other, config.choose(other, CHIP)))
+            chosen = config.choose(other, CHIP)
+            found.update(shown.forms(other, chosen), shown.forms(other, replace(chosen, checkpoint=config.Config.checkpoint)))
     assert known and known <= found
 
 
@@ -73,16 +74,20 @@ def test_a_scan_in_parts_that_waits_is_a_whole_one(monkeypatch):
     shown._missing.cache_clear()
 
 
-def test_tiles_are_kept_by_kernels_that_were_shown(monkeypatch):
+def test_tiles_and_states_are_kept_by_kernels_that_were_shown(monkeypatch):
     """Until then they are made again, with kernels that were: for every number of sequences, since a forward keeps as many tensors for
-    each. A scan in parts may be a whole one."""
+    each. Tiles may be kept without states. A scan in parts may be a whole one."""
     monkeypatch.setattr(config, "UNCHECKED", False)
     monkeypatch.setattr(config, "INTERPRETED", False)
     one = problem("bfloat16", 128, 128, "bounded").replace(disable_recompute=True, has_initial_state=False)
     usual = config.choose(one, CHIP)
-    made_again = [shown.forms(x, replace(config.choose(x, CHIP), keep=False)) for x in crowds(one)]
-    keeping = [shown.forms(x, config.choose(x, CHIP)) for x in crowds(one)]
-    known = {name: 1 for names in (*made_again, *keeping) for name in names}
+    without_states, without = {"checkpoint": config.Config.checkpoint}, {"keep": False, "checkpoint": config.Config.checkpoint}
+
+    def forms(**changes):
+        return {name for x in crowds(one) for name in shown.forms(x, replace(config.choose(x, CHIP), **changes))}
+
+    made_again, tiles, states = forms(**without), forms(**without_states), forms()
+    known = dict.fromkeys(made_again | tiles | states, 1)
     monkeypatch.setattr(shown, "shown", lambda chip: known)
 
     def settled():
@@ -90,13 +95,21 @@ def test_tiles_are_kept_by_kernels_that_were_shown(monkeypatch):
         assert shown.missing(one, CHIP) == () and shown.waits(one, CHIP) is None
         return shown.settled(one, CHIP)
 
-    assert usual.keep and settled() == usual and shown.keeping_if_shown(usual, one, CHIP) == usual
-    new = sorted({name for names in keeping for name in names} - {name for names in made_again for name in names})
-    assert {name.split()[0] for name in new} == {"prepare", "scan"} and all(" keeping " in name for name in new)
-    for name in [name for name in new if " parts " not in name]:
+    def waits_for(names, changes):
+        for name in [name for name in sorted(names) if " parts " not in name]:
+            del known[name]
+            assert settled() == replace(usual, **changes) == shown.keeping_if_shown(usual, one, CHIP)
+            known[name] = 1
+
+    assert usual.keeps_states and settled() == usual and shown.keeping_if_shown(usual, one, CHIP) == usual
+    assert {name.split()[0] for name in tiles - made_again} == {"prepare", "scan"} and {x.split()[0] for x in states - tiles} == {"scan"}
+    assert all(" keeping " in name for name in (tiles | states) - made_again) and all(" keeping states " in name for name in states - tiles)
+    assert {name.split()[0] for name in made_again - states} == {"prepare", "scan", "rebuild", "replay"}
+    waits_for(states - tiles, without_states)
+    waits_for(tiles & states - made_again, without)
+    for name in states - tiles:
         del known[name]
-        assert settled() == replace(usual, keep=False) == shown.keeping_if_shown(usual, one, CHIP)
-        known[name] = 1
+    waits_for(tiles - made_again, without)
     shown._missing.cache_clear(), shown._keeping.cache_clear()
 
 

@@ -10,7 +10,7 @@
 
 Two launches forward: `prepare` over chunks, `scan` over sequences. Five backward: `rebuild` over chunks, `replay` over segments, `reverse`
 over sequences, `products` and `gradient` over chunks; and two short ones. Those over chunks have a twin for bfloat16 and normalised keys.
-With disable_recompute `prepare`'s twin leaves to the backward what `rebuild`'s would make again.
+With disable_recompute `prepare`'s twin and `scan` leave to the backward what `rebuild`'s and `replay` would make again.
 Without a GPU they run in Triton's interpreter when TRITON_INTERPRET=1 is set. This file needs neither Triton nor a GPU.
 """
 
@@ -63,7 +63,7 @@ def waiting(problem: Problem, chip: Chip) -> str | None:
 
 
 def keeping_if_shown(c: Config, problem: Problem, chip: Chip) -> Config:
-    """c, which keeps tiles for a backward only if that has been shown on the chip."""
+    """c, which keeps tiles and states for a backward only if that has been shown on the chip."""
     from kdakit.backends.triton_gpu import shown
 
     return shown.keeping_if_shown(c, problem, chip)

@@ -28,12 +28,12 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
             precompile.compile_once((key, lent), lambda: [x for x in launches(problem, arrays, config) if x[0].__name__ not in lent])
         made = forwards.borrowed_forward(problem, arrays, config)
         if made is not None:
-            return made[0], backwards.saved(made[1], config)
+            return made[0], backwards.saved(problem, made[1], config)
         space = forwards.prepare(problem, arrays, x, config)
         result = forwards.scan(problem, arrays, x, space, config)
         if not problem.needs_grad:
             return result, []
-        return result, backwards.saved(space, config)
+        return result, backwards.saved(problem, space, config)
 
 
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:

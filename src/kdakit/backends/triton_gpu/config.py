@@ -80,7 +80,7 @@ class Config:
     step_warps: int = 2
     exact_last: bool = False  # half precision: the last chunks keep what rounding takes from rows, for d_beta
     exact_final: bool = False  # half precision: what rounding takes from the gradient of a final state is added to that of keys
-    keep: bool = False  # the forward's tiles are kept for the backward, see `keeps`
+    keep: bool = False  # the forward's tiles are kept for the backward, see `keeps`; with a checkpoint of 1 every state too
     exact_share: bool = False  # float32: what all gates of a chunk get, to a rounding or two, see `exact_share`
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
@@ -90,6 +90,11 @@ class Config:
     def prepare_precision(self) -> str:
         """Of `prepare`, whose program takes the compiler a minute as it is: its sums are a third of what being cut off costs."""
         return "bf16x6 cut" if self.precision == "bf16x6" else self.precision
+
+    @property
+    def keeps_states(self) -> bool:
+        """The forward's states before every chunk, and r, are kept for the backward."""
+        return self.keep and self.checkpoint == 1
 
 
 @dataclass(frozen=True)
@@ -174,9 +179,9 @@ def bounded(problem: Problem) -> bool:
 
 
 def keeps(problem: Problem, normed: bool) -> bool:
-    """A forward with disable_recompute leaves the tiles of `prepare_normed` to its backward, which then need not make them again. Elsewhere
-    the option changes nothing. Not where the caller has an initial state: its gradient wants rows of gates that forget all as exactly as
-    `rebuild_normed` makes them, and what rounding takes from them."""
+    """A forward with disable_recompute leaves the tiles of `prepare_normed` and the states of its scan to its backward, which then need not
+    make them again. Elsewhere the option changes nothing. Not where the caller has an initial state: its gradient wants rows of gates that
+    forget all as exactly as `rebuild_normed` makes them, and what rounding takes from them."""
     return problem.options.disable_recompute and problem.needs_grad and normed and not problem.has_initial_state
 
 
@@ -246,9 +251,9 @@ def exact_share(problem: Problem) -> bool:
     return problem.dtype == "float32" and problem.options.gate != "log_decay"
 
 
-def checkpoint_dtype(problem: Problem) -> str:
-    """Of the states that a backward starts from: as exactly as it then has those before every chunk."""
-    return "float32" if exact_decay(problem) else problem.dtype
+def checkpoint_dtype(problem: Problem, config: Config) -> str:
+    """Of the states that a backward starts from: as exactly as it then has those before every chunk. Kept ones are these, in two parts."""
+    return "float32" if exact_decay(problem) and not config.keeps_states else problem.dtype
 
 
 def exact_steps(problem: Problem) -> bool:
@@ -357,6 +362,7 @@ def choose(problem: Problem, chip: Chip) -> Config:
     sizes = tile_sizes(problem, chip, normed)
     sizes |= few_heads(problem, chip, sizes)
     in_halves = chip.wgmma and not wide and KP == 256 and sizes["block_v"] >= 64
+    keep = keeps(problem, normed)
     return Config(
         processors=chip.processors,
         hip=chip.hip,
@@ -379,7 +385,8 @@ def choose(problem: Problem, chip: Chip) -> Config:
         exact_last=not wide,
         exact_final=not wide,
         exact_share=exact_share(problem),
-        keep=keeps(problem, normed),
+        keep=keep,
+        checkpoint=1 if keep else Config.checkpoint,
         **sizes,
     )
 

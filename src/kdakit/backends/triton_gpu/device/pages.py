@@ -91,11 +91,18 @@ def store_mark(p_states, mark, s_page, i_h, i_v, o_k, b_S, PAGE: tl.constexpr, K
     else:
         o_v = i_row + tl.arange(0, BV)
         p_state = p_states + page_offsets(slot, s_page, i_h, o_v, o_k, PAGE, K, V, V_FIRST)
-        if PTX and p_states.dtype.element_ty == tl.float32:
-            inside = tl.full([BV, KP], 1, tl.int32) if whole else ((o_v < V)[:, None] & (o_k < K)[None, :]).to(tl.int32)
-            values = [p_state.to(tl.uint64), b_S, inside]
-            tl.inline_asm_elementwise(STORE_PAIR, "=r,=r,l,l,f,f,r,r", values, dtype=tl.int32, is_pure=False, pack=2)
-        elif whole:
-            tl.store(p_state, round_to(b_S, p_states.dtype.element_ty))
-        else:
-            tl.store(p_state, round_to(b_S, p_states.dtype.element_ty), mask=(o_v < V)[:, None] & (o_k < K)[None, :])
+        store_as_held(p_state, b_S, o_v, o_k, K, V, BV, KP, PTX)
+
+
+@triton.jit
+def store_as_held(p_state, b_S, o_v, o_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, KP: tl.constexpr, PTX: tl.constexpr):
+    """S^T [BV, KP] to the pointers p_state; in float32 every thread stores what it holds, two numbers at a time."""
+    whole: tl.constexpr = KP == K and V % BV == 0
+    if PTX and p_state.dtype.element_ty == tl.float32:
+        inside = tl.full([BV, KP], 1, tl.int32) if whole else ((o_v < V)[:, None] & (o_k < K)[None, :]).to(tl.int32)
+        values = [p_state.to(tl.uint64), b_S, inside]
+        tl.inline_asm_elementwise(STORE_PAIR, "=r,=r,l,l,f,f,r,r", values, dtype=tl.int32, is_pure=False, pack=2)
+    elif whole:
+        tl.store(p_state, round_to(b_S, p_state.dtype.element_ty))
+    else:
+        tl.store(p_state, round_to(b_S, p_state.dtype.element_ty), mask=(o_v < V)[:, None] & (o_k < K)[None, :])

@@ -14,14 +14,13 @@ from kdakit.backends.triton_gpu.config import (
     checkpoint_dtype,
     chunk_slots,
     corrected,
-    end_chunks,
     exact_decay,
     exact_ends,
     exact_pairs,
     exact_q,
     padded,
 )
-from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients
+from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients, end_states, last_shape, states_specs
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
 from kdakit.backends.triton_gpu.kernels import products as products_kernel
@@ -36,7 +35,7 @@ from kdakit.problem import Arrays, Problem
 
 class Replayed(NamedTuple):
     """What is made again of a forward's inputs, its `lower` and its checkpoints; rows as in Workspace. With config.keep the first three are
-    the forward's own."""
+    the forward's own, with config.keeps_states all but `first`, which is then empty."""
 
     tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
     decay: torch.Tensor  # [slots, HV, KP]
@@ -50,46 +49,20 @@ class Replayed(NamedTuple):
     before_last: torch.Tensor | None = None  # `end_states`: S before the last chunks but the first, if exact_ends
 
 
-def lost_specs(problem: Problem, config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The last fields of Replayed, those that not every call has."""
-    slots, HV, KP = chunk_slots(problem, config.chunk), problem.HV, padded(problem.K)
-    has_before = exact_ends(problem) and problem.options.output_final_state
-    every = dict(
-        r_lost=(config.exact_last, last_shape(problem, config), problem.dtype),
-        q_lost=(exact_q(problem), (slots, HV, config.chunk, KP), problem.dtype),
-        states_lost=(exact_decay(problem), (slots, HV, padded(problem.V), KP), problem.dtype),
-        before_last=(has_before, end_states(problem, config), "float32"),
-    )
-    return {name: (shape, dtype) for name, (here, shape, dtype) in every.items() if here}
-
-
-def end_states(problem: Problem, config: Config) -> tuple[int, ...]:
-    """Of states near either end of every sequence, from the end inwards: [N, HV, end_chunks, K, V], or V before K as the caller's."""
-    N, HV, *matrix = problem.state_shape
-    return N, HV, end_chunks(problem, config), *matrix
-
-
-def replayed_of(problem: Problem, config: Config, tensors: list[torch.Tensor]) -> Replayed:
-    """From tensors like `replayed_specs`."""
-    names = lost_specs(problem, config)
-    always = len(tensors) - len(names)
-    return Replayed(*tensors[:always], **dict(zip(names, tensors[always:], strict=True)))
-
-
-def replayed_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
+def replayed_specs(problem: Problem, config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of the fields of Replayed that a call has."""
     C, KP, VP, HV = config.chunk, padded(problem.K), padded(problem.V), problem.HV
     slots = chunk_slots(problem, C)
-    first = problem.N if corrected(problem) else 0
-    shapes = [(slots, HV, 3, C, KP), (slots, HV, KP), (slots, HV, 3, C), (first, HV, 2, C, KP), (slots, HV, VP, KP)]
-    shapes += [(problem.B, problem.T, HV, problem.V)]
     lost = "float32" if problem.dtype == "float16" else problem.dtype  # strong decays underflow in float16
-    dtypes = (problem.dtype, "float32", "float32", lost, problem.dtype, problem.dtype)
-    return [*zip(shapes, dtypes, strict=True), *lost_specs(problem, config).values()]
-
-
-def last_shape(problem: Problem, config: Config) -> tuple[int, ...]:
-    """Of what rounding takes from rows of the last chunks."""
-    return problem.N, problem.HV, config.chunk, padded(problem.V)
+    return dict(
+        tiles=((slots, HV, 3, C, KP), problem.dtype),
+        decay=((slots, HV, KP), "float32"),
+        factors=((slots, HV, 3, C), "float32"),
+        first=((problem.N if corrected(problem) else 0, HV, 2, C, KP), lost),
+        states=((slots, HV, VP, KP), problem.dtype),
+        **({"q_lost": ((slots, HV, C, KP), problem.dtype)} if exact_q(problem) else {}),
+        **states_specs(problem, config),
+    )
 
 
 def k_solved(x: Replayed, config: Config) -> torch.Tensor:
@@ -97,21 +70,26 @@ def k_solved(x: Replayed, config: Config) -> torch.Tensor:
     return x.tiles.view(torch.float16) if config.solve_dtype == "float16" else x.tiles
 
 
-TILES = 3  # fields of Replayed that a forward may have made
+def kept_names(problem: Problem, config: Config) -> tuple[str, ...]:
+    """Fields of Replayed that the forward has made and left, beside what it always leaves: of tiles, and of states, which are its
+    checkpoints."""
+    tiles = ("tiles", "decay", "factors") if config.keep else ()
+    return (*tiles, *(states_specs(problem, config) if config.keeps_states else ()))
 
 
 def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
-    """`lower`, A_qk inverse and checkpoints of the state; with config.keep also the tiles, their decay and factors."""
+    """`lower`, A_qk inverse and checkpoints of the state; and `kept_names`."""
     C, HV = config.chunk, problem.HV
     slots = chunk_slots(problem, C)
     specs = [((slots, HV, C, C), config.solve_dtype), ((slots, HV, C, C), problem.dtype)]
-    specs += [((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), checkpoint_dtype(problem))]
-    return specs + (replayed_specs(problem, config)[:TILES] if config.keep else [])
+    specs += [((-(-slots // config.checkpoint), HV, padded(problem.V), padded(problem.K)), checkpoint_dtype(problem, config))]
+    every = replayed_specs(problem, config)
+    return specs + [every[name] for name in kept_names(problem, config)]
 
 
-def saved(space: Workspace | Kept, config: Config) -> list[Any]:
-    tiles = [space.tiles, space.decay, space.beta] if config.keep and isinstance(space, Workspace) else []
-    return [space.lower, space.solved, space.checkpoints, *tiles]
+def saved(problem: Problem, space: Workspace | Kept, config: Config) -> list[Any]:
+    places = {"factors": "beta"}  # of Workspace, where it has another name
+    return [space.lower, space.solved, space.checkpoints, *(getattr(space, places.get(n, n)) for n in kept_names(problem, config))]
 
 
 def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[str, ...]:
@@ -119,10 +97,11 @@ def replaced(problem: Problem, config: Config, device: torch.device) -> tuple[st
     return borrowed.replaced(problem, config, device) if problem.needs_grad else ()
 
 
-def room(problem: Problem, config: Config, device: torch.device, tiles: list[torch.Tensor]) -> Replayed:
-    """For what is made again: all of it, or all but the tiles."""
-    rest = replayed_specs(problem, config)[len(tiles) :]
-    return replayed_of(problem, config, [*tiles, *(torch.empty(s, dtype=getattr(torch, d), device=device) for s, d in rest)])
+def room(problem: Problem, config: Config, device: torch.device, checkpoints: torch.Tensor, kept: list[torch.Tensor]) -> Replayed:
+    """What the forward has kept, and room for what is made again."""
+    have = dict(zip(kept_names(problem, config), kept, strict=True)) | ({"states": checkpoints} if config.keeps_states else {})
+    rest = {name: spec for name, spec in replayed_specs(problem, config).items() if name not in have}
+    return Replayed(**have, **{name: torch.empty(s, dtype=getattr(torch, d), device=device) for name, (s, d) in rest.items()})
 
 
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, out: Replayed, config: Config) -> None:
@@ -154,7 +133,7 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, out: Replayed, co
 
 
 def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoints, config: Config) -> None:
-    """Second launch: the states before every chunk and v - k_in S again."""
+    """Second launch, unless they were kept: the states before every chunk and v - k_in S again."""
     if out.tiles.shape[0] * problem.HV:
         replay_kernel.launch(problem, config, x.layout)(
             v=x.v,
@@ -356,15 +335,18 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
     """All launches, on contiguous parameters and cotangents."""
     x = views(arrays)
-    lower, solved, checkpoints, *tiles = kept
-    y = room(problem, config, d_o.device, tiles)
-    if not tiles:
+    lower, solved, checkpoints, *rest = kept
+    y = room(problem, config, d_o.device, checkpoints, rest)
+    if not config.keep:
         rebuild(problem, arrays, x, lower, y, config)
-    with beside(d_o) as aside:  # neither of the two fills the chip
+    if config.keeps_states:
         back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
-        with aside():
-            replay(problem, arrays, x, y, checkpoints, config)
-        restore(problem, arrays, x, y, d_o, back, config)  # while the replay still runs
+    else:
+        with beside(d_o) as aside:  # neither of the two fills the chip
+            back = reverse(problem, arrays, x, y, solved, d_o, d_final, config)
+            with aside():
+                replay(problem, arrays, x, y, checkpoints, config)
+            restore(problem, arrays, x, y, d_o, back, config)  # while the replay still runs
     slots = lower.shape[0]
     if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
         y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room

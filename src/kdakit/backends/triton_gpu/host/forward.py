@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Config, checkpoint_dtype, chunk_slots, padded, parts
+from kdakit.backends.triton_gpu.config import Config, checkpoint_dtype, chunk_slots, end_chunks, exact_decay, exact_ends, padded, parts
 from kdakit.backends.triton_gpu.kernels import prepare as prepare_plain
 from kdakit.backends.triton_gpu.kernels import prepare_normed, scan_parts, scan_staged, scan_wide, tail
 from kdakit.backends.triton_gpu.kernels import scan as scan_plain
@@ -31,6 +31,34 @@ class Workspace(NamedTuple):
     solved: torch.Tensor | None = None  # [slots, HV, C, C]  for a backward: A_qk inverse
     checkpoints: torch.Tensor | None = None  # [slots / checkpoint, HV, VP, KP]  for a backward
     k_solved: torch.Tensor | None = None  # [slots, HV, C, KP]  the scan's, if config.keep: that of the tiles is then the backward's
+    r: torch.Tensor | None = None  # [B, T, HV, V]  this and the rest if config.keeps_states, as in `backward.Replayed`
+    r_lost: torch.Tensor | None = None
+    states_lost: torch.Tensor | None = None
+    before_last: torch.Tensor | None = None
+
+
+def states_specs(problem: Problem, config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The fields of Workspace and of `backward.Replayed` that go with states of every chunk, those that the call has."""
+    slots, HV, KP, VP = chunk_slots(problem, config.chunk), problem.HV, padded(problem.K), padded(problem.V)
+    has_before = exact_ends(problem) and problem.options.output_final_state
+    every = dict(
+        r=(True, (problem.B, problem.T, HV, problem.V), problem.dtype),
+        r_lost=(config.exact_last, last_shape(problem, config), problem.dtype),
+        states_lost=(exact_decay(problem), (slots, HV, VP, KP), problem.dtype),
+        before_last=(has_before, end_states(problem, config), "float32"),
+    )
+    return {name: (shape, dtype) for name, (here, shape, dtype) in every.items() if here}
+
+
+def last_shape(problem: Problem, config: Config) -> tuple[int, ...]:
+    """Of what rounding takes from rows of the last chunks."""
+    return problem.N, problem.HV, config.chunk, padded(problem.V)
+
+
+def end_states(problem: Problem, config: Config) -> tuple[int, ...]:
+    """Of states near either end of every sequence, from the end inwards: [N, HV, end_chunks, K, V], or V before K as the caller's."""
+    N, HV, *matrix = problem.state_shape
+    return N, HV, end_chunks(problem, config), *matrix
 
 
 def workspace(problem: Problem, config: Config, device) -> Workspace:
@@ -44,6 +72,9 @@ def workspace(problem: Problem, config: Config, device) -> Workspace:
     beta = empty(3, C) if config.keep else empty(C)
     k_solved = empty(C, KP, dtype=dtype) if config.keep else None
     space = Workspace(slots, empty(3, C, KP, dtype=dtype), empty(C, C, dtype=dtype), empty(KP), beta, k_solved=k_solved)
+    if config.keeps_states:
+        specs = states_specs(problem, config).items()
+        space = space._replace(**{name: torch.empty(shape, dtype=getattr(torch, d), device=device) for name, (shape, d) in specs})
     return space._replace(**kept(problem, config, device)._asdict()) if problem.needs_grad else space
 
 
@@ -60,7 +91,7 @@ def kept(problem: Problem, config: Config, device) -> Kept:
     lower = torch.empty((slots, problem.HV, *square), dtype=getattr(torch, config.solve_dtype), device=device)
     solved = torch.empty((slots, problem.HV, *square), dtype=dtype, device=device)
     points = -(-slots // config.checkpoint), problem.HV, padded(problem.V), padded(problem.K)
-    return Kept(lower, solved, torch.empty(points, dtype=getattr(torch, checkpoint_dtype(problem)), device=device))
+    return Kept(lower, solved, torch.empty(points, dtype=getattr(torch, checkpoint_dtype(problem, config)), device=device))
 
 
 def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept] | None:
@@ -115,6 +146,9 @@ class Paged(NamedTuple):
         return self.first, len(self.states), self.states.stride(0) // unit, unit
 
 
+KEPT_STATES = "r", "r_lost", "states_lost", "before_last"
+
+
 def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: Config, paged: Paged | None = None) -> Result:
     """Stages state and output of every sequence. paged: states come from pages and stay there."""
     o, device = problem.options, arrays.q.device
@@ -143,6 +177,10 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
         slots=paged.slots if paged else None,
         known=paged.known if paged else None,
         marks=paged.marks if paged else None,
+        r=space.r,
+        r_lost=space.r_lost,
+        states_lost=space.states_lost,
+        before_last=space.before_last,
     )
     of_pages = paged.numbers() if paged else None
     if config.split:
@@ -150,8 +188,8 @@ def scan(problem: Problem, arrays: Arrays, x: Views, space: Workspace, config: C
     elif config.staged:
         scan_staged.launch(problem, config, x.layout, 1, "whole", of_pages)(**tensors, maps=None)
     elif config.in_halves:
-        del tensors["k_solved"]
-        scan_wide.launch(problem, config, x.layout, of_pages)(**tensors)
+        own = {name: tensor for name, tensor in tensors.items() if name not in ("k_solved", *KEPT_STATES)}
+        scan_wide.launch(problem, config, x.layout, of_pages)(**own)
     else:
         scan_plain.launch(problem, config, x.layout, of_pages)(**tensors)
     clear_output(problem, arrays, out)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments, pages
 from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.device.kept_states import keep_before_last, keep_lost_rows, keep_state
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, trade_rows, trade_rows_back
 from kdakit.backends.triton_gpu.device.pages import load_page, mark_at, slot_at, store_mark, store_page
 from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
@@ -20,7 +21,8 @@ from kdakit.problem import Problem
 @kernel
 def scan_kernel(
     p_v, p_tiles, p_k_solved, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots,
-    p_known, p_marks, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page,
+    p_known, p_marks, p_r, p_r_lost, p_states_lost, p_before_last,
+    T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
@@ -35,6 +37,9 @@ def scan_kernel(
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     S^T [BV, KP] stays in float32 registers; every product takes S^T or a value derived from it as its left factor, which needs no trip
     through shared memory. For a backward, S goes to checkpoints [.., VP, KP] before every chunk whose slot is a multiple of CHECKPOINT.
+
+    p_r, for a backward that makes no states again: S goes to checkpoints [slot, HV, VP, KP] before every chunk, r to [B, T, HV, V], and
+    what the ends of sequences want to where `replay` would leave it.
 
     PAGED: states come from and go to the pages that p_slots names, and S goes to page p_marks[slot] before the chunk of that slot. That is
     where the turn of the chunk before ends: the loop's pipeline puts a branch there wherever it is written, and the old state, if it is the
@@ -66,6 +71,16 @@ def scan_kernel(
     p_v += ((i_b * s_vb + bos * s_vt + i_h * s_vh) + o_t.to(tl.int64) * s_vt) * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + o_t) * HV + i_h) * V + o_v[None, :]  # [C, BV]
     i_chunks, i_slot = i_slot, i_slot * HV + i_h
+    if p_r is not None:  # p_before_last and p_r_lost come along, so that no addresses wait for the last chunk in registers
+        p_r += ((i_b * T + bos) * HV + i_h) * V
+        o_r = o_t * (HV * V) + o_v[None, :]  # [C, BV]
+        p_checkpoints += i_slot * (VP * KP)
+        if p_states_lost is not None:
+            p_states_lost += i_slot * (VP * KP)
+        if p_before_last is not None:
+            p_before_last += (i_nh - (tl.cdiv(length, C) - 2)) * (K * V)
+        if p_r_lost is not None:
+            p_r_lost += (i_nh - (tl.cdiv(length, C) - 1)) * (C * VP)
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     if p_k_solved is not None:
         p_k_solved += i_slot * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
@@ -83,7 +98,7 @@ def scan_kernel(
                 m_cv = (o_t + i_c * C < length) & m_v[None, :]
                 tl.store(p_o + tl.cast(i_c, tl.int64) * C * HV * V, tl.zeros([C, BV], p_o.dtype.element_ty), mask=m_cv)
         chunks = tl.where(real, chunks, 0)
-    if HAS_CHECKPOINTS:  # counted along, since a division of 64-bit numbers takes longer than what waits for it
+    if HAS_CHECKPOINTS and p_r is None:  # counted along, since a division of 64-bit numbers takes longer than what waits for it
         i_point, beyond = i_chunks // CHECKPOINT, (i_chunks % CHECKPOINT).to(tl.int32)
     if p_marks is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
         if (mark >= 0) & real:
@@ -97,7 +112,13 @@ def scan_kernel(
             tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
         if p_marks is not None:
             mark = mark_at(p_marks + i_chunks + i_c + 1, i_c + 1 < chunks, FIRST, CAPACITY)
-        if HAS_CHECKPOINTS:
+        if p_r is not None:
+            last = length - i_c * C <= C
+            keep_state(p_checkpoints, p_states_lost, b_S, i_v.to(tl.int32), BV, KP, PTX and WIDE)
+            p_checkpoints += tl.cast(VP * KP, tl.int64) * HV
+            if p_states_lost is not None:
+                p_states_lost += tl.cast(VP * KP, tl.int64) * HV
+        elif HAS_CHECKPOINTS:
             if (beyond == 0) & (i_c > 0):
                 p_point = p_checkpoints + ((i_point * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
                 tl.store(p_point, round_to(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
@@ -118,6 +139,10 @@ def scan_kernel(
             b_v = trade_rows_back(b_v)
         b_r = tl.trans(b_v).to(tl.float32) - product(b_Sn, tl.trans(b_k_in), PRECISION)  # [BV, C]
         b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
+        if p_r_lost is not None:
+            if last:
+                keep_lost_rows(p_r_lost, b_r, o_t, o_v, length - i_c * C, V, VP, WIDE)
+            p_r_lost += C * VP
         b_r = round_to(b_r, DTYPE)
         if not WIDE:
             b_S *= b_decay[None, :]
@@ -127,6 +152,16 @@ def scan_kernel(
         if WIDE:
             b_o = trade_rows(b_o)
         tl.store(p_o, round_to(b_o, p_o.dtype.element_ty), mask=m_cv)
+        if p_r is not None:
+            b_rows = tl.trans(b_r)
+            if WIDE:
+                b_rows = trade_rows(b_rows)
+            tl.store(p_r + o_r, b_rows, mask=m_cv)
+            p_r += tl.cast(C, tl.int64) * HV * V
+            if p_before_last is not None:
+                if i_c + 2 == chunks:
+                    keep_before_last(p_before_last, b_S, o_v, o_k, K, V, BV, KP, V_FIRST, PTX)
+                p_before_last += K * V
         b_v = b_v_next
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV

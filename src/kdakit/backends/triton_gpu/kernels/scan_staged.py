@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments, pages
 from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.device.kept_states import keep_before_last, keep_lost_rows, keep_state
 from kdakit.backends.triton_gpu.device.matrix import INTERPRETED, product, product_add, round_to, trade_rows
 from kdakit.backends.triton_gpu.device.pages import load_page, mark_at, slot_at, store_mark, store_page
 from kdakit.backends.triton_gpu.device.program import let_next_begin, part_of, row_tokens, sequence_of, state_offsets, wait_for_last
@@ -24,7 +25,8 @@ from kdakit.problem import Problem
 @kernel
 def staged_scan_kernel(
     p_v, p_tiles, p_k_solved, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots,
-    p_known, p_marks, p_maps, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page, PARTS,
+    p_known, p_marks, p_maps, p_r, p_r_lost, p_states_lost, p_before_last,
+    T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page, PARTS,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
     ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
@@ -34,6 +36,9 @@ def staged_scan_kernel(
 
     PART: "whole", n = 1; "first", beside `parts_kernel`; "later", all others, or the only one of PARTS = 1. The first
     leaves its last state in slot 0 of parts [N * HV, PARTS - 1, VP + KP, KP], part i begins with what is in slot i - 1.
+
+    p_r, for a backward that makes no states again: S goes to checkpoints [slot, HV, VP, KP] before every chunk, r to [B, T, HV, V], and
+    what the ends of sequences want to where `replay` would leave it.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -70,6 +75,18 @@ def staged_scan_kernel(
     p_v += (i_b * s_vb + (bos + first.to(tl.int64) * C) * s_vt + i_h * s_vh) * ALIGN
     p_v += (o_t.to(tl.int64) * s_vt)[:, None] * ALIGN + o_v[None, :]  # [C, BV]
     p_o += ((i_b * T + bos + first.to(tl.int64) * C + o_out) * HV + i_h) * V + o_v[None, :]  # [C, BV]
+    if p_r is not None:
+        chunks = tl.cdiv(length, C).to(tl.int32)
+        # p_before_last and p_r_lost come along, so that no addresses wait for the last chunk in registers
+        p_r += ((i_b * T + bos + first.to(tl.int64) * C) * HV + i_h) * V
+        o_r = o_out * (HV * V) + o_v[None, :]  # [C, BV]
+        p_checkpoints += ((i_slot + first) * HV + i_h) * (VP * KP)
+        if p_states_lost is not None:
+            p_states_lost += ((i_slot + first) * HV + i_h) * (VP * KP)
+        if p_before_last is not None:
+            p_before_last += (i_nh - (chunks - 2 - first)) * (K * V)
+        if p_r_lost is not None:
+            p_r_lost += (i_nh - (chunks - 1 - first)) * (C * VP)
     i_chunks, i_slot = i_slot, (i_slot + first) * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k[None, :]  # [C, KP]
     if p_k_solved is not None:
@@ -85,18 +102,27 @@ def staged_scan_kernel(
                 m_o = (o_out < length - i_c * C) & m_v[None, :]
                 tl.store(p_o + tl.cast(i_c - first, tl.int64) * C * HV * V, tl.zeros([C, BV], p_o.dtype.element_ty), mask=m_o)
         end = tl.where(real, end, first)
-    if HAS_CHECKPOINTS:  # counted along, since a division of 64-bit numbers takes longer than what waits for it
+    if HAS_CHECKPOINTS and p_r is None:  # counted along, since a division of 64-bit numbers takes longer than what waits for it
         i_point, beyond = (i_chunks + first) // CHECKPOINT, ((i_chunks + first) % CHECKPOINT).to(tl.int32)
     if p_marks is not None:  # noqa: SIM102 - the compiler decides the one, the device the other
         if (mark >= 0) & real:
             store_mark(p_final, mark, s_page, i_h, i_v, o_k, b_S, PAGE, K, V, V_FIRST, BV, KP, PTX, False)
+    if PART == "later" and p_before_last is not None:  # noqa: SIM102
+        if (first + 1 == chunks) & (first > 0):
+            keep_before_last(p_before_last - K * V, b_S, o_v, o_k, K, V, BV, KP, V_FIRST, PTX)
     for i_c in tl.range(first, end, num_stages=STAGES):
         if HAS_STATES:
             o_state = state_offsets((i_state + i_c // EVERY) * HV + i_h, o_v, o_k, K, V, V_FIRST)
             tl.store(p_states + o_state, round_to(b_S, p_states.dtype.element_ty), mask=m_state & (i_c % EVERY == 0))
         if p_marks is not None:
             mark = mark_at(p_marks + i_chunks + i_c + 1, i_c + 1 < end, FIRST, CAPACITY)
-        if HAS_CHECKPOINTS:
+        if p_r is not None:
+            last = length - i_c * C <= C
+            keep_state(p_checkpoints, p_states_lost, b_S, i_v, BV, KP, PTX and BV == 64)
+            p_checkpoints += tl.cast(VP * KP, tl.int64) * HV
+            if p_states_lost is not None:
+                p_states_lost += tl.cast(VP * KP, tl.int64) * HV
+        elif HAS_CHECKPOINTS:
             if (beyond == 0) & (i_c > 0):
                 p_point = p_checkpoints + ((i_point * HV + i_h) * VP + o_v[:, None]) * KP + o_k[None, :]
                 tl.store(p_point, round_to(b_S, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
@@ -114,11 +140,22 @@ def staged_scan_kernel(
         b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
         b_r = product_add(b_Sn, tl.trans(b_k_in), b_r, PRECISION)  # [BV, C]: -r
         b_o = product(b_Sn, tl.trans(b_q_decayed), PRECISION)  # [BV, C]
+        if p_r_lost is not None:
+            if last:
+                keep_lost_rows(p_r_lost, -b_r, o_out, o_v, length - i_c * C, V, VP, True)
+            p_r_lost += C * VP
         b_r = round_to(-b_r, DTYPE)
         b_S = product_add(b_r, b_k_solved, b_S, PRECISION)  # [BV, KP]
         b_o = product_add(b_r, tl.trans(b_A_solved), b_o, PRECISION)
         m_o = (o_out < length - i_c * C) & m_v[None, :]
         tl.store(p_o, round_to(trade_rows(tl.trans(b_o)), p_o.dtype.element_ty), mask=m_o)
+        if p_r is not None:
+            tl.store(p_r + o_r, trade_rows(tl.trans(b_r)), mask=m_o)
+            p_r += tl.cast(C, tl.int64) * HV * V
+            if p_before_last is not None:
+                if (i_c + 2 == chunks) & (chunks == end):  # of the last chunk's own part
+                    keep_before_last(p_before_last, b_S, o_v, o_k, K, V, BV, KP, V_FIRST, PTX)
+                p_before_last += K * V
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_o += tl.cast(C, tl.int64) * HV * V
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV

@@ -44,19 +44,23 @@ def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
     gate, limit, order = gate_kind(problem), f"r{c.registers}", f"C{c.chunk}/{c.half}/{c.group} {c.precision}"
     whole = "staged" if c.staged else "halves" if c.in_halves else "scan"
     scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else (whole, c.block_v)
+    states = ("states",) if c.keeps_states else ()
     made = [
         _name("prepare", problem, "K", gate, keys, order, c.solve_dtype, use, f"w{c.prepare_warps}", f"r{c.prepare_registers}", c.vector),
-        _name("scan", problem, "KV", keys, order, use, *scan, f"w{c.scan_warps}", f"s{c.scan_stages}", limit),
+        _name("scan", problem, "KV", keys, order, use, *states, *scan, f"w{c.scan_warps}", f"s{c.scan_stages}", limit),
     ]
     if not problem.needs_grad:
         return tuple(made)
     slices = (c.slice_k, f"w{c.slice_warps}", limit)
     turned = ("turned",) if config.turned(problem, c) else ()
     joint = ("joint", *(() if c.gradient_warps == 8 else (f"w{c.gradient_warps}",)), f"r{c.gradient_registers}")
+    if not c.keep:
+        made += [_name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *(() if c.normed else slices))]
+    if not c.keeps_states:
+        replayed = c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}"
+        made += [_name("replay", problem, "KV", order, c.solve_dtype, *replayed, limit)]
     return (
         *made,
-        _name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *(() if c.normed else slices)),
-        _name("replay", problem, "KV", order, c.solve_dtype, c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}", limit),
         _name("reverse", problem, "KV", order, c.solve_dtype, c.reverse_block_v, f"w{c.reverse_warps}", f"s{c.reverse_stages}", limit),
         _name("products", problem, "KV", order, c.solve_dtype, "joint" if c.by_token else "split", *turned, c.slice_v, c.product_slice_k,
               f"w{c.product_warps}", f"s{c.product_stages}", limit),
@@ -90,7 +94,7 @@ def _missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
 
 def settled(problem: Problem, chip: Chip) -> Config:
     """What `config.choose` says, but for two things that the chip has not shown: a scan in parts, there sequences are scanned whole; and
-    kernels that keep tiles, where these are made again."""
+    kernels that keep tiles or states, where these are made again."""
     c, known = keeping_if_shown(config.choose(problem, chip), problem, chip), shown(chip.name)
     if c.split and known and not all(name in known for name in forms(problem, c) if name.startswith("scan")):
         return replace(c, split=False)
@@ -98,21 +102,29 @@ def settled(problem: Problem, chip: Chip) -> Config:
 
 
 def keeping_if_shown(c: Config, problem: Problem, chip: Chip) -> Config:
-    """c, which keeps tiles only if the chip has shown the kernels for that, with any number of sequences and heads: how many tensors a
-    forward keeps must not change with its batch."""
-    if not c.keep or config.UNCHECKED or config.INTERPRETED or _keeping(problem.replace(B=1, T=1, N=1, H=1, HV=1, varlen=""), chip):
+    """c, which keeps states, or tiles alone, only if the chip has shown the kernels for that, with any number of sequences and heads: how
+    many tensors a forward keeps must not change with its batch."""
+    if not c.keep or config.UNCHECKED or config.INTERPRETED:
         return c
-    return replace(c, keep=False)
+    return replace(c, **dict(_keeping(problem.replace(B=1, T=1, N=1, H=1, HV=1, varlen=""), chip)))
+
+
+KEEPING = (), (("checkpoint", Config.checkpoint),), (("keep", False), ("checkpoint", Config.checkpoint))  # states and tiles, tiles, nothing
 
 
 @lru_cache(maxsize=4096)
-def _keeping(problem: Problem, chip: Chip) -> bool:
+def _keeping(problem: Problem, chip: Chip) -> tuple[tuple[str, int], ...]:
+    """What is to be changed in the Config of such a problem, of which all is kept."""
+
     def known(crowd: Problem, c: Config) -> bool:
         return all(shown(chip.name).get(name, 0) >= LEAST for name in forms(crowd, c) if " keeping " in name)
 
     crowds = [problem.replace(B=n, N=n) for n in sequences(chip)]
-    chosen = [(crowd, config.choose(crowd, chip)) for crowd in crowds]
-    return all(known(crowd, c) or known(crowd, replace(c, split=False)) for crowd, c in chosen)
+    for changes in KEEPING[:-1]:
+        chosen = [(crowd, replace(config.choose(crowd, chip), **dict(changes))) for crowd in crowds]
+        if all(known(crowd, c) or known(crowd, replace(c, split=False)) for crowd, c in chosen):
+            return changes
+    return KEEPING[-1]
 
 
 def wider(problem: Problem, chip: Chip) -> tuple[int, int]:
