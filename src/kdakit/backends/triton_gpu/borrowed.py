@@ -6,15 +6,17 @@
     rebuild    the tiles of every chunk again                            KDAKIT_CUDA_REBUILD
     reverse    the gradient of the state, from each sequence's end       KDAKIT_CUDA_REVERSE
     forward    `prepare` and `scan`, which leave what the backward       KDAKIT_CUDA_TRAINING
-               here begins with: for given log-decays without a bound,
-               of keys that are not normalised here, and for softplus
-               gates of those that are, with MANY heads; K = V = 128
+               here begins with: where there are heads enough, for
+               64 channels, for given log-decays without a bound of
+               keys that are not normalised here, and for softplus
+               gates of those that are
 
 The variables: 0: never; 1: wherever it can run (forward: all given log-decays, and other gates of normalised keys), to measure it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -26,7 +28,6 @@ from kdakit.problem import Problem
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
 ENOUGH = 2**14  # tokens times value heads, the fewest with which a GPU has shown them to be faster
 SHORT = 128  # tokens a sequence, on the average
-MANY = 40  # sequences times value heads, the fewest of which a softplus gate's forward, in one piece, is faster than Triton's in parts
 # By what is lent, the kernels that it is in place of.
 REPLACED = {
     "forward": ("prepare_kernel", "prepare_normed_kernel", "scan_kernel", "staged_scan_kernel", "parts_kernel", "combine_kernel"),
@@ -59,11 +60,10 @@ def exact_gates(problem: Problem) -> bool:
 
 
 def rebuild(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's kernel for the tiles of chunks; None: Triton's, and where what rounding takes from q counts, but with K = 64 where it is
-    asked for: no GPU has run that."""
+    """The lender's kernel for the tiles of chunks; None: Triton's, and where what rounding takes from q counts, but with K = 64."""
     half, exact = config.solve_dtype == "float16", exact_q(problem)
     fits = config.chunk == 64 and config.half == 32 and not (exact and (half or problem.K != 64)) and not (half and not config.normed)
-    return lent("rebuild", problem, device, fits, faster=not exact)
+    return lent("rebuild", problem, device, fits)
 
 
 def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
@@ -73,12 +73,19 @@ def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 
 def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept. Of 64 channels only where it is
-    asked for: no GPU has run it."""
-    o, rows = problem.options, problem.N * problem.HV
-    faster = (o.gate == "log_decay" and not config.bounded and not o.l2norm) or (o.gate == "softplus" and o.l2norm and rows >= MANY)
+    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept."""
     fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep
-    return lent("forward", problem, device, fits, faster and problem.K == 128)
+    return lent("forward", problem, device, fits, fewest(problem, config) <= problem.N * problem.HV)
+
+
+def fewest(problem: Problem, config: Config) -> float:
+    """Sequences times value heads, the fewest of which the lender's forward, in one piece, is faster than Triton's in parts."""
+    o = problem.options
+    if problem.K == 64:
+        return 40 if config.bounded else 24 if o.l2norm else 16
+    if o.gate == "log_decay" and not config.bounded and not o.l2norm:
+        return 0
+    return 40 if o.gate == "softplus" and o.l2norm else math.inf
 
 
 LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "reverse", "forward": "kept_forward"}  # by the lender

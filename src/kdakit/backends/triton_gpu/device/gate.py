@@ -125,12 +125,16 @@ def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX
 
 
 @triton.jit
-def write_strength(b_beta, BETA: tl.constexpr):
-    """given: beta        sigmoid: 1 / (1 + e^-beta)        double_sigmoid: twice that."""
+def write_strength(b_beta, BETA: tl.constexpr, EXACT: tl.constexpr = True):
+    """given: beta        sigmoid: 1 / (1 + e^-beta)        double_sigmoid: twice that.
+
+    EXACT: to a rounding or two, as a caller's own sigmoid is: both then round to the same bfloat16 numbers nearly everywhere. A rounded
+    quotient is a call, which a program of one token waits for.
+    """
     if BETA == "given":
         return b_beta
-    # To a rounding or two, as a caller's own sigmoid is: both then round to the same bfloat16 numbers nearly everywhere.
-    b_s = tl.div_rn(1.0, 1.0 + exponential(tl.minimum(-b_beta, 79.0), True, False))
+    b_e = exponential(tl.minimum(-b_beta, 79.0), True, False) if EXACT else tl.exp2(-b_beta * LOG2E)
+    b_s = tl.div_rn(1.0, 1.0 + b_e) if EXACT else 1.0 / (1.0 + b_e)
     return 2.0 * b_s if BETA == "double_sigmoid" else b_s
 
 

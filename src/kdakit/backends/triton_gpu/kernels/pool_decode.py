@@ -86,7 +86,7 @@ def decode_kernel(
         taken = owner_of(p_slots - i_n * s_slot, p_generation, i_n, slot, inside) >= 0
     for t in range(1 if SINGLE else length):
         b_q_now, b_k_now, b_g_now, b_v_now = b_q.to(tl.float32), b_k.to(tl.float32), b_g.to(tl.float32), b_v.to(tl.float32)
-        b_beta_now = write_strength(b_beta.to(tl.float32), BETA)
+        b_beta_now = write_strength(b_beta.to(tl.float32), BETA, False)
         if not SINGLE:  # the next token arrives while this one runs
             p_q += tl.cast(s_qt, tl.int64) * ALIGN
             p_k += tl.cast(s_kt, tl.int64) * ALIGN

@@ -111,7 +111,7 @@ def tokens_kernel(
     if L2NORM:
         scale_q = scale * inverse_norm(tl.sum(b_q * b_q, 1))
         norm_k = inverse_norm(tl.sum(b_k * b_k, 1))
-    strength = tl.where(m_t, write_strength(b_beta, BETA) * norm_k, 0.0)
+    strength = tl.where(m_t, write_strength(b_beta, BETA, False) * norm_k, 0.0)
     minus = -strength * norm_k
     o_lag = o_t[:, None] - o_t[None, :]
     b_of_k = tl.where(o_lag == 0, strength[:, None], 0.0)  # [TP, TP]

@@ -69,7 +69,7 @@ def step_kernel(
         b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)  # [KP]
         b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)  # [KP]
         b_v = tl.load(p_v, mask=m_v, other=0.0).to(tl.float32)  # [BV]
-        b_beta = write_strength(tl.load(p_beta).to(tl.float32), BETA)
+        b_beta = write_strength(tl.load(p_beta).to(tl.float32), BETA, EXACT_DECAY)
         if EXACT_DECAY:
             b_decay = gate_decay(b_g + b_bias, a, lower_bound, GATE, True, False)
         else:
