@@ -39,10 +39,9 @@ struct Seat {
   static constexpr int kOfGroups = kGroups * HEAD * 4;  // [groups][HEAD] float32: sums, steps, ahead
   static constexpr int kAtSums = kAtPairs + 16384;
   static constexpr int kAtSteps = kNarrow ? kAfterExponents : kAtSums + kOfGroups;
-  // With 64 channels: a byte for each number of a tile, rows of 64, words swizzled; see keep_state_part.
-  static constexpr int kAtFiner = kAtSteps + kOfGroups;
-  static_assert(!kNarrow || kAtFiner + kChunk * HEAD <= kAtVNew, "both lie beside exponents");
-  static constexpr int kAtAhead = kNarrow ? kAtSums + kOfGroups : kAtSteps + kOfGroups;
+  static_assert(!kNarrow || kAtSteps + kOfGroups <= kAtVNew, "steps lie beside exponents");
+  // 32 bytes on: what keep_state_part puts into both meets no bank twice.
+  static constexpr int kAtAhead = (kNarrow ? kAtSums + kOfGroups : kAtSteps + kOfGroups) + 32;
   static constexpr int kAtFactors = kAtAhead + kOfGroups;  // twice: the next chunk's come while this one's are in use
   static constexpr int kAtDots = kAtFactors + 2 * 768;     // [2][64][slices] float32
   static constexpr int kAtDDecay = kAtDots + 2 * kChunk * kSlices * 4, kAtDiagonal = kAtDDecay + 4 * HEAD;
@@ -81,6 +80,8 @@ struct Seat {
   __device__ __forceinline__ int channel() const { return 32 * slice + 4 * (lane % 8); }
   __device__ __forceinline__ int group() const { return 2 * block + lane / 16; }
   __device__ __forceinline__ bool second() const { return lane & 8; }
+  // The lane's own four numbers, of its group and channels, in sums or in ahead.
+  __device__ __forceinline__ float* own_share() const { return floats(second() ? kAtAhead : kAtSums) + group() * HEAD + channel(); }
   // Where the lane's first token lies in a tile; token t is at this ^ (t * (kRow + 16)).
   __device__ __forceinline__ uint32_t in_tile() const {
     return token() * kRow + (((4 * slice + lane % 8 / 2) ^ (lane & 8) / 2) << 4) + lane % 2 * 8;
@@ -110,7 +111,6 @@ __device__ __forceinline__ void store_four(float* at, const float (&x)[4]) {
 }
 __device__ __forceinline__ void unpack(float (&y)[4], uint2 x) { y[0] = low(x.x), y[1] = high(x.x), y[2] = low(x.y), y[3] = high(x.y); }
 __device__ __forceinline__ void unpack(float (&y)[4], float4 x) { y[0] = x.x, y[1] = x.y, y[2] = x.z, y[3] = x.w; }
-__device__ __forceinline__ int finer_at(int row, int channel) { return row * 64 + (channel ^ (row & 7) << 3); }
 template <int HEAD>
 __device__ __forceinline__ uint32_t tile_at(int row, int unit) { return row * (2 * HEAD) + ((unit ^ (row & 7)) << 4); }
 __device__ __forceinline__ uint32_t pair_at(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }  // [128 rows][64]

@@ -61,7 +61,8 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
                                             const Seat<HEAD>& at) {
   const Norms norms(factors, p.group_bits, at);
   const uint32_t tile = at.smem + at.kAtVNew + at.in_tile();
-  float along[8];
+  float along[8], thirds[4];
+  unpack(thirds, load_four(at.own_share()));
   uint8_t* patch = patch_of(at);
 #pragma unroll
   for (int t = 0; t < 4; ++t) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
     unpack(s, load_four(exponents_of(at) + t * 128));
     const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
     const float diagonal = at.floats(at.kAtDiagonal)[at.token() + t] * unit;
-    load_state_part(part, tile, t, at);
+    unpack_state_part(part, load_shared_pair(tile ^ (t * (at.kRow + 16))), thirds[t]);
     float rows_q[4], rows_k[4], columns[4];
     unpack(rows_q, y.rows_q), unpack(rows_k, y.rows_k), unpack(columns, y.columns);
     along[t] = along[4 + t] = 0.0f;
@@ -85,6 +86,11 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
     }
     store_four(in_patch(patch, t), ahead);  // the lane's own place
   }
+  const auto put_along = [&] {
+    if (p.in.l2norm)
+      at.floats(at.kAtDots)[((at.lane & 4) * 16 + at.token() + at.lane % 4) * at.kSlices + at.slice] = sum_of_lanes(along, at.lane);
+  };
+  if (!Seat<HEAD>::kNarrow) put_along();  // at once: eight registers more for what follows. With 64 channels more would be spilled.
 #pragma unroll
   for (int t = 2; t >= 0; --t)
 #pragma unroll
@@ -107,9 +113,8 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
 #pragma unroll
     for (int t = 0; t < 4; ++t) d_c[t][c] += other;
   }
-  store_four(at.floats(at.second() ? at.kAtAhead : at.kAtSums) + at.group() * HEAD + at.channel(), all);
-  if (p.in.l2norm)
-    at.floats(at.kAtDots)[((at.lane & 4) * 16 + at.token() + at.lane % 4) * at.kSlices + at.slice] = sum_of_lanes(along, at.lane);
+  store_four(at.own_share(), all);
+  if (Seat<HEAD>::kNarrow) put_along();
 }
 
 // What all gates of the lane's group get from the state and from the other groups.

@@ -254,39 +254,30 @@ __device__ __forceinline__ uint32_t group_at(uint32_t tile, const Seat<HEAD>& at
   return at.smem + tile + tile_at<HEAD>(at.lane & 7, 4 * at.slice + (at.lane >> 3));
 }
 
-// The gradient of k_decayed waits in v_new's place, which is used up, in the warp's own part of it, while pairs are added up: in bfloat16.
-// With 64 channels there is room for a byte more of each number.
+// The gradient of k_decayed waits while pairs are added up: two bytes of each number in v_new's place, which is used up, in the warp's own
+// part of it, and a third where sums were and ahead will be: a word for each token and four channels, in the own share of the lane that
+// will have them.
 template <int HEAD>
 __device__ __forceinline__ void keep_state_part(Results& d_c, const Seat<HEAD>& at) {
   const uint32_t to = at.smem + at.kAtVNew + at.result_in_tile();
+  const int lane = at.lane, share = 2 * at.block * (4 * HEAD) + at.slice * 128;
+  uint8_t* third = at.bytes + (lane & 16 ? at.kAtAhead : at.kAtSums) + share + (lane >> 1 & 1) * 16 + (lane >> 2 & 3) * 4 + (lane & 1) * 2;
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    if constexpr (Seat<HEAD>::kNarrow) {
+  for (int t = 0; t < 4; ++t)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t x = __float_as_uint(d_c[t][2 * half]), y = __float_as_uint(d_c[t][2 * half + 1]);
-        const int finer = finer_at(at.result_row() + 8 * half, 32 * at.slice + 8 * t + 2 * (at.lane % 4));
-        store_shared((to ^ (t << 4)) + half * at.kEight, x >> 16 | (y & 0xffff0000u));
-        *reinterpret_cast<uint16_t*>(at.bytes + at.kAtFiner + finer) = static_cast<uint16_t>((x >> 8 & 0xffu) | (y & 0xff00u));
-      }
-    } else {
-      store_shared(to ^ (t << 4), pack_bf16(d_c[t][0], d_c[t][1]));
-      store_shared((to ^ (t << 4)) + at.kEight, pack_bf16(d_c[t][2], d_c[t][3]));
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t x = __float_as_uint(d_c[t][2 * half]), y = __float_as_uint(d_c[t][2 * half + 1]);
+      store_shared((to ^ (t << 4)) + half * at.kEight, __byte_perm(x, y, 0x7632));
+      *reinterpret_cast<uint16_t*>(third + t * 32 + half * (4 * HEAD)) = static_cast<uint16_t>(__byte_perm(x, y, 0x51));
+      d_c[t][2 * half] = d_c[t][2 * half + 1] = 0.0f;
     }
-#pragma unroll
-    for (int r = 0; r < 4; ++r) d_c[t][r] = 0.0f;
-  }
 }
-// Of the lane's token t, whose tile is at `tile`.
-template <int HEAD>
-__device__ __forceinline__ void load_state_part(float (&part)[4], uint32_t tile, int t, const Seat<HEAD>& at) {
-  const uint2 x = load_shared_pair(tile ^ (t * (at.kRow + 16)));
-  unpack(part, x);
-  if constexpr (Seat<HEAD>::kNarrow) {
-    const uint32_t finer = *reinterpret_cast<const uint32_t*>(at.bytes + at.kAtFiner + finer_at(at.token() + t, at.channel()));
-#pragma unroll
-    for (int c = 0; c < 4; ++c) part[c] = __uint_as_float(__float_as_uint(part[c]) | (finer >> 8 * c & 0xffu) << 8);
-  }
+// What has waited, of four channels: of words with two bytes of each, and of a word with the third. The fourth, which is lost, is the third
+// once more: as often too large as too small.
+__device__ __forceinline__ void unpack_state_part(float (&y)[4], uint2 x, float thirds) {
+  const uint32_t z = __float_as_uint(thirds);
+  y[0] = __uint_as_float(__byte_perm(x.x, z, 0x1044)), y[1] = __uint_as_float(__byte_perm(x.x, z, 0x3255));
+  y[2] = __uint_as_float(__byte_perm(x.y, z, 0x1066)), y[3] = __uint_as_float(__byte_perm(x.y, z, 0x3277));
 }
 
 // To the gradients of rows, which begin with what the state gives, the columns of one group.
