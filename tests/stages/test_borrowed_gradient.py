@@ -135,6 +135,16 @@ def test_64_channels(taken, monkeypatch):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
+@pytest.mark.parametrize("bounded", [False, True])
+def test_computed_gates_with_strengths_that_may_be_1(taken, bounded):
+    """128 channels: Triton keeps gradients of pairs in float32 where keys are not normalised."""
+    plain = partial(problem_of, bounded=bounded, l2norm=False)
+    assert taken("gradient", plain()) and taken("gradient", plain(gate="log_decay", beta="given"))
+    assert not taken("gradient", plain(beta="given")) and not taken("gradient", plain(beta="double_sigmoid"))
+    assert taken("gradient", problem_of(bounded=bounded, beta="given"))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 def test_where_a_plain_recurrence_rounds_next_to_nothing(taken, monkeypatch):
     """Triton's kernels: keys as they were given, a scale that is a power of two, and strengths that may be 1, or short sequences."""
     monkeypatch.setenv(borrowed.VARIABLES["gradient"], "1")

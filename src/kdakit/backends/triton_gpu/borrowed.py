@@ -40,9 +40,10 @@ lender: ModuleType | None = None
 
 
 def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's kernel for the gradients of chunks; None: Triton's, and where more is wanted of gates' gradients."""
+    """The lender's kernel for the gradients of chunks; None: Triton's, and where more is wanted of gates' gradients. With K = 128 and
+    normalised keys Triton's kernel may round pairs as the lender's does."""
     half = config.solve_dtype == "float16"
-    exact = exact_gates(problem) or (problem.K == 64 and exact_pairs(problem, config))
+    exact = exact_gates(problem) or (exact_pairs(problem, config) and (problem.K == 64 or not problem.options.l2norm))
     fits = config.chunk == 64 and not (half and not config.normed) and not exact
     return lent("gradient", problem, device, fits)
 
