@@ -243,6 +243,16 @@ def test_a_gate_with_no_state_before_it_has_no_gradient(backend, dtype):
     assert not found["g"].any() and not found["dt_bias"].any()
 
 
+@pytest.mark.parametrize("l2norm", [False, True], ids=("plain", "normed"))
+def test_a_state_that_is_forgotten_at_once_has_no_gradient(backend, l2norm):
+    case = Case("reset", "", T=3, H=1, HV=1, K=64, options={"use_qk_l2norm_in_kernel": l2norm})
+    skip_unless_able(backend, case, "bfloat16", grad=True)
+    arrays = case.arrays("bfloat16")
+    arrays.g[:, 0] = -3000.0
+    found = checking.run_arrays(backend, case, "bfloat16", arrays, case.cotangents("bfloat16"))
+    assert not found["initial_state"].any()
+
+
 def test_no_batch(backend):
     case = Case("no_batch", "B = 0", B=0, T=20)
     skip_unless_able(backend, case, grad=True)

@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kRebuildRows = 32768;  // slots along the grid's second axis
 constexpr int kRowsOfK = 2048;            // bytes of a warp's rows of q, before those of k
-constexpr float kRowFloor = -100.0f;  // log2-decays below are raised to it: nothing of a bfloat16 number is left of either
+constexpr float kRowFloor = -160.0f;  // log2-decays below are raised to it: nothing of a float32 number is left of either
 
 // Shared memory: of every warp its eight rows of q and of k, in whose place its decayed keys come; X; sums of log2-decays over eight
 // tokens; strengths.

@@ -126,3 +126,13 @@ def test_64_channels(kernels, name):
 @pytest.mark.parametrize("gate, D", [("spikes", 128), ("mild", 128), ("mild", 64)])
 def test_normalised_keys(kernels, gate, D):
     check(kernels, Case("normed", "float16 `lower`", T=72, H=1, HV=1, K=D, V=D, gate=gate, beta="logits", options=NORMED))
+
+
+@pytest.mark.parametrize("D", [128, 64])
+def test_what_is_forgotten_at_once(kernels, D):
+    """Nothing is left of a state before a gate of -3000: rows of later tokens are 0, and so is the chunk's decay."""
+    case = Case("reset", "", T=72, H=1, HV=1, K=D, V=D, beta="logits", options=NORMED)
+    problem, arrays = case.problem("bfloat16"), case.arrays("bfloat16")
+    arrays.g[:, 5] = -3000.0
+    found = rebuild(kernels, problem, arrays, truth(problem, arrays)[1])
+    assert not any(found[name][0, 0, 5:].any() for name in ("k_in", "q_decayed")) and not found["decay"][0].any()

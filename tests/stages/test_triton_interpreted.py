@@ -161,6 +161,15 @@ def test_a_gate_with_no_state_before_it_has_no_gradient(l2norm):
 
 
 @interpreter
+def test_a_state_that_is_forgotten_at_once_has_no_gradient():
+    """Rows of normalised keys have a floor of their own, below which float32 has nothing."""
+    case = Case("reset", "", T=3, H=1, HV=1, K=64, options=NORMED)
+    arrays = case.arrays("bfloat16")
+    arrays.g[:, 0] = -3000.0
+    assert not checking.run_arrays("triton_gpu", case, "bfloat16", arrays, case.cotangents("bfloat16"))["initial_state"].any()
+
+
+@interpreter
 @pytest.mark.parametrize("name, number", [("varlen", 3), ("chunk64", 2), ("chunk64", 5)])
 def test_in_parts(name, number, monkeypatch):
     """A split sequence gives what it gives in one piece; some parts, and some sequences, are empty."""
