@@ -16,6 +16,7 @@ import pytest
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from kdakit import torch_memory  # noqa: E402
 from kdakit.backends import cuda, triton_gpu  # noqa: E402
 from kdakit.backends.cuda import library  # noqa: E402
 from kdakit.backends.triton_gpu import borrowed, call, kernels  # noqa: E402
@@ -57,15 +58,29 @@ def forget():
 
 @pytest.fixture
 def watched(monkeypatch):
-    """In place of Triton: `compiled` holds what had to be compiled, `started` what the compiled kernels were given."""
-    seen = types.SimpleNamespace(compiled=[], started=[])
+    """In place of Triton: `compiled` holds what had to be compiled, `started` what the compiled kernels were given. In place of a GPU's
+    allocator and stream: tensors, in `taken` until they are given back, and `stream`."""
+    seen = types.SimpleNamespace(compiled=[], started=[], taken={}, stream=7)
+
+    def start(kernel, grid, args, values, stream=seen.stream):
+        assert stream == seen.stream
+        seen.started.append((kernel, grid, [*args, *values]))
+
+    def take(size, stream):
+        assert stream == seen.stream and size > 0
+        made = torch.empty(size, dtype=torch.uint8)
+        seen.taken[made.data_ptr()] = made
+        return made.data_ptr()
 
     def compile_and_launch(kernel, grid, args, constants, **options):
         seen.compiled.append((args, constants))
         return kernel
 
     monkeypatch.setattr(launch, "launch", compile_and_launch)
-    monkeypatch.setattr(launch, "start", lambda kernel, grid, args, values: seen.started.append((kernel, grid, [*args, *values])))
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "current_stream", lambda x: seen.stream)
+    monkeypatch.setattr(torch_memory, "take", take)
+    monkeypatch.setattr(torch_memory, "give_back", lambda address: seen.taken.pop(address))
     forget()
 
     def step(arrays, problem=PROBLEM):
@@ -76,6 +91,7 @@ def watched(monkeypatch):
 
     seen.step = step
     yield seen
+    assert not seen.taken
     forget()  # launches hold what this fixture compiled
 
 
