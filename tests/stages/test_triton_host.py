@@ -358,6 +358,26 @@ def test_hooks_are_called_where_there_are_any(monkeypatch):
     assert not ran
 
 
+@pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter launches nothing")
+@pytest.mark.skipif(launch.LAUNCHER is None, reason="another Triton, whose launchers are called as they are")
+def test_a_kernel_without_scratch_memory_is_launched_as_triton_would(monkeypatch):
+    """The C function gets from `start` what Triton's launcher gives it, which is called where scratch memory is wanted."""
+    ran = []
+    run = object.__new__(launch.LAUNCHER)
+    vars(run).update(
+        num_ctas=1, launch=lambda *args: ran.append(args), launch_cooperative_grid=False, launch_pdl=True, global_scratch_size=0,
+        global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+    )  # fmt: skip
+    compiled = types.SimpleNamespace(run=run, function="function", packed_metadata="packed")
+    launch.start(compiled, (7, 2, 1), (1, 2), (3,), 13)
+    run(7, 2, 1, 13, "function", "packed", None, None, None, 1, 2, 3)
+    assert len(ran) == 2 and ran[0] == ran[1]
+    monkeypatch.setattr(launch.LAUNCHER, "__call__", lambda self, *args: ran.append("called"))
+    run.global_scratch_size = 16
+    launch.start(compiled, (7, 2, 1), (1, 2), (3,), 13)
+    assert ran.pop() == "called"
+
+
 @pytest.mark.parametrize("name", ["lower_bound", "grouped"])
 def test_looking_ahead_does_without_sympy(name, monkeypatch):
     """PyTorch imports it, which takes seconds, for some operations on tensors without memory."""
