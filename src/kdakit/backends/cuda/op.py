@@ -292,7 +292,10 @@ def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:
 
 def _on_device(index: int):
     """Launches go to the current device: make it the tensors' own."""
-    return contextlib.nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index)
+    return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
+
+
+_HERE = contextlib.nullcontext()
 
 
 def _pointer(x: torch.Tensor | None) -> int | None:
