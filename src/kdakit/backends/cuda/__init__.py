@@ -191,6 +191,6 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
 
 def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Result, Any]:
     """Repeated, a call has its arguments, but for addresses."""
-    from kdakit.backends.cuda import op
+    from kdakit.backends.cuda import repeat
 
-    return op.planned(problem, arrays, config)
+    return repeat.planned(problem, arrays, config)
