@@ -250,19 +250,22 @@ def _answered(no_A_log: bool, no_dt_bias: bool, **flags: Any) -> Options:
     return make_options(Arrays(None, None, None, None, None, A_log, dt_bias), **flags)
 
 
-def _check_tensors(arrays: Arrays, backend: str) -> bool:
-    """Whether the call will be differentiated, if these are tensors at all."""
+def _check_tensors(arrays: Arrays, backend: str, plain: bool) -> bool:
+    """Whether the call will be differentiated, if these are tensors at all. plain: `unwatched` has found tensors and None alone."""
     check_backend_name(backend)
-    for i, array in enumerate(arrays):
-        if not isinstance(array, Tensor) and (array is not None or i < 5):
-            raise TypeError(f"{Arrays._fields[i]} must be a torch.Tensor, got {'None' if array is None else type(array).__name__}")
-    if not torch.compiler.is_compiling():
+    q, k, v, g, beta = arrays[:5]
+    if not plain or q is None or k is None or v is None or g is None or beta is None:
+        for i, array in enumerate(arrays):
+            if not isinstance(array, Tensor) and (array is not None or i < 5):
+                raise TypeError(f"{Arrays._fields[i]} must be a torch.Tensor, got {'None' if array is None else type(array).__name__}")
+    if plain or not torch.compiler.is_compiling():
         check_no_tangents(arrays[: len(DIFFERENTIABLE)])
     return torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays[: len(DIFFERENTIABLE)])
 
 
 def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tensor, Tensor]:
-    if _check_tensors(arrays, backend):
+    plain = unwatched(arrays)
+    if _check_tensors(arrays, backend, plain):
         raise ValueError("inplace_final_state=True overwrites initial_state, which a backward would need: call it under torch.no_grad(), "
                          "got tensors that require gradients")  # fmt: skip
     if arrays.initial_state is None:
@@ -270,22 +273,22 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
     if transforms_active() and not torch.compiler.is_compiling():
         raise NotImplementedError("inplace_final_state=True overwrites initial_state, which torch.func's transforms do not allow: "
                                   "call it without")  # fmt: skip
-    if unwatched(arrays):
+    if plain:
         return run_in_place(arrays, options, backend), arrays.initial_state
     return torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend), arrays.initial_state
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
-    differentiated = _check_tensors(arrays, backend)
-    if transforms_active() and not torch.compiler.is_compiling():
+    plain = unwatched(arrays)
+    differentiated = _check_tensors(arrays, backend, plain)
+    if plain and differentiated:
+        o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
+    elif plain:
+        o, final_state, states = run(arrays, op, options, backend, False)[0]
+    elif transforms_active() and not torch.compiler.is_compiling():
         o, final_state, states = Transformed.apply(*arrays[:10], op, options.encode(), backend)
     elif differentiated:
-        if unwatched(arrays):
-            o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
-        else:
-            o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
-    elif unwatched(arrays):
-        o, final_state, states = run(arrays, op, options, backend, False)[0]
+        o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
     else:
         o, *rest = torch.ops.kdakit.inference(*arrays[:10], op, options.encode(), backend)
         final_state, states = rest[0] if options.output_final_state else None, rest[-1] if rest else None

@@ -1,5 +1,6 @@
 """The native library without a GPU: it compiles, fits its budgets, and refuses what it should. What needs a GPU is in test_cuda_gpu.py."""
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -546,7 +547,7 @@ def test_calls_alike_share_all_but_their_addresses(monkeypatch):
     given = []
     monkeypatch.setattr(op, "_enqueue", lambda args, like, dtype: given.append(args))
     monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 1024 * args.tokens)
-    monkeypatch.setattr(op, "_arguments", lru_cache(op._arguments.__wrapped__))  # other tests do not find these sizes
+    monkeypatch.setattr(op, "call_arguments", lru_cache(op.call_arguments.__wrapped__))  # other tests do not find these sizes
     case = dataclasses.replace(CASES["varlen_fused"], K=128, V=128)
     problem, config = case.problem("bfloat16"), cuda.Config("bf16", 128, 64)
     first, second = (checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu") for _ in range(2))
@@ -570,6 +571,46 @@ def test_calls_alike_share_all_but_their_addresses(monkeypatch):
     x = checking.to_torch(small.arrays(), small.dtypes(), "cpu")
     o, final, _ = op.forward(small.problem(), x, cuda.Config("f32", 64, 32))
     assert o.shape == x.v.shape and final.shape == x.initial_state.shape and given[-1].q.token_stride == 64 * small.H
+
+
+def test_a_call_that_comes_again_has_its_own_addresses(monkeypatch):
+    """Repeated, a call gives the library what it would give it anew, and what it took of the allocator back to it."""
+    torch = pytest.importorskip("torch")
+    from kdakit import torch_memory
+    from kdakit.backends import cuda
+    from kdakit.backends.cuda import op, repeat
+    from kdakit.measure import checking
+
+    given, taken = [], []
+    monkeypatch.setattr(library, "workspace_size", lambda args, dtype: 1024 * args.tokens)
+    monkeypatch.setattr(library, "prefill", lambda args, dtype: given.append((type(args).from_buffer_copy(args), dtype)))
+    monkeypatch.setattr(op, "call_arguments", lru_cache(op.call_arguments.__wrapped__))
+    monkeypatch.setattr(op, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(op, "current_stream", lambda index: 7)
+    monkeypatch.setattr(torch_memory, "take", lambda size, stream: taken.append((size, stream)) or 4096)
+    monkeypatch.setattr(torch_memory, "give_back", lambda address: taken.append(address))
+    case = dataclasses.replace(CASES["varlen_fused"], K=128, V=128)
+    problem, config = case.problem("bfloat16").replace(output_final_state=True), cuda.Config("bf16", 128, 64)
+    new = lambda: checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")
+    pointers = [n for n, kind in library.PrefillArgs._fields_ if kind in (library.Tensor, ctypes.c_void_p)]
+
+    def facts(args, x, result):
+        """All fields, with names in place of addresses."""
+        names = {y.data_ptr(): n for n, y in (x._asdict() | result._asdict()).items() if y is not None}
+        whose = lambda value: names.get(value.data if isinstance(value, library.Tensor) else value)
+        fields = {n: whose(getattr(args, n)) if n in pointers else getattr(args, n) for n, _ in args._fields_}
+        strides = {n: bytes(getattr(args, n))[8:] for n in op.TENSORS}
+        return fields, strides, args.stream
+
+    first, second = new(), new()
+    result, anew = repeat.planned(problem, first, config)
+    again = anew(second)
+    assert taken == [(1024 * problem.T, 7), 4096] and given[1][0].workspace == 4096 and given[1][1] == "bf16"
+    assert facts(given[0][0], first, result) == facts(given[1][0], second, again)
+    assert [x.shape for x in again[:2]] == [x.shape for x in result[:2]] and given[1][0].q.data == second.q.data_ptr()
+    odd = first._replace(q=torch.cat([first.q, first.q[..., :1]], -1)[..., 1:])
+    repeat.planned(problem, odd, config)[1](odd)
+    assert len(taken) == 2 and given[3][0].q.data != odd.q.data_ptr(), "copied, every time"
 
 
 def test_operators_know_their_shapes():

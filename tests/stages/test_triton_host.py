@@ -16,6 +16,7 @@ import pytest
 triton = pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
+from kdakit import torch_memory  # noqa: E402
 from kdakit.backends import cuda, triton_gpu  # noqa: E402
 from kdakit.backends.cuda import library  # noqa: E402
 from kdakit.backends.triton_gpu import borrowed, call, kernels  # noqa: E402
@@ -57,15 +58,29 @@ def forget():
 
 @pytest.fixture
 def watched(monkeypatch):
-    """In place of Triton: `compiled` holds what had to be compiled, `started` what the compiled kernels were given."""
-    seen = types.SimpleNamespace(compiled=[], started=[])
+    """In place of Triton: `compiled` holds what had to be compiled, `started` what the compiled kernels were given. In place of a GPU's
+    allocator and stream: tensors, in `taken` until they are given back, and `stream`."""
+    seen = types.SimpleNamespace(compiled=[], started=[], taken={}, stream=7)
+
+    def start(kernel, grid, args, values, stream=seen.stream):
+        assert stream == seen.stream
+        seen.started.append((kernel, grid, [*args, *values]))
+
+    def take(size, stream):
+        assert stream == seen.stream and size > 0
+        made = torch.empty(size, dtype=torch.uint8)
+        seen.taken[made.data_ptr()] = made
+        return made.data_ptr()
 
     def compile_and_launch(kernel, grid, args, constants, **options):
         seen.compiled.append((args, constants))
         return kernel
 
     monkeypatch.setattr(launch, "launch", compile_and_launch)
-    monkeypatch.setattr(launch, "start", lambda kernel, grid, args, values: seen.started.append((kernel, grid, [*args, *values])))
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "current_stream", lambda x: seen.stream)
+    monkeypatch.setattr(torch_memory, "take", take)
+    monkeypatch.setattr(torch_memory, "give_back", lambda address: seen.taken.pop(address))
     forget()
 
     def step(arrays, problem=PROBLEM):
@@ -76,6 +91,7 @@ def watched(monkeypatch):
 
     seen.step = step
     yield seen
+    assert not seen.taken
     forget()  # launches hold what this fixture compiled
 
 
@@ -340,6 +356,26 @@ def test_hooks_are_called_where_there_are_any(monkeypatch):
     assert ran.pop() == (7, 1, 1, 13, "function", "packed", about, hooks.launch_enter_hook, hooks.launch_exit_hook, 1, 2, 3)
     launch.start(compiled, 0, (1, 2), (3,))
     assert not ran
+
+
+@pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter launches nothing")
+@pytest.mark.skipif(launch.LAUNCHER is None, reason="another Triton, whose launchers are called as they are")
+def test_a_kernel_without_scratch_memory_is_launched_as_triton_would(monkeypatch):
+    """The C function gets from `start` what Triton's launcher gives it, which is called where scratch memory is wanted."""
+    ran = []
+    run = object.__new__(launch.LAUNCHER)
+    vars(run).update(
+        num_ctas=1, launch=lambda *args: ran.append(args), launch_cooperative_grid=False, launch_pdl=True, global_scratch_size=0,
+        global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1,
+    )  # fmt: skip
+    compiled = types.SimpleNamespace(run=run, function="function", packed_metadata="packed")
+    launch.start(compiled, (7, 2, 1), (1, 2), (3,), 13)
+    run(7, 2, 1, 13, "function", "packed", None, None, None, 1, 2, 3)
+    assert len(ran) == 2 and ran[0] == ran[1]
+    monkeypatch.setattr(launch.LAUNCHER, "__call__", lambda self, *args: ran.append("called"))
+    run.global_scratch_size = 16
+    launch.start(compiled, (7, 2, 1), (1, 2), (3,), 13)
+    assert ran.pop() == "called"
 
 
 @pytest.mark.parametrize("name", ["lower_bound", "grouped"])

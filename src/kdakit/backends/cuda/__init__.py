@@ -190,7 +190,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
 
 
 def planned(problem: Problem, arrays: Arrays, config: Config, final_state: Any = None) -> tuple[Result, Any]:
-    """Repeated, a call is neither described nor given a backend anew; there is nothing else to prepare."""
-    from kdakit.backends.cuda import op
+    """Repeated, a call has its arguments, but for addresses."""
+    from kdakit.backends.cuda import repeat
 
-    return op.forward(problem, arrays, config), lambda again: op.forward(problem, again, config)
+    return repeat.planned(problem, arrays, config)

@@ -143,6 +143,12 @@ def _missing(where: str) -> str | None:
 
 
 def load() -> ctypes.CDLL:
+    return _found(os.environ.get(VARIABLE))
+
+
+@lru_cache(maxsize=4)
+def _found(named: str | None) -> ctypes.CDLL:
+    """Looked for once: every launch asks, and to look at the disk takes it as long as all the rest."""
     return _load(str(path()))
 
 

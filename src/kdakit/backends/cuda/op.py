@@ -42,19 +42,24 @@ def forward(problem: Problem, arrays: Arrays, config) -> Result:
 def _forward(problem: Problem, arrays: Arrays, config) -> Result:
     """`forward` of tensors with the kernel's head size."""
     D = config.head_dim
-    q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
-    v, beta = _aligned(arrays.v), arrays.beta
+    q, k, v, g, cu, initial, A_log, dt_bias = taken(arrays, config)
+    beta = arrays.beta
     o = v.new_empty(problem.B, problem.T, problem.HV, D)  # the library writes zeros for tokens past the last sequence
     final = v.new_empty((problem.N, problem.HV, D, D), dtype=torch.float32) if problem.options.output_final_state else None
-    cu, initial, A_log, dt_bias = _parameters(arrays)
     wide = cu is not None and cu.dtype == torch.int64
-    args = PrefillArgs.from_buffer_copy(_arguments(problem, config, wide, *[x.stride() for x in (q, k, v, g, beta, o)]))
+    args = PrefillArgs.from_buffer_copy(call_arguments(problem, config, wide, *[x.stride() for x in (q, k, v, g, beta, o)]))
     args.q.data, args.k.data, args.v.data = q.data_ptr(), k.data_ptr(), v.data_ptr()
     args.g.data, args.beta.data, args.o.data = g.data_ptr(), beta.data_ptr(), o.data_ptr()
     args.initial_state, args.final_state, args.cu_seqlens = _pointer(initial), _pointer(final), _pointer(cu)
     args.A_log, args.dt_bias = _pointer(A_log), _pointer(dt_bias)
     _enqueue(args, v, config.dtype)
     return Result(o, final)
+
+
+def taken(arrays: Arrays, config) -> tuple[torch.Tensor | None, ...]:
+    """q, k, v, g, cu_seqlens, initial_state, A_log and dt_bias as the library takes them: themselves, where they are so already."""
+    q, k, g = (_aligned(x) if config.dtype == "bf16" else _adjacent(x) for x in (arrays.q, arrays.k, arrays.g))
+    return q, k, _aligned(arrays.v), g, *_parameters(arrays)
 
 
 def _parameters(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
@@ -66,7 +71,7 @@ def _parameters(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) -> PrefillArgs:
+def call_arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) -> PrefillArgs:
     """All of a call's arguments but its addresses: writing them takes the host twice as long as the rest. `wide`: int64 cu_seqlens."""
     o, D = problem.options, config.head_dim
     dtypes = dict.fromkeys("qkv", problem.dtype) | dict(g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
@@ -105,12 +110,12 @@ def forward_kept(
     final = v.new_empty(problem.state_shape, dtype=torch.float32) if problem.options.output_final_state else None
     cu, initial, A_log, dt_bias = _parameters(arrays)
     wide, tensors = cu is not None and cu.dtype == torch.int64, (q, k, v, g, arrays.beta, o)
-    args = PrefillArgs.from_buffer_copy(_arguments(problem, config, wide, *[x.stride() for x in tensors]))
+    args = PrefillArgs.from_buffer_copy(call_arguments(problem, config, wide, *[x.stride() for x in tensors]))
     args.lower_dtype, args.group, args.checkpoint = LOWER_DTYPES[lower.dtype], group, checkpoint
     args.checkpoint_float32 = checkpoints.dtype == torch.float32
     space = v.new_empty(args.workspace_size, dtype=torch.uint8)
     tensors += initial, final, cu, A_log, dt_bias, lower, solved, checkpoints, space
-    again = partial(_prefill_again, args, config.dtype, v.device.index)
+    again = partial(prefill_again, args, config.dtype, v.device.index)
     again([_pointer(x) for x in tensors])
     mine = (*given, arrays.beta, o, arrays.initial_state, final, arrays.cu_seqlens, arrays.A_log, arrays.dt_bias, *tensors[-4:])
     return Result(o, final), _repeat(again, tensors, mine)
@@ -122,13 +127,13 @@ def _repeat(again: Callable[[Sequence[int | None]], None], tensors: tuple, given
     return None if any(tensors[i].dtype == given[i].dtype for i in copies) else (again, given, copies)
 
 
-def _prefill_again(template: PrefillArgs, dtype: str, index: int | None, addresses: Sequence[int | None]) -> None:
+def prefill_again(template: PrefillArgs, dtype: str, index: int | None, addresses: Sequence[int | None]) -> None:
     args = PrefillArgs.from_buffer_copy(template)
     for name, address in zip(TENSORS, addresses, strict=False):
         getattr(args, name).data = address
     for name, address in zip(FORWARD, addresses[len(TENSORS) :], strict=True):
         setattr(args, name, address)
-    args.stream = _stream(index)
+    args.stream = current_stream(index)
     library.prefill(args, dtype)
 
 
@@ -213,7 +218,7 @@ def _stage_again(
         setattr(forward_args, name, address)
     for name, address in zip(names, addresses[len(TENSORS) + len(GIVEN) :], strict=True):
         setattr(args, name, address)
-    forward_args.stream, args.forward = _stream(index), ctypes.pointer(forward_args)
+    forward_args.stream, args.forward = current_stream(index), ctypes.pointer(forward_args)
     getattr(library, stage)(args)
 
 
@@ -244,7 +249,7 @@ def reverse(
     return _repeat(again, every, (*unseen.values(), *mine_given.values(), *pointers.values()))
 
 
-def _stream(index: int | None) -> int | None:
+def current_stream(index: int | None) -> int | None:
     """The current stream of a device; a Stream object takes 4 us. None: of a CPU."""
     return None if index is None else torch._C._cuda_getCurrentRawStream(index)
 
@@ -253,9 +258,17 @@ def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:
     """On the current stream of the tensors' device, with a workspace of torch's allocator."""
     space = like.new_empty(args.workspace_size, dtype=torch.uint8)
     index = like.device.index
-    args.workspace, args.stream = space.data_ptr(), torch._C._cuda_getCurrentRawStream(index)  # a Stream object takes 4 us
-    with torch.cuda.device(index) if index != torch.cuda.current_device() else contextlib.nullcontext():
+    args.workspace, args.stream = space.data_ptr(), current_stream(index)
+    with on_device(index):
         library.prefill(args, dtype)
+
+
+def on_device(index: int):
+    """Launches go to the current device: make it the tensors' own."""
+    return _HERE if index == torch._C._cuda_getDevice() else torch.cuda.device(index)
+
+
+_HERE = contextlib.nullcontext()
 
 
 def _pointer(x: torch.Tensor | None) -> int | None:
