@@ -158,21 +158,27 @@ inline float truncated(double x) {
 
 inline void check_aligned(const void *address, const char *what) {
   if (reinterpret_cast<uintptr_t>(address) % 16 == 0) return;
-  fprintf(stderr, "%s of an address that is not aligned to 16 bytes\n", what);
+  fprintf(stderr, "%s of an address, %p, that is not aligned to 16 bytes\n", what, address);
   abort();
 }
 
 }  // namespace emulate
 
+#ifdef __aarch64__
+using Half = __fp16;  // g++ has no _Float16 there before its version 13
+#else
+using Half = _Float16;
+#endif
+
 inline uint32_t pack_half(float a, float b) {
-  const _Float16 x[2] = {_Float16(a), _Float16(b)};
+  const Half x[2] = {Half(a), Half(b)};
   uint32_t bits;
   memcpy(&bits, x, 4);
   return bits;
 }
 
 inline float2 unpack_half(uint32_t bits) {
-  _Float16 x[2];
+  Half x[2];
   memcpy(x, &bits, 4);
   return {float(x[0]), float(x[1])};
 }

@@ -154,7 +154,7 @@ inline void bulk_store(void *to, uint32_t from, uint32_t bytes) {
 }
 inline void bulk_store_wait() {}
 inline void copy_async(uint32_t to, const void *from, uint32_t bytes) {
-  static const unsigned char zeros[16] = {};
+  alignas(16) static const unsigned char zeros[16] = {};
   kda::copy_async(memory + to, bytes ? from : zeros);
 }
 inline void copy_async_wait() {

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+LONG = 128  # terms of a sum that d_beta is a small difference of
+
 
 def state(plan, first, S, v, solve, k_prefixed, k_decayed, decay, initial, final, buffer):
     """Chunks first, first + 1, .. of every row:  v [n, R, C, V], solve = inverse Diag(beta) [n, R, C, C], k_prefixed, k_decayed
@@ -39,7 +41,8 @@ def state_backward(plan, first, dS, beta, inverse, rows, k_decayed, decay, d_v_n
 
     d_v_new [n, R, C, V] comes in as A_qk^T d_o. Returns y and d_states [n + 1, R, K, V], the gradients of `state`'s states.
     """
-    n = d_v_new.shape[0]
+    n, K = d_v_new.shape[0], dS.shape[1]
+    parts = [slice(k, k + LONG) for k in range(0, K, LONG)]
     d_states, y = buffer[: n + 1], torch.empty_like(d_v_new)
     d_states[n] = dS
     *rest, d_after = d_states.unbind(0)
@@ -47,7 +50,8 @@ def state_backward(plan, first, dS, beta, inverse, rows, k_decayed, decay, d_v_n
     chunks = list(zip(range(first, first + n), rest, *(x.unbind(0) for x in by_chunk), strict=True))
     for i, d_before, beta_i, inverse_t, rows_t, k_out, decay_i, d_new, y_i, d_read, d_both in reversed(chunks):
         plan.enter_backward(i, d_after, d_final)
-        d_new.baddbmm_(k_out, d_after)
+        for keys in parts:  # a BLAS may add them up one after the other
+            d_new.baddbmm_(k_out[..., keys], d_after[:, keys])
         torch.bmm(inverse_t, d_new, out=y_i)
         torch.mul(y_i, beta_i, out=d_read)
         torch.mul(d_after, decay_i, out=d_before)
