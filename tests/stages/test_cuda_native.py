@@ -22,7 +22,8 @@ REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255,
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernelILi64": 0, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0,
           "padding_kernel": 0, "gradient_kernel": 32, "prepare_kept_kernelILi64": 0, "prepare_kept_kernel": 24, "scan_kept_kernel": 0,
-          "prepare_record_kernel": 24, "scan_record_kernel": 24, "reverse_kernel": 0, "rebuild_kernelILi64": 24, "rebuild_kernel": 16}  # fmt: skip
+          "prepare_record_kernel": 24, "scan_record_kernel": 24, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
+          "rebuild_kernel": 16}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, or six of 128, 96 five of 128; 128 one of 512, or two of 256.
 HOPPER_REGISTERS = {"prepare_kernelILi64": 96, "prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128,

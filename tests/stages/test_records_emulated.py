@@ -34,7 +34,8 @@ COMPUTED = dict(gate="raw", A_log=True, dt_bias=True)
 PACKED = Case("packed", "more chunks than stages", T=395, lengths=(0, 1, 330, 0, 64), HV=2, options=FUSED | KEEPING, **COMPUTED, **SIZES)
 TRAINED = [
     Case("bounded", "everything in the kernel", T=136, HV=1, options=FUSED | KEEPING | BOUNDED, **COMPUTED, **SIZES),
-    Case("packed", "sequences of all lengths, grouped heads", T=70, lengths=(0, 1, 66, 3), HV=2, options=FUSED | KEEPING, **COMPUTED, **SIZES),
+    Case("packed", "sequences of all lengths, grouped heads", T=70, lengths=(0, 1, 66, 3), HV=2, options=FUSED | KEEPING, **COMPUTED,
+         **SIZES),
     Case("given", "log-decays and doubled strengths", T=66, HV=1, gate="huge",
          options=KEEPING | {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}, **SIZES),
 ]  # fmt: skip
