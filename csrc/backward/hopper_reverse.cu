@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS, FROM>::thread
     barriers_ready();
   }
   if (L::record) {
-    for (int i = 0; i < L::stages; ++i) clear_squares<L::threads, true>(smem + i * L::stage + L::solved, threadIdx.x);
+    for (int i = 0; i < L::stages; ++i) clear_squares<L::threads, true>(smem + i * L::stage, L::solved, threadIdx.x);
     fence_async();
   }
   __syncthreads();

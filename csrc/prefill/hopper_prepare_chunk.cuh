@@ -167,8 +167,8 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
 #pragma unroll
     for (int d = 0; d < 2; ++d)
       if (const int column = 2 * at.odd + d; at.block + column < 4) {
-        const int to = RECORD ? R::square_by_columns(at.block, at.block + column) : R::first_square(at.block) + column * R::square;
-        bulk_store(record + to, squares + d * R::square, R::square);
+        uint8_t* by_columns = record + R::square_by_columns(at.block, at.block + column);
+        bulk_store(RECORD ? by_columns : record + R::first_square(at.block) + column * R::square, squares + d * R::square, R::square);
       }
     bulk_store_wait();
   }

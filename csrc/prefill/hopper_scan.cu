@@ -27,7 +27,7 @@ __device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& k
       barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     barriers_ready();
   }
-  for (int i = 0; i < L::stages; ++i) clear_squares<L::threads, kByColumns>(smem + i * L::stage + Record<HEAD>::a_solved, threadIdx.x);
+  for (int i = 0; i < L::stages; ++i) clear_squares<L::threads, kByColumns>(smem + i * L::stage, Record<HEAD>::a_solved, threadIdx.x);
   fence_async();
   __syncthreads();
   const Task task = task_of<HEAD, GROUPS>(p, reinterpret_cast<float*>(shared + L::scratch));

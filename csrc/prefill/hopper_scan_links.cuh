@@ -44,7 +44,7 @@ __device__ __forceinline__ void follow_links(const HopperForward& p, const Task&
     wgmma_wait<0>();
     touch(S);
     named_barrier(1, 128);  // M is read: the stage is one of records again
-    clear_squares<128, BY_COLUMNS>(at + kASolved, thread);
+    clear_squares<128, BY_COLUMNS>(at, kASolved, thread);
     fence_async();
     barrier_arrive(full + L::stages * 8);
   }
