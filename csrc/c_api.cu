@@ -161,7 +161,8 @@ static kda_status check_workspace(const kda_prefill_args &args, size_t bytes) {
 }
 
 static kda_status check_not_kept(const kda_prefill_args &args) {
-  return keeps(args) ? fail(KDA_UNSUPPORTED, "the float32 kernels keep nothing for a backward: lower, solved and checkpoints must be NULL")
+  return keeps(args) ? fail(KDA_UNSUPPORTED, "the float32 kernels keep nothing for a backward: lower, solved, checkpoints and what follows "
+                                             "them must be NULL")
                      : KDA_OK;
 }
 

@@ -114,6 +114,18 @@ def test_least_work_of_the_shapes_that_are_timed():
     assert roofline.least_bytes(replace(job, gate="log_decay")) - roofline.least_bytes(job) == 8192 * 96 * 256
 
 
+def test_a_step_without_states():
+    """As a trainer takes it: no initial state, no final one, and neither is counted."""
+    job = Job(Shape(1, 64, 2, 16), "train", "float32", states=False, disable_recompute=True)
+    options = job.case().call_options
+    assert options["disable_recompute"] and not options["output_final_state"] and not job.case().initial_state
+    assert roofline.least_bytes(replace(job, states=True)) - roofline.least_bytes(job) == 2 * 4 * 16 * 16 * 4
+    rows, missing = race.run(["torch_native", "xla"], job, 1, 1.0, with_errors=True)
+    assert not missing and [row["contestant"] for row in rows] == ["torch_native", "xla"]
+    for row in rows:
+        assert row["disable_recompute"] and row["states"] is False and row["error_o"] < 1e-5 and "error_state" not in row
+
+
 def test_a_time_means_something_on_a_known_chip_only():
     job = Job(SHAPES["h96"], "fwd", "bfloat16")
     found = roofline.compare(job, 1.0, "NVIDIA H200")

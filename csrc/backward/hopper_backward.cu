@@ -41,7 +41,8 @@ kda_status check_gradient(const kda_gradient_args &args, const kda_prefill_args 
 
 kda_status check_reverse(const kda_reverse_args &args) {
   const Pointer tensors[] = {
-      {"tiles", args.tiles, true}, {"solved", args.solved, true},      {"decay", args.decay, true},       {"factors", args.factors, true},
+      {"tiles", args.tiles, !args.record}, {"solved", args.solved, !args.record}, {"decay", args.decay, !args.record},
+      {"factors", args.factors, !args.record}, {"record", args.record, false},
       {"d_o", args.d_o, true},     {"d_final", args.d_final, false},   {"d_states", args.d_states, true}, {"d_v", args.d_v, true},
       {"alone", args.alone, false}, {"y_lost", args.y_lost, false},    {"d_initial", args.d_initial, false},
       {"after_first", args.after_first, false}, {"d_states_lost", args.d_states_lost, false}, {"q_lost", args.q_lost, false},
@@ -144,6 +145,14 @@ kda_status reverse_bf16(const kda_reverse_args &args, const kda_prefill_args &fo
                 (long long)forward.key_dim);
   if (args.q_lost != nullptr && args.k_solved_dtype != KDA_BFLOAT16)
     return fail(KDA_UNSUPPORTED, "q_lost must be NULL but with k_solved_dtype = %d, got %d", KDA_BFLOAT16, args.k_solved_dtype);
+  if (args.record != nullptr) {
+    if (forward.key_dim != 128 || forward.beta_kind == KDA_BETA_GIVEN || args.group > 1)
+      return fail(KDA_UNSUPPORTED, "record needs key_dim = 128, a beta_kind other than %d and group = 0 or 1, got %lld, %d and %d",
+                  KDA_BETA_GIVEN, (long long)forward.key_dim, forward.beta_kind, args.group);
+    if (args.tiles || args.solved || args.decay || args.factors || args.alone)
+      return fail(KDA_INVALID_ARGUMENT, "tiles, solved, decay, factors and alone must be NULL with record");
+    if (reinterpret_cast<uintptr_t>(args.record) % 256) return fail(KDA_UNSUPPORTED, "record must start at 256 bytes");
+  }
   const int64_t slots = hopper::slots_of(forward);
   if (slots > ((int64_t{1} << 31) - 1) / (3 * hopper::kChunk) / forward.value_heads)  // rows of `tiles` are counted in 32 bits
     return fail(KDA_UNSUPPORTED, "the bfloat16 backward takes fewer than 2^31 / 192 chunks of value heads");

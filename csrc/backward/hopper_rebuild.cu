@@ -29,14 +29,6 @@ constexpr int kRebuildBlocks = HEAD == 128 ? 3 : 6;  // on a multiprocessor
 static_assert(kRebuildBlocks<128> * (RebuildPlaces<128, true>::bytes + 1024) <= 228 * 1024 &&
               kRebuildBlocks<64> * (RebuildPlaces<64, true>::bytes + 1024) <= 228 * 1024, "as many fit");
 
-// To a rounding or two: the scan's own strengths round to the same numbers.
-__device__ __forceinline__ float exact_strength(const HopperForward& p, int64_t at) {
-  const float x = p.beta_float32 ? static_cast<const float*>(p.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
-  if (p.beta_kind == Beta::given) return x;
-  const float s = 1.0f / (1.0f + expf(-x));
-  return p.beta_kind == Beta::double_sigmoid ? 2.0f * s : s;
-}
-
 // scale q and k of a token, decayed from the chunk's start, and k. `sum`: the log2-decay to the token before, becomes that to this one.
 template <int HEAD>
 __device__ __forceinline__ void decay_token(float (&q_decayed)[4], float (&k)[4], float (&k_in)[4], float (&sum)[4],

@@ -6,14 +6,15 @@
 // One block per sequence, value head and block of value channels: a warp group per 64 value channels holds dS^T [64, K] in float32
 // accumulators, and every product has dS^T, d_o^T or y^T as its left factor, taken from registers. More warps fetch. k_solved in float16
 // is multiplied with dS' in float16, each value channel divided by a power of two of its own. No atomics: equal calls give equal bits.
+// From the forward's records, whose A_solved and k_solved have been multiplied by beta, comes d_v = A_solved^T d_o + k_solved dS' itself.
 #include "hopper_reverse_walk.cuh"
 
 namespace kda::hopper {
 
-template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT>
-__global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS, EXACT>::threads, BLOCKS)
+template <int HEAD, int GROUPS, int BLOCKS, From FROM>
+__global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS, FROM>::threads, BLOCKS)
     reverse_kernel(const __grid_constant__ HopperReverse p, const __grid_constant__ ReverseMatrices matrices) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, FROM>;
 #ifdef KDA_EMULATE
   uint8_t* shared = memory;
 #else
@@ -25,15 +26,19 @@ __global__ void __launch_bounds__(BackLayout<HEAD, GROUPS, BLOCKS, EXACT>::threa
       barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     barriers_ready();
   }
+  if (L::record) {
+    for (int i = 0; i < L::stages; ++i) clear_squares<L::threads, true>(smem + i * L::stage, L::solved, threadIdx.x);
+    fence_async();
+  }
   __syncthreads();
   const BackTask task = back_task<HEAD, GROUPS>(p);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) fewer_registers<40>();
-    fetch_back<HEAD, GROUPS, BLOCKS, EXACT>(p, matrices, task, smem, threadIdx.x - GROUPS * 128);
+    fetch_back<HEAD, GROUPS, BLOCKS, FROM>(p, matrices, task, smem, threadIdx.x - GROUPS * 128);
   } else {
     if (GROUPS == 2) more_registers<232>();
-    walk_back<HEAD, GROUPS, BLOCKS, HALF, EXACT>(p, matrices, task, shared, smem);
+    walk_back<HEAD, GROUPS, BLOCKS, FROM>(p, matrices, task, shared, smem);
   }
 }
 
@@ -62,15 +67,20 @@ cudaError_t describe(Matrix& matrix, const void* data, int64_t rows, int columns
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT = false>
+template <int HEAD, int GROUPS, int BLOCKS, From FROM>
 cudaError_t launch(const HopperReverse& p, const ReverseMatrices& matrices, cudaStream_t stream) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
-  const auto kernel = reverse_kernel<HEAD, GROUPS, BLOCKS, HALF, EXACT>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, FROM>;
+  const auto kernel = reverse_kernel<HEAD, GROUPS, BLOCKS, FROM>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::bytes);
   if (status != cudaSuccess) return status;
   const auto blocks = static_cast<unsigned>(p.in.N * p.in.HV * (HEAD / (GROUPS * kBackSlice)));
   kernel<<<blocks, L::threads, L::bytes, stream>>>(p, matrices);
   return cudaGetLastError();
+}
+template <int HEAD, int GROUPS, int BLOCKS>
+cudaError_t launch_from(const HopperReverse& p, const ReverseMatrices& matrices, cudaStream_t stream) {
+  return p.half_solved ? launch<HEAD, GROUPS, BLOCKS, From::half_tiles>(p, matrices, stream)
+                       : launch<HEAD, GROUPS, BLOCKS, From::tiles>(p, matrices, stream);
 }
 
 }  // namespace
@@ -80,8 +90,8 @@ cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t s
   const int64_t items = slots * p.in.HV;
   const int head = p.in.head;
   int device = 0, processors = 0;
-  cudaError_t status = describe(matrices.tiles, p.tiles, items * 3 * kChunk, head, 3 * kChunk);
-  if (status == cudaSuccess) status = describe(matrices.solved, p.solved, items * kChunk, kChunk, kChunk);
+  cudaError_t status = p.record ? cudaSuccess : describe(matrices.tiles, p.tiles, items * 3 * kChunk, head, 3 * kChunk);
+  if (status == cudaSuccess && !p.record) status = describe(matrices.solved, p.solved, items * kChunk, kChunk, kChunk);
   if (status == cudaSuccess) status = describe(matrices.d_states, p.d_states, items * head, head, 16);
   if (status == cudaSuccess && p.q_lost) status = describe(matrices.q_lost, p.q_lost, items * kChunk, head, kChunk);
   if (status == cudaSuccess && p.d_states_lost) status = describe(matrices.d_states_lost, p.d_states_lost, items * head, head, 16);
@@ -91,15 +101,14 @@ cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t s
   if (head == 64) {
     // A block alone on a multiprocessor has chunks in flight for two; two take turns where there are more blocks than multiprocessors.
     // With q_lost there is no shared memory for two.
-    if (p.q_lost) return launch<64, 1, 1, false, true>(p, matrices, stream);
+    if (p.q_lost) return launch<64, 1, 1, From::exact_tiles>(p, matrices, stream);
     const bool shared = p.in.N * p.in.HV > processors;
-    if (shared) return p.half_solved ? launch<64, 1, 2, true>(p, matrices, stream) : launch<64, 1, 2, false>(p, matrices, stream);
-    return p.half_solved ? launch<64, 1, 1, true>(p, matrices, stream) : launch<64, 1, 1, false>(p, matrices, stream);
+    return shared ? launch_from<64, 1, 2>(p, matrices, stream) : launch_from<64, 1, 1>(p, matrices, stream);
   }
   // A block per head moves fewer bytes; two per head fill the chip where there are few.
   const bool wide = p.channels ? p.channels == head : p.in.N * p.in.HV * 2 > processors;
-  if (wide) return p.half_solved ? launch<128, 2, 1, true>(p, matrices, stream) : launch<128, 2, 1, false>(p, matrices, stream);
-  return p.half_solved ? launch<128, 1, 1, true>(p, matrices, stream) : launch<128, 1, 1, false>(p, matrices, stream);
+  if (p.record) return wide ? launch<128, 2, 1, From::record>(p, matrices, stream) : launch<128, 1, 1, From::record>(p, matrices, stream);
+  return wide ? launch_from<128, 2, 1>(p, matrices, stream) : launch_from<128, 1, 1>(p, matrices, stream);
 }
 #endif
 

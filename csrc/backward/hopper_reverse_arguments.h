@@ -16,6 +16,7 @@ inline HopperReverse reverse_of(const kda_reverse_args &args, const kda_prefill_
   p.half_solved = args.k_solved_dtype == KDA_FLOAT16;
   p.group_bits = args.group == 8 ? 3 : args.group == 4 ? 2 : args.group == 2;
   p.channels = args.channels, p.d_states_lost = args.d_states_lost, p.q_lost = args.q_lost;
+  p.record = static_cast<const uint8_t *>(args.record);
   return p;
 }
 

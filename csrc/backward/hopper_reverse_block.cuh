@@ -2,6 +2,7 @@
 #pragma once
 #include "../prefill/hopper_kept.cuh"
 #include "../prefill/hopper_sequences.cuh"
+#include "../prefill/hopper_squares.cuh"
 #include "hopper_reverse.h"
 #include "hopper_tensor.cuh"
 
@@ -15,22 +16,30 @@ struct ReverseMatrices {  // of 16-bit elements, and the rows of a piece
   Matrix q_lost;          // [slots HV 64, 64]: 64
 };
 
-// A stage: the three tiles in halves of 64 channels, or whole with 64, what rounding took from q_decayed (EXACT), A_solved, d_o by rows,
-// and small arrays.
-constexpr int kBackSlice = 64;                      // value channels of a warp group
-constexpr int kHalfTiles = 3 * kChunk * 128;        // bytes of a half of the three tiles
-constexpr int kBackKIn = 0, kBackQ = kChunk * 128, kBackKSolved = 2 * kChunk * 128;
+// What a chunk is read from: tiles, k_solved of them in bfloat16 or float16; those and what rounding took from q_decayed; or the forward's
+// record, in which k_solved and A_solved have been multiplied by beta.
+enum class From : int { tiles, half_tiles, exact_tiles, record };
+
+// A stage: the three tiles in halves of 64 channels, or whole with 64, what rounding took from q_decayed, A_solved, d_o by rows, and small
+// arrays; or a record, in its order, and d_o.
+constexpr int kBackSlice = 64;                // value channels of a warp group
+constexpr int kHalfTiles = 3 * kChunk * 128;  // bytes of a half of the three tiles
 constexpr int kStatesOut = 2 * 16 * 128;  // of a warp: dS' of 16 value channels, two halves of keys, or what rounding took from 64 keys
 
 // BLOCKS of them share a multiprocessor.
-template <int HEAD, int GROUPS, int BLOCKS, bool EXACT>
+template <int HEAD, int GROUPS, int BLOCKS, From FROM>
 struct BackLayout {
-  static_assert(HEAD == 128 ? BLOCKS == 1 && !EXACT : GROUPS == 1, "");
-  static constexpr int q_lost = HEAD / 64 * kHalfTiles, solved = q_lost + (EXACT ? kChunk * 128 : 0), d_o = solved + kChunk * 128;
-  static constexpr int brought = d_o + HEAD * 4 + kChunk * 4;  // bytes that the copy engine brings: without d_o
-  static constexpr int pitch = GROUPS * kBackSlice * 2 + 16;   // bytes per token of d_o, in whose place d_v will be
-  static constexpr int decay = d_o + kChunk * pitch, beta = decay + HEAD * 4;
-  static constexpr int stage = (beta + kChunk * 4 + 1023) / 1024 * 1024;
+  using R = Record<HEAD>;
+  static constexpr bool exact = FROM == From::exact_tiles, record = FROM == From::record;
+  static_assert(HEAD == 128 ? BLOCKS == 1 && !exact : GROUPS == 1 && !record, "");
+  static constexpr int k_in = 0, q = record ? R::q_decayed : kChunk * 128, k_solved = record ? R::k_solved : 2 * kChunk * 128;
+  static constexpr int half = record ? kChunk * 128 : kHalfTiles;  // bytes from a half of a tile to the other
+  static constexpr int q_lost = HEAD / 64 * kHalfTiles, solved = q_lost + (exact ? kChunk * 128 : 0);
+  static constexpr int d_o = solved + kChunk * 128 + (record ? HEAD * 4 : 0);
+  static constexpr int brought = record ? R::record_bytes : d_o + HEAD * 4 + kChunk * 4;  // bytes that the copy engine brings: without d_o
+  static constexpr int pitch = GROUPS * kBackSlice * 2 + 16;  // bytes per token of d_o, in whose place d_v will be
+  static constexpr int decay = record ? R::decay : d_o + kChunk * pitch, beta = d_o + kChunk * pitch + HEAD * 4;
+  static constexpr int stage = ((record ? d_o + kChunk * pitch : beta + kChunk * 4) + 1023) / 1024 * 1024;
   static constexpr int stages = HEAD == 64 ? 4 / BLOCKS : GROUPS == 2 ? 2 : 3;
   static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
   static constexpr int states = stages * stage;
@@ -38,8 +47,10 @@ struct BackLayout {
   static constexpr int bytes = barriers + 2 * stages * 8;
   static constexpr int threads = GROUPS * 128 + fetchers;  // whole warp groups where they trade registers
 };
-static_assert(BackLayout<128, 1, 1, false>::bytes <= 232448 && BackLayout<128, 2, 1, false>::bytes <= 232448, "");
-static_assert(BackLayout<64, 1, 1, true>::bytes <= 232448 && 2 * (BackLayout<64, 1, 2, false>::bytes + 1024) <= 233472, "");
+static_assert(BackLayout<128, 1, 1, From::tiles>::bytes <= 232448 && BackLayout<128, 2, 1, From::tiles>::bytes <= 232448, "");
+static_assert(BackLayout<64, 1, 1, From::exact_tiles>::bytes <= 232448, "");
+static_assert(2 * (BackLayout<64, 1, 2, From::tiles>::bytes + 1024) <= 233472, "");
+static_assert(BackLayout<128, 1, 1, From::record>::solved == Record<128>::a_solved, "a stage is a record with its zeros, then d_o");
 
 struct BackTask {
   Span span;
@@ -60,9 +71,10 @@ __device__ __forceinline__ BackTask back_task(const HopperReverse& p) {
 }
 
 // The fetching threads: the first asks for what the copy engine brings, all for d_o, with zeros past the sequence's end.
-template <int HEAD, int GROUPS, int BLOCKS, bool EXACT>
+template <int HEAD, int GROUPS, int BLOCKS, From FROM>
 __device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matrices, const BackTask& task, uint32_t smem, int thread) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, FROM>;
+  using R = Record<HEAD>;
   constexpr int kRowUnits = GROUPS * kBackSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; tokens per round
   const int unit = thread % kRowUnits, row = thread / kRowUnits;
   const int64_t token_bytes = p.in.HV * HEAD * 2;
@@ -73,12 +85,21 @@ __device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matric
     const int stage = i % L::stages, chunk = task.chunks - 1 - i;
     const uint32_t at = smem + stage * L::stage, full = smem + L::barriers + stage * 8, empty = full + L::stages * 8;
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
-    if (thread == 0) {
+    if (L::record && thread == 0) {
+      const uint8_t* record = p.record + item * R::record_bytes;
+      barrier_arrive_expect(full, L::brought);
+      bulk_load(at, record, R::square_by_columns(0, 1), full);
+#pragma unroll
+      for (int c = 1; c < 4; ++c) {  // past the zeros of A_solved^T; the decay follows its last block
+        const int bytes = (c + 1) * R::square + (c == 3 ? HEAD * 4 : 0);
+        bulk_load(at + L::solved + c * 4 * R::square, record + R::square_by_columns(0, c), bytes, full);
+      }
+    } else if (!L::record && thread == 0) {
       const int y = static_cast<int>(item);
       barrier_arrive_expect(full, L::brought);
       load_piece(at, matrices.tiles, 0, y * 3 * kChunk, full);
       if (HEAD == 128) load_piece(at + kHalfTiles, matrices.tiles, 64, y * 3 * kChunk, full);
-      if (EXACT) load_piece(at + L::q_lost, matrices.q_lost, 0, y * kChunk, full);
+      if (L::exact) load_piece(at + L::q_lost, matrices.q_lost, 0, y * kChunk, full);
       load_piece(at + L::solved, matrices.solved, 0, y * kChunk, full);
       bulk_load(at + L::decay, p.decay + item * HEAD, HEAD * 4, full);
       bulk_load(at + L::beta, p.factors + item * 3 * kChunk, kChunk * 4, full);

@@ -92,10 +92,11 @@ __device__ __forceinline__ void write_state(float* to, const float (&state)[HEAD
   for (int i = 0; i < HEAD / 2; ++i) to[(8 * (i / 4) + i % 2) * by_k + 8 * (i / 2 % 2) * by_v] = state[i];
 }
 
-template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT>
+template <int HEAD, int GROUPS, int BLOCKS, From FROM>
 __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrices, const BackTask& task, const uint8_t* shared,
                           uint32_t smem) {
-  using L = BackLayout<HEAD, GROUPS, BLOCKS, EXACT>;
+  using L = BackLayout<HEAD, GROUPS, BLOCKS, FROM>;
+  constexpr bool HALF = FROM == From::half_tiles;
   constexpr int kSteps = HEAD / 16;  // of a product over keys
   const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // warp / 4 is the group
   const int value = task.channel + warp * 16;
@@ -125,7 +126,7 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
   }
   if (task.chunks < 0) {  // Never: but with a product before the loop, ptxas lets dS be read while others are in flight (C7517).
     wgmma_begin();
-    wgmma<1>(dS, d_o[0], descriptor(descriptor_base(smem), 0, kHalfTiles), 1);
+    wgmma<1>(dS, d_o[0], descriptor(descriptor_base(smem), 0, L::half), 1);
     wgmma_commit();
     wgmma_wait<0>();
     touch(dS);
@@ -138,7 +139,9 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
     touch(y);
     wgmma_begin();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(y, d_o[s], descriptor(base, L::solved + s * 2048, 8192), s > 0);
+    for (int s = 0; s < 4; ++s)
+      if constexpr (L::record) wgmma<0>(y, d_o[s], descriptor_of_squares(base, L::solved + s * 2048), s > 0);
+      else wgmma<1>(y, d_o[s], descriptor(base, L::solved + s * 2048, 8192), s > 0);
     wgmma_commit();
     uint32_t left[kSteps][4];
 #pragma unroll
@@ -159,11 +162,11 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
       wgmma_begin();
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
-        wgmma_half(by_state, scaled[s], descriptor(base, kBackKSolved + s / 4 * kHalfTiles + s % 4 * 32), s > 0);
+        wgmma_half(by_state, scaled[s], descriptor(base, L::k_solved + s / 4 * L::half + s % 4 * 32), s > 0);
     } else {
       wgmma_begin();
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) wgmma<0>(y, left[s], descriptor(base, kBackKSolved + s / 4 * kHalfTiles + s % 4 * 32), 1);
+      for (int s = 0; s < kSteps; ++s) wgmma<0>(y, left[s], descriptor(base, L::k_solved + s / 4 * L::half + s % 4 * 32), 1);
     }
     wgmma_commit();
     if constexpr (HEAD == 64)
@@ -186,10 +189,10 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
     touch(dS);
     wgmma_begin();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_o[s], descriptor(base, kBackQ + s * 2048, kHalfTiles), 1);
-    if constexpr (EXACT)
+    for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_o[s], descriptor(base, L::q + s * 2048, L::half), 1);
+    if constexpr (L::exact)
 #pragma unroll
-      for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_o[s], descriptor(base, L::q_lost + s * 2048, kHalfTiles), 1);
+      for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_o[s], descriptor(base, L::q_lost + s * 2048, L::half), 1);
     wgmma_commit();
     if (lane == 0) pieces_read();
     __syncwarp();
@@ -204,10 +207,10 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
       else if (p.d_states_lost) store_piece(matrices.d_states_lost, 0, row, states + 2048);
       pieces_commit();
     }
-    float beta[16];
+    float beta[16];  // of a record 1
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float2 b = *reinterpret_cast<const float2*>(small + L::beta + 32 * n);
+      const float2 b = L::record ? make_float2(1.0f, 1.0f) : *reinterpret_cast<const float2*>(small + L::beta + 32 * n);
       beta[2 * n] = b.x, beta[2 * n + 1] = b.y;
     }
     wgmma_wait<1>();
@@ -225,9 +228,9 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
         d_r[n][j] = pack_bf16(y[8 * n + 2 * j] * -beta[4 * n + j / 2 * 2], y[8 * n + 2 * j + 1] * -beta[4 * n + j / 2 * 2 + 1]);
     wgmma_begin();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_r[s], descriptor(base, kBackKIn + s * 2048, kHalfTiles), 1);
+    for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_r[s], descriptor(base, L::k_in + s * 2048, L::half), 1);
     wgmma_commit();
-    if (p.alone && smallest(beta) < kTinyBeta)
+    if (!L::record && p.alone && smallest(beta) < kTinyBeta)
       write_alone<HEAD>(p.alone + item * kChunk * HEAD + value, y, beta, length, p.group_bits, lane);
     if (i == 0 && p.y_lost)
       write_lost<HEAD>(p.y_lost + task.state * kChunk * HEAD + value, y, beta, p.in.beta_kind == Beta::given, length, p.group_bits, lane);

@@ -109,7 +109,7 @@ typedef struct kda_prefill_args {
   int32_t checkpoint; /* chunks from one of `checkpoints` to the next */
 
   /* bfloat16, KDA_GATE_LOG_DECAY or l2norm, all three or none: what a backward begins with, see kda_gradient_args for slots and for the
-     order of rows and columns. */
+     order of rows and columns. With `record` there is no `solved`. */
   void *lower;         /* [slots, HV, 64, 64] of lower_dtype, written: (I + A_kk)^-1 = I - Diag(beta) lower, strictly lower */
   void *solved;        /* [slots, HV, 64, 64] bfloat16, written: A_qk (I + A_kk)^-1, with the scale */
   void *checkpoints;   /* [ceil(slots / checkpoint), HV, V, K] bfloat16, written: the state before the chunk of every such slot */
@@ -117,7 +117,15 @@ typedef struct kda_prefill_args {
   int32_t group;       /* as kda_gradient_args.group */
   int32_t checkpoint_float32; /* checkpoints are float32; K = V = 64 */
   int32_t reserved;
+
+  /* bfloat16, K = V = 128, l2norm, with lower in float16, checkpoints, a checkpoint of 1 and a group of at most 1, all three or none: what
+     a backward need not make again. No initial_state. */
+  void *record;   /* [slots, HV, KDA_RECORD_BYTES] at 256 bytes, written: for kda_reverse_args.record; the workspace then holds none */
+  void *r;        /* [B, T, HV, V] bfloat16, packed, as o then is, written: v - k_in S, see kda_gradient_args */
+  float *factors; /* [slots, HV, 3, 64], written: beta, 0 past a sequence's end, 1 / |q|, 1 / |k| */
 } kda_prefill_args;
+
+#define KDA_RECORD_BYTES 54784
 
 #define KDA_PREFILL_ARGS_INIT {sizeof(kda_prefill_args)}
 
@@ -235,6 +243,9 @@ typedef struct kda_reverse_args {
 
   void *d_states_lost; /* as d_states, written: what rounding took from it, with K = V = 64; or NULL */
   const void *q_lost;  /* [slots, HV, 64, K] bfloat16: what rounding took from q_decayed, K = V = 64 and k_solved in bfloat16; or NULL */
+
+  const void *record; /* what kda_prefill_args.record has got, in place of tiles, solved, decay and factors, which are NULL; or NULL. Not
+                         with KDA_BETA_GIVEN, nor with alone */
 } kda_reverse_args;
 
 #define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}

@@ -48,7 +48,13 @@ struct Kept {
   void* states;      // [ceil(slots / every), HV, head values, head keys] bfloat16: before the chunk of every slot that `every` divides
   int lower_float32, group_bits, every;
   int states_float32;  // head = 64: states are float32
+  // Where the records are kept too, `every` is 1, there is no `solved`, and rows are in the order of tokens:
+  void* r;         // [B, T, HV, head] bfloat16: v - k_in S
+  float* factors;  // [slots, HV, 3, 64]: beta, 0 past a sequence's end, 1 / |q|, 1 / |k|
 };
+
+// What a kernel of the forward leaves to a backward: nothing; `lower`, `solved` and checkpoints; or `lower`, all states, r and the records.
+enum class Keep : int { nothing, checkpoints, record };
 
 // The kernels; `slots` is the number of records per value head. launch_parts goes before launch_scan where there are parts.
 cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream);
@@ -57,5 +63,8 @@ cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream);
 // The two that keep something, in place of those that do not.
 cudaError_t launch_prepare_kept(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream);
 cudaError_t launch_scan_kept(const HopperForward& p, const Kept& kept, cudaStream_t stream);
+// And the two that keep the records, of 128 channels.
+cudaError_t launch_prepare_record(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream);
+cudaError_t launch_scan_record(const HopperForward& p, const Kept& kept, cudaStream_t stream);
 
 }  // namespace kda::hopper

@@ -16,7 +16,8 @@ inline HopperForward forward_of(const kda_prefill_args &args) {
   HopperForward p{};
   p.q = args.q.data, p.k = args.k.data, p.v = args.v.data, p.g = args.g.data, p.beta = args.beta.data, p.o = args.o.data;
   p.A_log = args.A_log, p.dt_bias = args.dt_bias, p.cu_seqlens = args.cu_seqlens;
-  p.initial_state = args.initial_state, p.final_state = args.final_state, p.workspace = args.workspace;
+  p.initial_state = args.initial_state, p.final_state = args.final_state;
+  p.workspace = args.record ? args.record : args.workspace;
   p.B = args.batch, p.T = args.tokens, p.N = args.sequences, p.H = args.heads, p.HV = args.value_heads;
   p.q_strides = strides_of(args.q), p.k_strides = strides_of(args.k), p.v_strides = strides_of(args.v);
   p.g_strides = strides_of(args.g), p.beta_strides = strides_of(args.beta), p.o_strides = strides_of(args.o);
@@ -35,7 +36,9 @@ inline Kept kept_of(const kda_prefill_args &args) {
           args.lower_dtype == KDA_FLOAT32,
           args.group == 8 ? 3 : args.group == 4 ? 2 : args.group == 2,
           args.checkpoint,
-          args.checkpoint_float32};
+          args.checkpoint_float32,
+          args.r,
+          args.factors};
 }
 
 }  // namespace kda::hopper

@@ -20,10 +20,30 @@ kda_status check_rows(const char *name, const kda_tensor &x) {
   return KDA_OK;
 }
 
+// The records and what else a backward need not make again: all of it.
+kda_status check_record(const kda_prefill_args &args) {
+  if (!args.record || !args.r || !args.factors || !args.lower || !args.checkpoints || args.solved)
+    return fail(KDA_INVALID_ARGUMENT, "record, r, factors, lower and checkpoints must be given together, without solved");
+  if (args.key_dim != 128 || !args.l2norm || args.initial_state)
+    return fail(KDA_UNSUPPORTED, "record is kept with key_dim = 128 and l2norm, without initial_state, got %lld and %d%s",
+                (long long)args.key_dim, args.l2norm, args.initial_state ? ", and a state" : "");
+  const int64_t row = args.value_heads * args.value_dim;
+  if (args.o.head_stride != args.value_dim || args.o.token_stride != row || (args.batch > 1 && args.o.batch_stride != args.tokens * row))
+    return fail(KDA_UNSUPPORTED, "o must be packed as [B, T, HV, V] with record");
+  if (args.checkpoint != 1 || args.group > 1 || args.lower_dtype != KDA_FLOAT16)
+    return fail(KDA_UNSUPPORTED, "record is kept with checkpoint = 1, group = 0 or 1 and lower_dtype = %d, got %d, %d and %d", KDA_FLOAT16,
+                args.checkpoint, args.group, args.lower_dtype);
+  if (reinterpret_cast<uintptr_t>(args.record) % 256) return fail(KDA_UNSUPPORTED, "record must start at 256 bytes");
+  for (const void *x : {args.r, static_cast<void *>(args.factors)})
+    if (reinterpret_cast<uintptr_t>(x) % 16) return fail(KDA_UNSUPPORTED, "r and factors must start at 16 bytes");
+  return KDA_OK;
+}
+
 // What a backward begins with: all of it or nothing.
 kda_status check_kept(const kda_prefill_args &args) {
   if (!keeps(args)) return KDA_OK;
-  if (!args.lower || !args.solved || !args.checkpoints)
+  if (args.record || args.r || args.factors) KDA_TRY(check_record(args));
+  else if (!args.lower || !args.solved || !args.checkpoints)
     return fail(KDA_INVALID_ARGUMENT, "lower, solved and checkpoints must be given together");
   for (const void *x : {args.lower, args.solved, args.checkpoints})
     if (reinterpret_cast<uintptr_t>(x) % 16) return fail(KDA_UNSUPPORTED, "lower, solved and checkpoints must start at 16 bytes");
@@ -62,7 +82,11 @@ int parts_of(const kda_prefill_args &args) {
   return best;
 }
 
+static_assert(hopper::Record<128>::record_bytes == KDA_RECORD_BYTES, "");
+
+// Of the workspace.
 size_t records_bytes(const kda_prefill_args &args) {
+  if (args.record) return 0;
   const size_t each = args.key_dim == 64 ? hopper::Record<64>::record_bytes : hopper::Record<128>::record_bytes;
   return (static_cast<size_t>(slots_of(args) * args.value_heads) * each + 255) / 256 * 256;
 }
@@ -102,15 +126,20 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   if (reinterpret_cast<uintptr_t>(args.dt_bias) % 16) return fail(KDA_UNSUPPORTED, "dt_bias must start at 16 bytes");
   KDA_TRY(check_hopper());
   HopperForward p = forward_of(args);
-  p.parts = parts_of(args), p.links = static_cast<uint8_t *>(p.workspace) + records_bytes(args);
+  p.parts = parts_of(args), p.links = static_cast<uint8_t *>(args.workspace) + records_bytes(args);
   const auto stream = static_cast<cudaStream_t>(args.stream);
   const int64_t slots = slots_of(args);
   const hopper::Kept kept = hopper::kept_of(args);
   const bool keep = keeps(args);
   if (args.tokens > 0 && slots > 0)
-    KDA_CUDA(keep ? hopper::launch_prepare_kept(p, kept, slots, stream) : hopper::launch_prepare(p, slots, stream));
+    KDA_CUDA(args.record ? hopper::launch_prepare_record(p, kept, slots, stream)
+             : keep      ? hopper::launch_prepare_kept(p, kept, slots, stream)
+                         : hopper::launch_prepare(p, slots, stream));
   if (args.sequences > 0 && p.parts > 2) KDA_CUDA(hopper::launch_parts(p, stream));
-  if (args.sequences > 0) KDA_CUDA(keep ? hopper::launch_scan_kept(p, kept, stream) : hopper::launch_scan(p, stream));
+  if (args.sequences > 0)
+    KDA_CUDA(args.record ? hopper::launch_scan_record(p, kept, stream)
+             : keep      ? hopper::launch_scan_kept(p, kept, stream)
+                         : hopper::launch_scan(p, stream));
   return KDA_OK;
 }
 

@@ -40,6 +40,14 @@ __device__ __forceinline__ float write_strength(const HopperForward& p, int64_t 
   return p.beta_kind == Beta::double_sigmoid ? 2.0f * x : x;
 }
 
+// To a rounding or two, for a backward: the scan's own strengths round to the same numbers.
+__device__ __forceinline__ float exact_strength(const HopperForward& p, int64_t at) {
+  const float x = p.beta_float32 ? static_cast<const float*>(p.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
+  if (p.beta_kind == Beta::given) return x;
+  const float s = 1.0f / (1.0f + expf(-x));
+  return p.beta_kind == Beta::double_sigmoid ? 2.0f * s : s;
+}
+
 // Gates of the gradient kernel: the same log-decays of four channels, and their gradients.
 constexpr float kGateFloor = -29.0f, kLn2 = 0.6931471805599453f;  // the floor of hopper_prepare_decay.cuh
 

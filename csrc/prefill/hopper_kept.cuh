@@ -1,6 +1,7 @@
 // Where a training forward leaves what a backward begins with (`Kept` in hopper.h).
 #pragma once
 #include "hopper.h"
+#include "hopper_ptx.cuh"
 #include "hopper_record.h"
 
 namespace kda::hopper {
@@ -24,6 +25,20 @@ __device__ __forceinline__ void keep_state(const Kept& kept, uint32_t slot, int6
   for (int s = 0; s < STEPS; ++s)
 #pragma unroll
     for (int j = 0; j < 4; ++j) *reinterpret_cast<uint32_t*>(to + 8 * (j % 2) * kHead + 16 * s + 8 * (j / 2)) = left[s][j];
+}
+
+// The same of 128 channels for every slot: lanes trade words with their neighbours, so that each has eight bytes of a row and four have 32.
+__device__ __forceinline__ void keep_every_state(const Kept& kept, int64_t item, int value, const uint32_t (&left)[8][4], int lane) {
+  KDA_HIDE_WORD(lane);  // or the compiler prepares addresses before the loop
+  const bool odd = lane & 1;
+  uint16_t* to = static_cast<uint16_t*>(kept.states) + (item * 128 + value + lane / 4) * 128 + 8 * odd + 2 * (lane & 2);
+#pragma unroll
+  for (int s = 0; s < 8; ++s)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t near = left[s][half], far = left[s][half + 2], other = __shfl_xor_sync(~0u, odd ? near : far, 1);
+      *reinterpret_cast<uint2*>(to + 8 * half * 128 + 16 * s) = odd ? uint2{other, far} : uint2{near, other};
+    }
 }
 
 // The same in float32: S[4 n + j] has value lane / 4 + 8 (j / 2) and key 8 n + 2 (lane % 4) + j % 2.

@@ -7,7 +7,7 @@ namespace {
 template <int HEAD, Gate GATE, bool BOUNDED, bool G32, bool L2NORM>
 __global__ void __launch_bounds__(Warp<HEAD>::threads, Places<HEAD>::blocks(BOUNDED))
     prepare_kernel(const __grid_constant__ HopperForward p) {
-  prepare_chunk<HEAD, GATE, BOUNDED, G32, L2NORM, false>(p, Kept{});
+  prepare_chunk<HEAD, GATE, BOUNDED, G32, L2NORM, Keep::nothing>(p, Kept{});
 }
 
 }  // namespace

@@ -54,9 +54,11 @@ auto of_form(const HopperForward& p, Run run) {
   return p.safe ? with_form<Gate::log_decay, true>(p, run) : with_form<Gate::log_decay, false>(p, run);
 }
 
-// KEPT: also leaves what a backward begins with.
-template <int HEAD, Gate GATE, bool BOUNDED, bool G32, bool L2NORM, bool KEPT>
+// KEEP: also leaves what a backward begins with.
+template <int HEAD, Gate GATE, bool BOUNDED, bool G32, bool L2NORM, Keep KEEP>
 __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_unused]] const Kept& kept) {
+  constexpr bool KEPT = KEEP != Keep::nothing, RECORD = KEEP == Keep::record;
+  static_assert(!RECORD || (HEAD == 128 && L2NORM), "");
   using P = Places<HEAD>;
   using W = Warp<HEAD>;
   using R = Record<HEAD>;
@@ -87,7 +89,10 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
     const int row = warp * W::tokens + lane;
     const int64_t from = span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head;
     shared.betas[row] = row < span.length ? write_strength(p, from) : 0.0f;
+    if (RECORD) kept.factors[item * 3 * kChunk + row] = row < span.length ? exact_strength(p, from) : 0.0f;
   }
+  if (RECORD && lane % 2 == 0)
+    kept.factors[(item * 3 + 1 + norm_kind<HEAD>(lane)) * kChunk + warp * W::tokens + norm_token<HEAD>(lane)] = x.inverse_norm;
   if (!L2NORM) keep_norms(x, shared, warp, lane);
   exact_diagonal(x, shared, warp, lane);
   float sum[4] = {};
@@ -134,9 +139,11 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
     strength[i] = shared.betas[row] * (L2NORM ? 1.0f : shared.norms[1][row]);
   }
   square_out<HEAD, L2NORM>(p, at, shared, solved, strength, [&](int i, const Square& sum) {
-    if constexpr (KEPT) stage_solved<L2NORM>(p, at, shared, i, sum);
+    if constexpr (KEPT && !RECORD) stage_solved<L2NORM>(p, at, shared, i, sum);
   });
-  if constexpr (KEPT) {
+  if constexpr (RECORD) {
+    __syncwarp();  // k_solved is staged where this warp has read `lower`
+  } else if constexpr (KEPT) {
     __syncthreads();  // `solved` is there, `lower` is read
     solved_out<HEAD>(kept, item, at);
   }
@@ -159,8 +166,10 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
     const uint32_t squares = at.smem + at.block * P::tile + (at.odd ? P::rows_q : P::rows_k) + P::stage_a;
 #pragma unroll
     for (int d = 0; d < 2; ++d)
-      if (const int column = 2 * at.odd + d; at.block + column < 4)
-        bulk_store(record + R::first_square(at.block) + column * R::square, squares + d * R::square, R::square);
+      if (const int column = 2 * at.odd + d; at.block + column < 4) {
+        uint8_t* by_columns = record + R::square_by_columns(at.block, at.block + column);
+        bulk_store(RECORD ? by_columns : record + R::first_square(at.block) + column * R::square, squares + d * R::square, R::square);
+      }
     bulk_store_wait();
   }
 }

@@ -1,5 +1,5 @@
-// The prepare kernel of a training forward, see hopper_prepare_chunk.cuh: of given log-decays, whatever their bound, and of normalised keys
-// with gates that are computed here.
+// The prepare kernels of a training forward, see hopper_prepare_chunk.cuh: of given log-decays, whatever their bound, and of normalised
+// keys with gates that are computed here. prepare_record_kernel is for normalised keys of 128 channels.
 #include "hopper_prepare_chunk.cuh"
 
 namespace kda::hopper {
@@ -8,17 +8,27 @@ namespace {
 template <int HEAD, Gate GATE, bool BOUNDED, bool G32, bool L2NORM>
 __global__ void __launch_bounds__(Warp<HEAD>::threads, Places<HEAD>::kept_blocks)
     prepare_kept_kernel(const __grid_constant__ HopperForward p, const __grid_constant__ Kept kept) {
-  prepare_chunk<HEAD, GATE, BOUNDED, G32, L2NORM, true>(p, kept);
+  prepare_chunk<HEAD, GATE, BOUNDED, G32, L2NORM, Keep::checkpoints>(p, kept);
+}
+template <Gate GATE, bool BOUNDED, bool G32>
+__global__ void __launch_bounds__(Warp<128>::threads, Places<128>::kept_blocks)
+    prepare_record_kernel(const __grid_constant__ HopperForward p, const __grid_constant__ Kept kept) {
+  prepare_chunk<128, GATE, BOUNDED, G32, true, Keep::record>(p, kept);
 }
 
 // run(Form) of a call.
+template <Gate GATE, bool BOUNDED, typename Run>
+auto with_gate_dtype(const HopperForward& p, Run run) {
+  return p.gate_float32 ? run(Form<GATE, BOUNDED, true, true>{}) : run(Form<GATE, BOUNDED, false, true>{});
+}
+template <typename Run>
+auto of_record_form(const HopperForward& p, Run run) {
+  if (p.gate == Gate::bounded) return with_gate_dtype<Gate::bounded, true>(p, run);
+  return p.gate == Gate::softplus ? with_gate_dtype<Gate::softplus, false>(p, run) : with_gate_dtype<Gate::log_decay, false>(p, run);
+}
 template <typename Run>
 auto of_kept_form(const HopperForward& p, Run run) {
-  if (p.gate == Gate::bounded)
-    return p.gate_float32 ? run(Form<Gate::bounded, true, true, true>{}) : run(Form<Gate::bounded, true, false, true>{});
-  if (p.gate == Gate::softplus)
-    return p.gate_float32 ? run(Form<Gate::softplus, false, true, true>{}) : run(Form<Gate::softplus, false, false, true>{});
-  return with_form<Gate::log_decay, false>(p, run);
+  return p.gate == Gate::log_decay ? with_form<Gate::log_decay, false>(p, run) : of_record_form(p, run);
 }
 
 }  // namespace
@@ -26,16 +36,19 @@ auto of_kept_form(const HopperForward& p, Run run) {
 #ifndef KDA_EMULATE
 namespace {
 
+template <int HEAD, bool BOUNDED>
+cudaError_t start(void (*kernel)(HopperForward, Kept), const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream) {
+  constexpr int bytes = Places<HEAD>::kept_bytes(BOUNDED);
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<grid_of(p, slots), Warp<HEAD>::threads, bytes, stream>>>(p, kept);
+  return cudaGetLastError();
+}
 template <int HEAD>
 cudaError_t launch(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream) {
   return of_kept_form(p, [&](auto form) {
     using F = decltype(form);
-    const auto kernel = prepare_kept_kernel<HEAD, F::gate, F::bounded, F::gate_float32, F::l2norm>;
-    constexpr int bytes = Places<HEAD>::kept_bytes(F::bounded);
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (status != cudaSuccess) return status;
-    kernel<<<grid_of(p, slots), Warp<HEAD>::threads, bytes, stream>>>(p, kept);
-    return cudaGetLastError();
+    return start<HEAD, F::bounded>(prepare_kept_kernel<HEAD, F::gate, F::bounded, F::gate_float32, F::l2norm>, p, kept, slots, stream);
   });
 }
 
@@ -43,6 +56,12 @@ cudaError_t launch(const HopperForward& p, const Kept& kept, int64_t slots, cuda
 
 cudaError_t launch_prepare_kept(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream) {
   return p.head == 64 ? launch<64>(p, kept, slots, stream) : launch<128>(p, kept, slots, stream);
+}
+cudaError_t launch_prepare_record(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream) {
+  return of_record_form(p, [&](auto form) {
+    using F = decltype(form);
+    return start<128, F::bounded>(prepare_record_kernel<F::gate, F::bounded, F::gate_float32>, p, kept, slots, stream);
+  });
 }
 #endif
 

@@ -4,7 +4,9 @@
 //   k_in, q_decayed, k_solved [HEAD / 64, 64 tokens, 64 channels] bfloat16;   A_solved^T [64, 64] bfloat16;   decay [HEAD] float32
 //
 // Rows of 128 bytes; the 16-byte unit u of row r lies at u ^ (r % 8): the 128-byte swizzle of wgmma. A_solved^T as 16 x 16 blocks, rows of
-// 32 bytes, unit u of row r at u ^ (r / 4 % 2): the 32-byte swizzle. Of its row block b the record has the column blocks b .. 3.
+// 32 bytes, unit u of row r at u ^ (r / 4 % 2): the 32-byte swizzle. Of its row block b the record has the column blocks b .. 3, row block
+// after row block. A record that a backward reads too has them column block after column block, so has shared memory: there the reduction
+// may go along rows as well.
 #pragma once
 #ifdef KDA_EMULATE
 #include "../tests/emulate_hopper.h"
@@ -24,6 +26,8 @@ struct Record {
   static constexpr int square = 16 * 16 * 2;
   // Where the squares of a row block, 0 to 3, begin in the record: 4, 3 and 2 of them lie before.
   __host__ __device__ static constexpr int first_square(int b) { return a_solved + square * (4 * b - (b > 1 ? 2 * b - 3 : 0)); }
+  // Square (b, c), b <= c, of a record by columns; 16 squares in shared memory.
+  __host__ __device__ static constexpr int square_by_columns(int b, int c) { return a_solved + square * (c * (c + 1) / 2 + b); }
   static constexpr int record_decay = a_solved + 10 * square, record_bytes = record_decay + HEAD * 4;
 };
 

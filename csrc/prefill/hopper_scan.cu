@@ -12,9 +12,10 @@
 namespace kda::hopper {
 namespace {
 
-template <int HEAD, int GROUPS, int BLOCKS, bool KEPT>
+template <int HEAD, int GROUPS, int BLOCKS, Keep KEEP>
 __device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& kept) {
   using L = Layout<HEAD, GROUPS, BLOCKS>;
+  constexpr bool kByColumns = KEEP == Keep::record;
 #ifdef KDA_EMULATE
   uint8_t* shared = memory;
 #else
@@ -26,17 +27,17 @@ __device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& k
       barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     barriers_ready();
   }
-  for (int i = 0; i < L::stages; ++i) clear_squares<HEAD, L::threads>(smem + i * L::stage, threadIdx.x);
+  for (int i = 0; i < L::stages; ++i) clear_squares<L::threads, kByColumns>(smem + i * L::stage, Record<HEAD>::a_solved, threadIdx.x);
   fence_async();
   __syncthreads();
   const Task task = task_of<HEAD, GROUPS>(p, reinterpret_cast<float*>(shared + L::scratch));
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) fewer_registers<40>();
-    fetch<HEAD, GROUPS, BLOCKS>(p, task, smem, threadIdx.x - GROUPS * 128);
+    fetch<HEAD, GROUPS, BLOCKS, kByColumns>(p, task, smem, threadIdx.x - GROUPS * 128);
   } else {
     if (GROUPS == 2) more_registers<232>();
-    walk<HEAD, GROUPS, BLOCKS, KEPT>(p, kept, task, shared, smem);
+    walk<HEAD, GROUPS, BLOCKS, KEEP>(p, kept, task, shared, smem);
   }
 }
 
@@ -44,12 +45,17 @@ __device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& k
 
 template <int HEAD, int GROUPS, int BLOCKS>
 __global__ void __launch_bounds__(Layout<HEAD, GROUPS, BLOCKS>::threads, BLOCKS) scan_kernel(const __grid_constant__ HopperForward p) {
-  scan_block<HEAD, GROUPS, BLOCKS, false>(p, Kept{});
+  scan_block<HEAD, GROUPS, BLOCKS, Keep::nothing>(p, Kept{});
 }
 template <int HEAD, int GROUPS, int BLOCKS>
 __global__ void __launch_bounds__(Layout<HEAD, GROUPS, BLOCKS>::threads, BLOCKS)
     scan_kept_kernel(const __grid_constant__ HopperForward p, const __grid_constant__ Kept kept) {
-  scan_block<HEAD, GROUPS, BLOCKS, true>(p, kept);
+  scan_block<HEAD, GROUPS, BLOCKS, Keep::checkpoints>(p, kept);
+}
+template <int GROUPS>
+__global__ void __launch_bounds__(Layout<128, GROUPS, 1>::threads, 1)
+    scan_record_kernel(const __grid_constant__ HopperForward p, const __grid_constant__ Kept kept) {
+  scan_block<128, GROUPS, 1, Keep::record>(p, kept);
 }
 
 #ifndef KDA_EMULATE
@@ -101,6 +107,13 @@ cudaError_t launch_scan_kept(const HopperForward& p, const Kept& kept, cudaStrea
                 : launch<64, 1, 1>(p, scan_kept_kernel<64, 1, 1>, stream, p, kept);
   return many ? launch<128, 2, 1>(p, scan_kept_kernel<128, 2, 1>, stream, p, kept)
               : launch<128, 1, 1>(p, scan_kept_kernel<128, 1, 1>, stream, p, kept);
+}
+
+cudaError_t launch_scan_record(const HopperForward& p, const Kept& kept, cudaStream_t stream) {
+  bool many = false;
+  const cudaError_t status = find_width(p, many);
+  if (status != cudaSuccess) return status;
+  return many ? launch<128, 2, 1>(p, scan_record_kernel<2>, stream, p, kept) : launch<128, 1, 1>(p, scan_record_kernel<1>, stream, p, kept);
 }
 #endif
 

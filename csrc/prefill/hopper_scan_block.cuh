@@ -2,7 +2,7 @@
 #pragma once
 #include "hopper_forgetting.cuh"
 #include "hopper_links.cuh"
-#include "hopper_ptx.cuh"
+#include "hopper_squares.cuh"
 
 namespace kda::hopper {
 
@@ -75,8 +75,9 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) 
           own.last};
 }
 
-// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end.
-template <int HEAD, int GROUPS, int BLOCKS>
+// The fetching threads: the first asks for records, all for values, with zeros past the sequence's end. BY_COLUMNS: squares of records are,
+// see hopper_record.h.
+template <int HEAD, int GROUPS, int BLOCKS, bool BY_COLUMNS>
 __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
   using L = Layout<HEAD, GROUPS, BLOCKS>;
   using R = Record<HEAD>;
@@ -108,10 +109,15 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     if (thread == 0) {
       if (i == 0) wait_for_previous_kernel();
       barrier_arrive_expect(full, R::record_bytes);
-      bulk_load(at, record, R::first_square(1), full);
+      bulk_load(at, record, BY_COLUMNS ? R::square_by_columns(0, 1) : R::first_square(1), full);
 #pragma unroll
-      for (int b = 1; b < 4; ++b)  // past the zeros of A_solved^T; the decay follows its last block
-        bulk_load(at + R::a_solved + b * 5 * R::square, record + R::first_square(b), (4 - b) * R::square + (b == 3 ? HEAD * 4 : 0), full);
+      for (int b = 1; b < 4; ++b) {  // past the zeros of A_solved^T; the decay follows its last block
+        const int decay = b == 3 ? HEAD * 4 : 0;
+        if (BY_COLUMNS)
+          bulk_load(at + R::a_solved + b * 4 * R::square, record + R::square_by_columns(0, b), (b + 1) * R::square + decay, full);
+        else
+          bulk_load(at + R::a_solved + b * 5 * R::square, record + R::first_square(b), (4 - b) * R::square + decay, full);
+      }
     }
     const uint32_t to = at + L::values + row * L::values_pitch + unit * 16;
 #pragma unroll
@@ -127,14 +133,5 @@ __device__ __forceinline__ int64_t state_offset(const HopperForward& p, const Ta
   return task.state * HEAD * HEAD + (p.state_v_first ? value * HEAD + key : key * HEAD + value);
 }
 
-// No record fills A_solved^T left of its diagonal: of row block b the squares of the column blocks before b.
-template <int HEAD, int THREADS>
-__device__ __forceinline__ void clear_squares(uint32_t stage, int thread) {
-  constexpr int kUnits = Record<HEAD>::square / 16;
-  for (int i = thread; i < 6 * kUnits; i += THREADS) {
-    const int square = i / kUnits, b = square < 1 ? 1 : square < 3 ? 2 : 3, c = square - b * (b - 1) / 2;
-    store_shared(stage + Record<HEAD>::a_solved + (4 * b + c) * Record<HEAD>::square + i % kUnits * 16, make_uint4(0, 0, 0, 0));
-  }
-}
 
 }  // namespace kda::hopper

@@ -7,7 +7,7 @@ namespace kda::hopper {
 
 // S^T of the part: the state after an earlier one, then S <- M S + b. Both factors are two bfloat16 numbers each, and their three largest
 // products are added: an error of 2^-16.
-template <int GROUPS>
+template <int GROUPS, bool BY_COLUMNS>
 __device__ __forceinline__ void follow_links(const HopperForward& p, const Task& task, float (&S)[64], uint32_t smem) {
   using L = Layout<128, GROUPS, 1>;
   static_assert(GROUPS == 1 && L::stage >= kLinkBytes, "a stage holds M");
@@ -44,7 +44,7 @@ __device__ __forceinline__ void follow_links(const HopperForward& p, const Task&
     wgmma_wait<0>();
     touch(S);
     named_barrier(1, 128);  // M is read: the stage is one of records again
-    clear_squares<128, 128>(at, thread);
+    clear_squares<128, BY_COLUMNS>(at, kASolved, thread);
     fence_async();
     barrier_arrive(full + L::stages * 8);
   }

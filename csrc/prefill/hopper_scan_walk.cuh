@@ -23,16 +23,21 @@ struct Outputs {
     left = static_cast<int>(min(task.span.length, static_cast<int64_t>(1) << 30)) - first;
   }
   __device__ __forceinline__ void store(uint32_t from) {
+    store_beside(from, 0);
+    to += kChunk * step, left -= kChunk;
+  }
+  // What belongs to the chunk that is next, `beside` bytes from where its output will be.
+  __device__ __forceinline__ void store_beside(uint32_t from, int64_t beside) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (4 * i < left) store_global(to + 4 * i * step, load_shared(from + 4 * i * kOutPitch));
-    to += kChunk * step, left -= kChunk;
+      if (4 * i < left) store_global(to + beside + 4 * i * step, load_shared(from + 4 * i * kOutPitch));
   }
 };
 
-// A warp group's output of one chunk: transposed into `out`, then rows of 128 bytes to memory. `out` alternates between two buffers, so
-// that one barrier separates this chunk's writes from its reads and from the writes two chunks on.
-__device__ __forceinline__ void write_output(Outputs& outputs, const uint32_t (&o)[16], uint32_t out, int warp, int lane) {
+// A warp group's output of one chunk: transposed into `out`, then store(from) of rows of 128 bytes to memory. `out` alternates between two
+// buffers, so that one barrier separates this chunk's writes from its reads and from the writes two chunks on.
+template <typename Store>
+__device__ __forceinline__ void write_rows(const uint32_t (&o)[16], uint32_t out, int warp, int lane, Store store) {
   const int quarter = warp % 4;  // of the group: 16 value channels, then 16 tokens
 #pragma unroll
   for (int n = 0; n < 4; ++n) {  // 16 tokens each: matrices (values 0-7, 8-15) x (tokens 0-7, 8-15)
@@ -40,11 +45,15 @@ __device__ __forceinline__ void write_output(Outputs& outputs, const uint32_t (&
     store_matrices_transposed(out + (16 * n + (lane & 7) + ((lane >> 4) << 3)) * kOutPitch + quarter * 32 + ((lane >> 3) & 1) * 16, r);
   }
   named_barrier(warp / 4 + 1, 128);
-  outputs.store(out + (quarter * 16 + lane / 8) * kOutPitch + lane % 8 * 16);
+  store(out + (quarter * 16 + lane / 8) * kOutPitch + lane % 8 * 16);
+}
+__device__ __forceinline__ void write_output(Outputs& outputs, const uint32_t (&o)[16], uint32_t out, int warp, int lane) {
+  write_rows(o, out, warp, lane, [&](uint32_t from) { outputs.store(from); });
 }
 
-template <int HEAD, int GROUPS, int BLOCKS, bool KEPT>
+template <int HEAD, int GROUPS, int BLOCKS, Keep KEEP>
 __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, const Task& task, const uint8_t* shared, uint32_t smem) {
+  constexpr bool RECORD = KEEP == Keep::record;
   using L = Layout<HEAD, GROUPS, BLOCKS>;
   using R = Record<HEAD>;
   constexpr int kSteps = HEAD / 16;  // of a product over keys
@@ -57,7 +66,7 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
     S[i] = p.initial_state && task.part == 0 ? p.initial_state[state_offset<HEAD>(p, task, v, k)] : 0.0f;
   }
   if constexpr (HEAD == 128 && GROUPS == 1)
-    if (task.part > 0 && task.silent == 0 && task.chunks > 0) follow_links<GROUPS>(p, task, S, smem);
+    if (task.part > 0 && task.silent == 0 && task.chunks > 0) follow_links<GROUPS, RECORD>(p, task, S, smem);
   uint32_t pending[16];  // the previous chunk's output
   const auto round_output = [&] {
 #pragma unroll
@@ -70,7 +79,7 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
   int stage = task.links % L::stages, before = 0;
   uint32_t phase = task.links / L::stages & 1;
   if (task.chunks > 0) barrier_wait(smem + L::barriers + stage * 8, phase);
-  if constexpr (HEAD == 64)
+  if constexpr (HEAD == 64 || RECORD)
     if (task.chunks < 0) {  // Never: but with products before the loop, ptxas lets S and o be read while others are in flight (C7517).
       const uint32_t none[4] = {};
       wgmma_begin();
@@ -104,7 +113,7 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
     }
     wgmma_commit();
     if (GROUPS == 2) decay_state();
-    if constexpr (KEPT) {
+    if constexpr (KEEP == Keep::checkpoints) {
       const uint32_t slot = static_cast<uint32_t>((task.record - task.head) / p.HV) + i;
       if (i >= task.silent && slot % kept.every == 0) {
         if (HEAD == 64 && kept.states_float32)
@@ -128,9 +137,10 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
 #pragma unroll
       for (int n = 0; n < 4; ++n) load_matrices_transposed(v[n], at + values + 16 * n * L::values_pitch);
     };
-    if (BLOCKS == 1) load_values();
-    if (i > task.silent) write_output(outputs, pending, out + i % 2 * kOutBytes, warp, lane);
-    if (BLOCKS == 2) load_values();  // with fewer registers
+    constexpr bool kLate = BLOCKS == 2 || (RECORD && GROUPS == 2);  // for want of registers
+    if (!kLate) load_values();
+    if (i > task.silent) write_output(outputs, pending, out + (RECORD ? 0 : i % 2 * kOutBytes), warp, lane);
+    if (kLate) load_values();
     wgmma_wait<1>();
     touch(r);
     uint32_t error[4][4];
@@ -145,8 +155,19 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
     for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(base, R::k_solved + s * 2048, 8192), 1);
     wgmma_commit();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(o, error[s], descriptor_of_squares(base, R::a_solved + s * 4 * R::square), 1);
+    for (int s = 0; s < 4; ++s) {
+      const auto squares = RECORD ? descriptor_of_squares(base, R::a_solved + s * R::square, 4 * R::square)
+                                  : descriptor_of_squares(base, R::a_solved + s * 4 * R::square);
+      wgmma<1>(o, error[s], squares, 1);
+    }
     wgmma_commit();
+    if constexpr (RECORD)
+      if (i >= task.silent) {  // r: outputs have the first buffer then, this the second, and either's barrier frees the other
+        write_rows(reinterpret_cast<const uint32_t(&)[16]>(error), out + kOutBytes, warp, lane, [&](uint32_t from) {
+          outputs.store_beside(from, static_cast<uint8_t*>(kept.r) - static_cast<uint8_t*>(p.o));
+        });
+        keep_every_state(kept, task.record + i * p.HV, task.channel + value, left, lane);
+      }
     before = stage;
     if (++stage == L::stages) stage = 0, phase ^= 1;
     if (i + 1 < task.chunks) barrier_wait(smem + L::barriers + stage * 8, phase);
@@ -155,7 +176,7 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
     if (GROUPS == 2) barrier_arrive(smem + L::barriers + (L::stages + before) * 8), round_output();
   }
   if (GROUPS == 1) round_output();
-  if (task.chunks > 0) write_output(outputs, pending, out + task.chunks % 2 * kOutBytes, warp, lane);
+  if (task.chunks > 0) write_output(outputs, pending, out + (RECORD ? 0 : task.chunks % 2 * kOutBytes), warp, lane);
   if (p.final_state && task.last) {
     int mine = lane;
     if constexpr (HEAD == 64) KDA_HIDE_WORD(mine);  // or the compiler prepares the addresses before the loop

@@ -16,9 +16,10 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t base, uint32_t offset, u
   return static_cast<uint64_t>(1024u >> 4 | 1u << 30) << 32 | (base + (offset >> 4 | half_bytes >> 4 << 16));
 }
 
-// B [16, N] as 16 x 16 blocks with the 32-byte swizzle, N contiguous within a block's rows, one block after the other.
-__device__ __forceinline__ uint64_t descriptor_of_squares(uint32_t base, uint32_t offset) {
-  return static_cast<uint64_t>(256u >> 4 | 3u << 30) << 32 | (base + (offset >> 4 | 512u >> 4 << 16));
+// B [16, N] as 16 x 16 blocks with the 32-byte swizzle, N contiguous within a block's rows (transposed), blocks `next` bytes apart; or
+// [N, 16], the reduction dimension contiguous, one block after the other.
+__device__ __forceinline__ uint64_t descriptor_of_squares(uint32_t base, uint32_t offset, uint32_t next = 512) {
+  return static_cast<uint64_t>(256u >> 4 | 3u << 30) << 32 | (base + (offset >> 4 | next >> 4 << 16));
 }
 
 #ifndef KDA_EMULATE

@@ -10,7 +10,9 @@
 namespace kda {
 
 // Whether a call leaves something for a backward.
-inline bool keeps(const kda_prefill_args &args) { return args.lower || args.solved || args.checkpoints; }
+inline bool keeps(const kda_prefill_args &args) {
+  return args.lower || args.solved || args.checkpoints || args.record || args.r || args.factors;
+}
 
 // float32: bytes of workspace; enqueue.
 kda_status workspace_f32(const kda_prefill_args &args, size_t &bytes);

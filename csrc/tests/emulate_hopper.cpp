@@ -33,6 +33,14 @@ static void prepare(const HopperForward &p, int64_t slots, int order) {
   });
 }
 
+static void prepare_record(const HopperForward &p, const Kept &kept, int64_t slots, int order) {
+  of_record_form(p, [&](auto form) {
+    using F = decltype(form);
+    run(p, slots, Warp<128>::threads, order, [&] { prepare_record_kernel<F::gate, F::bounded, F::gate_float32>(p, kept); });
+    return 0;
+  });
+}
+
 template <int HEAD>
 static void prepare_kept(const HopperForward &p, const Kept &kept, int64_t slots, int order) {
   of_kept_form(p, [&](auto form) {
@@ -44,10 +52,11 @@ static void prepare_kept(const HopperForward &p, const Kept &kept, int64_t slots
 }
 
 // `args` complete: strides, scale, sequences and a workspace of a record per slot and value head. Where it keeps something for a backward,
-// `lower` and `solved` are written too.
+// `lower` and `solved` are written too, or `lower` and `factors`.
 extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order) {
   const HopperForward p = forward_of(*args);
   const Kept kept = kept_of(*args);
+  if (kept.r) return prepare_record(p, kept, slots_of(*args), order);
   if (kept.lower)
     return p.head == 64 ? prepare_kept<64>(p, kept, slots_of(*args), order) : prepare_kept<128>(p, kept, slots_of(*args), order);
   p.head == 64 ? prepare<64>(p, slots_of(*args), order) : prepare<128>(p, slots_of(*args), order);

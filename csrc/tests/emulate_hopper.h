@@ -165,6 +165,8 @@ inline void copy_async_wait() {
 
 }  // namespace kda::hopper
 
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int lanes) { return kda::hopper::gather(x).of[threadIdx.x % 32 ^ lanes]; }
+
 template <typename T>
 inline T __shfl_sync(unsigned, T x, int lane, int width = 32) {  // a lane of the same `width` lanes
   return kda::hopper::gather(x).of[threadIdx.x % 32 / width * width + lane];

@@ -11,7 +11,7 @@
 using namespace kda;
 using namespace kda::hopper;
 
-template <int HEAD, int GROUPS, int BLOCKS, bool HALF, bool EXACT = false>
+template <int HEAD, int GROUPS, int BLOCKS, From FROM>
 static void run(const HopperReverse &p, int order) {
   const auto matrix = [](const void *data, int columns, int rows) {
     return Matrix{static_cast<unsigned char *>(const_cast<void *>(data)), columns, rows};
@@ -21,18 +21,20 @@ static void run(const HopperReverse &p, int order) {
   const auto blocks = unsigned(p.in.N * p.in.HV * (HEAD / 64 / GROUPS));
   gridDim = {blocks, 1, 1};
   for (unsigned block = 0; block < blocks; ++block)
-    emulate::run_block(block, BackLayout<HEAD, GROUPS, BLOCKS, EXACT>::threads, order,
-                       [&] { reverse_kernel<HEAD, GROUPS, BLOCKS, HALF, EXACT>(p, matrices); });
+    emulate::run_block(block, BackLayout<HEAD, GROUPS, BLOCKS, FROM>::threads, order,
+                       [&] { reverse_kernel<HEAD, GROUPS, BLOCKS, FROM>(p, matrices); });
+}
+
+template <int HEAD, int GROUPS, int BLOCKS>
+static void run_from(const HopperReverse &p, int order) {
+  p.half_solved ? run<HEAD, GROUPS, BLOCKS, From::half_tiles>(p, order) : run<HEAD, GROUPS, BLOCKS, From::tiles>(p, order);
 }
 
 // `args` complete, the forward's sequences too.
 extern "C" void kda_emulate_reverse_bf16(const kda_reverse_args *args, int groups, int order) {
   const HopperReverse p = reverse_of(*args, *args->forward);
-  if (p.in.head == 64) {
-    if (p.q_lost) return run<64, 1, 1, false, true>(p, order);
-    if (groups == 1) return p.half_solved ? run<64, 1, 1, true>(p, order) : run<64, 1, 1, false>(p, order);
-    return p.half_solved ? run<64, 1, 2, true>(p, order) : run<64, 1, 2, false>(p, order);
-  }
-  if (groups == 1) return p.half_solved ? run<128, 1, 1, true>(p, order) : run<128, 1, 1, false>(p, order);
-  return p.half_solved ? run<128, 2, 1, true>(p, order) : run<128, 2, 1, false>(p, order);
+  if (p.q_lost) return run<64, 1, 1, From::exact_tiles>(p, order);
+  if (p.record) return groups == 1 ? run<128, 1, 1, From::record>(p, order) : run<128, 2, 1, From::record>(p, order);
+  if (p.in.head == 64) return groups == 1 ? run_from<64, 1, 1>(p, order) : run_from<64, 1, 2>(p, order);
+  return groups == 1 ? run_from<128, 1, 1>(p, order) : run_from<128, 2, 1>(p, order);
 }

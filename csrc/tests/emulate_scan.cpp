@@ -17,12 +17,14 @@ static void run(const HopperForward &p, const Kept &kept, int order) {
   gridDim = {blocks, 1, 1};
   for (unsigned block = 0; block < blocks; ++block)
     emulate::run_block(block, Layout<HEAD, GROUPS, BLOCKS>::threads, order, [&] {
+      if constexpr (HEAD == 128)
+        if (kept.r) return scan_record_kernel<GROUPS>(p, kept);
       if (kept.states) scan_kept_kernel<HEAD, GROUPS, BLOCKS>(p, kept);
       else scan_kernel<HEAD, GROUPS, BLOCKS>(p);
     });
 }
 
-// `args` complete: strides, sequences, a workspace of records. Where checkpoints are kept, they are written too.
+// `args` complete: strides, sequences, a workspace of records. Where checkpoints are kept, they are written too, and with them r.
 extern "C" void kda_emulate_scan_bf16(const kda_prefill_args *args, int groups, int order) {
   const HopperForward p = forward_of(*args);
   const Kept kept = kept_of(*args);

@@ -9,7 +9,6 @@
 #include "emulate_hopper.h"
 
 using std::max;
-inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int lanes) { return kda::hopper::gather(x).of[threadIdx.x % 32 ^ lanes]; }
 
 namespace kda::hopper {
 
@@ -113,8 +112,7 @@ inline void wgmma_wait() {}
 template <int N>
 inline void touch(float (&)[N]) {}
 
-// d [64, N] += a b; of each warp its 16 rows. b [16, N] as its descriptor says: with the 128-byte swizzle, or transposed
-// with that of 32 bytes.
+// d [64, N] += a b; of each warp its 16 rows. b [16, N] as its descriptor says, with the swizzle of 128 bytes or of 32.
 template <int TRANSPOSED, int COUNT, typename Unpack>
 inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int add, Unpack unpack) {
   struct Operands {
@@ -123,7 +121,7 @@ inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
   const auto all = gather(Operands{{a[0], a[1], a[2], a[3]}});
   const uint32_t start = uint32_t(b & 0x3fff) << 4, halves = uint32_t(b >> 16 & 0x3fff) << 4, groups = uint32_t(b >> 32 & 0x3fff) << 4;
   const bool squares = b >> 62 == 3;
-  if (b >> 62 != 1 && !(squares && TRANSPOSED)) fprintf(stderr, "not a swizzle of these\n"), abort();
+  if (b >> 62 != 1 && !squares) fprintf(stderr, "not a swizzle of these\n"), abort();
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < COUNT; ++i) {
     const int row = lane / 4 + i / 2 % 2 * 8, n = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
@@ -132,7 +130,8 @@ inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
       const float2 pair = unpack(all.of[row % 8 * 4 + k % 8 / 2].x[row / 8 + k / 8 * 2]);
       uint32_t at = TRANSPOSED ? start + n / 64 * halves + k / 8 * groups + k % 8 * 128 + n % 64 * 2
                                : start + n / 8 * groups + n % 8 * 128 + k * 2;
-      if (squares) at = start + n / 16 * halves + k / 8 * groups + k % 8 * 32 + n % 16 * 2;
+      if (squares)
+        at = TRANSPOSED ? start + n / 16 * halves + k / 8 * groups + k % 8 * 32 + n % 16 * 2 : start + n / 8 * groups + n % 8 * 32 + k * 2;
       uint16_t element;
       memcpy(&element, memory + (squares ? at ^ (at >> 7 & 1) << 4 : swizzled(at)), 2);
       sum += double(k % 2 ? pair.y : pair.x) * unpack(element).x;

@@ -22,11 +22,13 @@ REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255,
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernelILi64": 0, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0,
           "padding_kernel": 0, "gradient_kernel": 32, "prepare_kept_kernelILi64": 0, "prepare_kept_kernel": 24, "scan_kept_kernel": 0,
-          "reverse_kernel": 0, "rebuild_kernelILi64": 24, "rebuild_kernel": 16}  # fmt: skip
+          "prepare_record_kernel": 24, "scan_record_kernel": 24, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
+          "rebuild_kernel": 16}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, or six of 128, 96 five of 128; 128 one of 512, or two of 256.
 HOPPER_REGISTERS = {"prepare_kernelILi64": 96, "prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128,
                     "prepare_kept_kernelILi64": 96, "prepare_kept_kernel": 80, "scan_kept_kernel": 248, "reverse_kernel": 255,
+                    "prepare_record_kernel": 80, "scan_record_kernel": 248,
                     "rebuild_kernel": 80}  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("build")
@@ -74,9 +76,10 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 106, (
+    assert len(found) == 116, (
         "16 kinds of chunks, in training eight, for either head size; four kinds of the scan, each also in training; one of parts, "
-        "eight gradients for either head size, nine of the state's gradient, twelve that make tiles again for either head size"
+        "eight gradients for either head size, nine of the state's gradient, twelve that make tiles again for either head size; "
+        "of records six kinds of chunks, two of the scan and two of the state's gradient"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
@@ -87,7 +90,7 @@ def test_hopper_registers(built):
             in_registers = re.search(r"GateE[12]ELb[01]ELb0E", usage.kernel)  # gates that are computed, from bfloat16
             assert usage.spills <= (0 if in_registers else 16 if "ELi64E" in usage.kernel else 32), usage
         elif "GateE2" in usage.kernel and "rebuild_kernel" not in usage.kernel:
-            assert usage.spills <= 8, usage  # a word, stored and read once
+            assert usage.spills <= (16 if "record" in usage.kernel else 8), usage  # a word, stored and read once, or two
 
 
 @needs_nvcc
@@ -131,6 +134,49 @@ def test_what_is_kept_is_checked(native):
             native.prefill(arguments(**right | changes), "bf16")
     with pytest.raises(library.NativeError, match="unsupported: the float32 kernels keep nothing for a backward"):
         native.workspace_size(arguments(lower=4096))
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_kept_records_are_checked(native):
+    """Before a device is looked for. They have no place in the workspace."""
+    half = {name: library.Tensor(4096, library.BFLOAT16, 0, 1 << 20, 128, 1024) for name in ("q", "k", "v", "g", "beta", "o")}
+    sizes = half | dict(key_dim=128, value_dim=128, chunk_size=64, heads=8, value_heads=8, l2norm=1, parts=1)
+    assert native.workspace_size(arguments(**sizes, record=4096), "bf16") == 0 < native.workspace_size(arguments(**sizes), "bf16")
+    right = (
+        sizes | dict.fromkeys(("lower", "checkpoints", "record", "r", "factors"), 4096) | dict(lower_dtype=library.FLOAT16, checkpoint=1)
+    )
+    packed = "o must be packed as \\[B, T, HV, V\\] with record"
+    for changes, message in (
+        (dict(solved=4096), "record, r, factors, lower and checkpoints must be given together, without solved"),
+        (dict(r=None), "record, r, factors, lower and checkpoints must be given together"),
+        (dict(l2norm=0), "record is kept with key_dim = 128 and l2norm, without initial_state, got 128 and 0"),
+        (dict(initial_state=4096), "without initial_state, got 128 and 1, and a state"),
+        (dict(checkpoint=8), "checkpoint = 1, group = 0 or 1 and lower_dtype = 2, got 8, 0 and 2"),
+        (dict(record=4112), "record must start at 256 bytes"),
+        (dict(o=library.Tensor(4096, library.BFLOAT16, 0, 1 << 21, 128, 2048)), packed),
+        ({}, "CUDA error"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.prefill(arguments(**right | changes), "bf16")
+
+
+@needs_nvcc
+@pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
+def test_reverse_of_records_is_checked(native):
+    """Before a device is looked for."""
+    half = {name: library.Tensor(None, library.BFLOAT16) for name in ("q", "k", "v", "g", "beta", "o")}
+    sizes = half | dict(key_dim=128, value_dim=128, chunk_size=64, beta_kind=library.BETAS["sigmoid"])
+    right = dict.fromkeys(("record", "d_o", "d_states", "d_v"), 4096) | dict(k_solved_dtype=library.BFLOAT16)
+    for of_forward, changes, message in (
+        (dict(beta_kind=0), {}, "record needs key_dim = 128, a beta_kind other than 0 and group = 0 or 1, got 128, 0 and 0"),
+        ({}, dict(tiles=4096), "tiles, solved, decay, factors and alone must be NULL with record"),
+        ({}, dict(record=4112), "record must start at 256 bytes"),
+        ({}, dict(d_o=None), "d_o must not be NULL"),
+        ({}, {}, "CUDA error"),
+    ):
+        with pytest.raises(library.NativeError, match=message):
+            native.reverse(library.ReverseArgs(arguments(**sizes | of_forward), **right | changes))
 
 
 @needs_nvcc

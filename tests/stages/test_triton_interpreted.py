@@ -405,7 +405,7 @@ def gradients(case, dtype, arrays, changes=(), form=()):
     problem = case.problem(dtype, needs_grad=True).replace(**dict(changes))
     config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), **dict(form))
     result, kept = triton_gpu.forward(problem, arrays, config)
-    specs = backwards.saved_specs(problem, config) if form else triton_gpu.saved_specs(problem, "cpu")
+    specs = backwards.saved_specs(problem, config, "cpu") if form else triton_gpu.saved_specs(problem, "cpu")
     assert [(tuple(x.shape), str(x.dtype)) for x in kept] == [(shape, f"torch.{d}") for shape, d in specs]
     d_o, d_final = (torch.as_tensor(x) for x in case.cotangents(dtype))
     d_final = d_final.float() if problem.options.output_final_state else None

@@ -21,7 +21,8 @@ from kdakit.measure.peers import PEERS, Absent, Unavailable
 
 __all__ = ["GATES", "MODES", "OPERATORS", "PEERS", "Job", "Unavailable", "parse_shape", "prepare", "reserve", "split", "why"]
 
-MODES = ("fwd", "fwdbwd", "decode", "eager", "graph")  # eager: fwd by the host's clock, call after call; graph: fwd in a CUDA graph
+# eager: fwd by the host's clock, call after call; graph: fwd in a CUDA graph; train: fwdbwd in one
+MODES = ("fwd", "fwdbwd", "decode", "eager", "graph", "train")
 GATES = ("bounded", "softplus", "log_decay")
 OPERATORS = ("cuda_prefill",)
 
@@ -37,10 +38,16 @@ class Job:
     chunk_size: int = 64
     regime: str = ""  # one of regimes.REGIMES; "": as the case draws its gates
     wide_beta: bool = False  # float32 beta beside half precision
+    states: bool = True  # initial and final; a training step has neither
+    disable_recompute: bool = False
 
     @property
     def op(self) -> str:
         return "recurrent" if self.mode == "decode" else "chunk"
+
+    @property
+    def trains(self) -> bool:
+        return self.mode in ("fwdbwd", "train")
 
     @property
     def tokens(self) -> int:
@@ -50,10 +57,15 @@ class Job:
         """`shape` as a case; decode takes one token of each of B sequences."""
         shape = replace(self.shape, T=1, lengths=()) if self.mode == "decode" else self.shape
         case = shape.case(bounded=self.gate == "bounded")
-        case = replace(case, wide_beta=self.wide_beta, options=case.options | {"chunk_size": self.chunk_size})
+        options: dict[str, Any] = {"chunk_size": self.chunk_size}
+        if not self.states:
+            case, options = replace(case, initial_state=False), options | {"output_final_state": False}
+        if self.disable_recompute:
+            options |= {"disable_recompute": True}
+        case = replace(case, wide_beta=self.wide_beta, options=case.options | options)
         if self.gate != "log_decay":
             return case
-        return replace(case, gate="mild", beta="uniform", A_log=False, dt_bias=False, options={"chunk_size": self.chunk_size})
+        return replace(case, gate="mild", beta="uniform", A_log=False, dt_bias=False, options=options)
 
     def tiny(self) -> Case:
         """A case with the same options and few tokens: what a backend is asked, whose answer does not depend on the length."""
@@ -91,7 +103,7 @@ def reserve(names) -> None:
 
 def prepare(name: str, job: Job) -> runners.Run:
     """One contestant's call, ready to be timed; raises Unavailable with the reason."""
-    case, grad = job.case(), job.mode == "fwdbwd"
+    case, grad = job.case(), job.trains
     name, devices = split(name)
     if name in PEERS:
         function, framework = peers.find(name, case, job.dtype, job.op, grad), "torch"

@@ -116,26 +116,28 @@ def heads(count: int) -> np.ndarray:
     return np.unique([0, count // 2, count - 1])
 
 
-def picked(outputs) -> tuple[np.ndarray, np.ndarray]:
-    """o and final_state of those heads in float64, from any framework."""
-    o, state = outputs[:2]
+def picked(outputs) -> tuple[np.ndarray, ...]:
+    """o and, if there is one, final_state of those heads in float64, from any framework."""
+    o, *states = (x for x in outputs[:2] if x is not None)
     chosen = heads(o.shape[2])
-    return tuple(np.asarray(x, np.float64) for x in to_numpy((o[:, :, chosen], state[:, chosen])))  # type: ignore[return-value]
+    return tuple(np.asarray(x, np.float64) for x in to_numpy((o[:, :, chosen], *(x[:, chosen] for x in states))))
 
 
-def picked_truth(job: Any) -> tuple[np.ndarray, np.ndarray]:
+def picked_truth(job: Any) -> tuple[np.ndarray, ...]:
     """What `picked` should give: the float64 token recurrence on the same heads of the same inputs, whatever the chunk size."""
-    return _picked_truth(replace(job, mode="decode" if job.mode == "decode" else "fwd", chunk_size=64))
+    forward = "decode" if job.mode == "decode" else "fwd"
+    return _picked_truth(replace(job, mode=forward, chunk_size=64, disable_recompute=False))
 
 
 @lru_cache(maxsize=32)
-def _picked_truth(job: Any) -> tuple[np.ndarray, np.ndarray]:
+def _picked_truth(job: Any) -> tuple[np.ndarray, ...]:
     case, device = job.case(), gpu()
     drawn_arrays = (
         in_regime(case.arrays(job.dtype), case, job.regime) if device is None else drawn(case, job.dtype, device, regime=job.regime)
     )
     values = pick_heads(case, drawn_arrays)
-    return reference.kda(**{n: x for n, x in values._asdict().items() if x is not None}, **case.call_options)[:2]
+    found = reference.kda(**{n: x for n, x in values._asdict().items() if x is not None}, **case.call_options)[:2]
+    return tuple(x for x in found if x is not None)
 
 
 def pick_heads(case: Case, values: Arrays) -> Arrays:

@@ -149,7 +149,7 @@ def _exponents(rows) -> str:
 
 
 MODES = {"fwd": "forward", "fwdbwd": "forward + backward", "decode": "decode", "eager": "forward, call after call",
-         "graph": "forward, graph"}  # fmt: skip
+         "graph": "forward, graph", "train": "step, graph"}  # fmt: skip
 
 
 def label(row) -> str:

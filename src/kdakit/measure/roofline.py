@@ -5,7 +5,7 @@ float32. Per token, with HV = H and per head:
 
     forward      q, k, v, g, beta read, o written                                        (3 K + 2 V + 1) e
     backward     the same inputs and d_o read, d_q, d_k, d_v, d_g, d_beta written        (6 K + 3 V + 2) e
-    states       K V 4 bytes each: initial and final; backward: d_final and d_initial as well
+    states       K V 4 bytes each, if the job has them: initial and final; backward: d_final and d_initial as well
 
 Multiplications and additions of the chunk form with chunks of C = 64, per chunk and head:
 
@@ -54,8 +54,8 @@ def least_bytes(job: Any) -> int:
     sequences = len(s.lengths) if s.lengths and job.mode != "decode" else s.B
     rows = job.tokens * s.H
     forward = rows * (4 * s.K * e + s.K * gate + e)
-    states = 2 * sequences * s.H * s.K * s.K * 4
-    if job.mode != "fwdbwd":
+    states = 2 * sequences * s.H * s.K * s.K * 4 if job.states else 0
+    if not job.trains:
         return forward + states
     return forward + rows * (7 * s.K * e + 2 * s.K * gate + 2 * e) + 2 * states
 
@@ -65,7 +65,7 @@ def least_flops(job: Any) -> int:
     if job.mode == "decode":
         return 7 * job.tokens * s.H * s.K * s.K
     forward = job.tokens * s.H * (10 * CHUNK * s.K + 6 * s.K * s.K)
-    return 3 * forward if job.mode == "fwdbwd" else forward
+    return 3 * forward if job.trains else forward
 
 
 def compare(job: Any, median_ms: float, device: str) -> dict[str, float]:

@@ -37,20 +37,20 @@ class Run:
 
 
 def torch_run(function, tensors, cotangents, mode: str) -> Run:
-    """`function(tensors)` is the public call. On a GPU decode and 'graph' are CUDA graphs. 'eager': by the host's clock."""
+    """`function(tensors)` is the public call. On a GPU decode, 'graph' and 'train' are CUDA graphs. 'eager': by the host's clock."""
     import torch
 
     gpu = tensors.q.device.type == "cuda"
     wait = torch.cuda.synchronize if gpu else _nothing
-    if mode == "fwdbwd":
+    if mode in ("fwdbwd", "train"):
         inputs = [x.requires_grad_() for x in (getattr(tensors, n) for n in DIFFERENTIABLE) if x is not None]
 
         def forward_backward():
-            outputs = function(tensors)
-            torch.autograd.grad(outputs, inputs, cotangents)
+            outputs = [x for x in function(tensors) if x is not None]
+            torch.autograd.grad(outputs, inputs, cotangents[: len(outputs)])
             return tuple(x.detach() for x in outputs)
 
-        return Run(forward_backward, wait, gpu)
+        return in_graph(forward_backward, 1) if gpu and mode == "train" else Run(forward_backward, wait, gpu)
 
     def forward():
         with torch.no_grad():
@@ -117,11 +117,12 @@ def jax_run(function, arrays, dtypes, cotangents, dtype: str, place=None) -> Run
     values = tuple(getattr(given, n) for n in names)
 
     def forward(*values):
-        return tuple(function(given._replace(**dict(zip(names, values, strict=True)))))
+        outputs = function(given._replace(**dict(zip(names, values, strict=True))))
+        return tuple(x for x in outputs if x is not None)
 
     def forward_backward(seeds, *values):
         outputs, pullback = jax.vjp(forward, *values)
-        return outputs, pullback(tuple(d.astype(x.dtype) for d, x in zip(seeds, outputs, strict=True)))
+        return outputs, pullback(tuple(d.astype(x.dtype) for d, x in zip(seeds, outputs, strict=False)))
 
     step = jax.jit(forward if cotangents is None else forward_backward)
     with checking.jax_precision(dtype):

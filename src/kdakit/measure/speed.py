@@ -146,7 +146,8 @@ def overview(record: Row):
 def in_words(row: Row) -> str:
     """'forward, 8192 tokens, 96 heads, softplus gate'."""
     s = row["shape"]
-    modes = {"fwd": "forward", "graph": "forward, graph", "fwdbwd": "forward + backward", "eager": "forward, call after call"}
+    modes = {"fwd": "forward", "graph": "forward, graph", "fwdbwd": "forward + backward", "eager": "forward, call after call",
+             "train": "step, graph"}  # fmt: skip
     if row["mode"] == "decode":
         what = f"decode, {s['B']} sequence{'s' * (s['B'] > 1)}, {s['H']} heads"
     else:
@@ -156,4 +157,5 @@ def in_words(row: Row) -> str:
         what += f" of {s['K']}, float32, chunks of {row['chunk_size']}"
     elif row["gate"] != "bounded":
         what += ", softplus gate" if row["gate"] == "softplus" else ", log-decays given"
+    what += ", nothing made again" if row.get("disable_recompute") else ""
     return what + (f", {REGIMES[row['regime']]}" if row.get("regime") else "")

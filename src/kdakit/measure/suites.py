@@ -45,6 +45,11 @@ def _given(shape: Shape) -> Job:
     return Job(shape, "fwdbwd", "bfloat16", "log_decay", wide_beta=True)
 
 
+def _step(shape: Shape, gate: str, kept: bool) -> Job:
+    given = gate == "given"
+    return Job(shape, "train", "bfloat16", "log_decay" if given else gate, wide_beta=given, states=False, disable_recompute=kept)
+
+
 def _single(K: int, chunk_size: int) -> Job:
     return Job(Shape(1, 4096, 16, K), "fwd", "float32", "log_decay", chunk_size)
 
@@ -92,6 +97,13 @@ SUITES: dict[str, dict[str, Entry]] = {
         f"{mode} k{K}": Entry(_half(Shape(1, 8192, 4096 // K, K), mode), TORCH if mode == "fwd" else ("triton_gpu", "fla"))
         for mode in ("fwd", "fwdbwd")
         for K in (32, 64, 96, 128, 192, 256)
+    },
+    # Steps as a trainer takes them, in a CUDA graph, without states; `kept`: with disable_recompute.
+    "training": {
+        f"{name} {gate}{' kept' if kept else ''}": Entry(_step(SHAPES[name], gate, kept), ("triton_gpu", "fla"))
+        for name in ("h32", "h96")
+        for gate in ("bounded", "softplus", "given")
+        for kept in ((False,) if gate == "given" else (False, True))  # of keys that are not normalised here nothing is kept
     },
 }
 
@@ -154,6 +166,11 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         *(_faster(entry, "cuda", "flash_kda", 2.0) for entry in ("fwd h96", "fwd h64", "fwd h32")),
     ),
     "sizes": (_per_flop("fwd", 64, 1.15), _per_flop("fwdbwd", 64, 1.15)),
+    "training": (
+        _below("h32 bounded", "triton_gpu", 1.1), _below("h96 bounded", "triton_gpu", 3.0),
+        _below("h32 given", "triton_gpu", 1.3), _below("h96 given", "triton_gpu", 3.5),
+        _below("h32 bounded kept", "triton_gpu", 1.1), _below("h96 bounded kept", "triton_gpu", 3.0),
+    ),
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Calls:
     def verify(self, job: Job, change: dict[str, Any]) -> str | None:
         """Why the call with this change is not right on a small problem of the job's kind; None: it is."""
         small = tuning.small(job)
-        case, grad = small.case(), job.mode == "fwdbwd"
+        case, grad = small.case(), job.trains
         if small not in self._expected:
             problem = case.problem(job.dtype, job.op, grad)
             arrays, seeds = case.arrays(job.dtype), case.cotangents(job.dtype) if grad else None

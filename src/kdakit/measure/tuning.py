@@ -116,7 +116,7 @@ def _key(use: dict[str, Any]):
 def problem_of(job: Job):
     """The job's Problem, without drawing its arrays."""
     shape, decode = job.shape, job.mode == "decode"
-    problem = job.tiny().problem(job.dtype, job.op, job.mode == "fwdbwd")
+    problem = job.tiny().problem(job.dtype, job.op, job.trains)
     return problem.replace(B=shape.B, T=1 if decode else shape.T, N=len(shape.lengths) or shape.B)
 
 

@@ -53,6 +53,7 @@ class PrefillArgs(Structure):
         *((name, c_int32) for name in ("parts", "checkpoint")),
         *((name, c_void_p) for name in ("lower", "solved", "checkpoints")),
         *((name, c_int32) for name in ("lower_dtype", "group", "checkpoint_float32", "reserved")),
+        *((name, c_void_p) for name in ("record", "r", "factors")),
     ]
 
     def __init__(self, **fields):
@@ -99,7 +100,7 @@ class ReverseArgs(Structure):
         *((name, c_void_p) for name in ("tiles", "solved", "decay", "factors", "d_o", "d_final")),
         *((name, c_void_p) for name in ("d_states", "d_v", "alone", "y_lost", "d_initial")),
         *((name, c_int32) for name in ("k_solved_dtype", "group", "channels", "reserved")),
-        *((name, c_void_p) for name in ("after_first", "d_states_lost", "q_lost")),
+        *((name, c_void_p) for name in ("after_first", "d_states_lost", "q_lost", "record")),
     ]
 
     def __init__(self, forward: PrefillArgs, **fields):

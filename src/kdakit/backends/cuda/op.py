@@ -71,8 +71,9 @@ def _parameters(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
 
 
 @lru_cache(maxsize=1024)
-def call_arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...]) -> PrefillArgs:
-    """All of a call's arguments but its addresses: writing them takes the host twice as long as the rest. `wide`: int64 cu_seqlens."""
+def call_arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ...], recorded: bool = False) -> PrefillArgs:
+    """All of a call's arguments but its addresses: writing them takes the host twice as long as the rest. `wide`: int64 cu_seqlens;
+    `recorded`: records have a place outside the workspace."""
     o, D = problem.options, config.head_dim
     dtypes = dict.fromkeys("qkv", problem.dtype) | dict(g=problem.gate_dtype, beta=problem.beta_dtype, o=problem.dtype)
     args = PrefillArgs(
@@ -84,7 +85,7 @@ def call_arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ..
         scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
         safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first,
         A_log=SOMEWHERE if problem.has_A_log else None, cu_seqlens=SOMEWHERE if problem.varlen else None, sequences=problem.N,
-        cu_seqlens_64=wide, parts=config.parts,
+        cu_seqlens_64=wide, parts=config.parts, record=SOMEWHERE if recorded else None,
     )  # fmt: skip
     args.workspace_size = library.workspace_size(args, config.dtype)
     return args
@@ -92,32 +93,37 @@ def call_arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ..
 
 # Fields of PrefillArgs: tensors with strides, and addresses.
 TENSORS = "q", "k", "v", "g", "beta", "o"
-FORWARD = "initial_state", "final_state", "cu_seqlens", "A_log", "dt_bias", "lower", "solved", "checkpoints", "workspace"
+KEPT = "lower", "solved", "checkpoints", "record", "r", "factors"
+FORWARD = "initial_state", "final_state", "cu_seqlens", "A_log", "dt_bias", *KEPT, "workspace"
 GIVEN = "initial_state", "cu_seqlens", "A_log", "dt_bias"
 # A function of addresses that makes a call again; the call's tensors; which of them go to it as float32 copies.
 Repeat = tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]]
 
 
 def forward_kept(
-    problem: Problem, arrays: Arrays, *, config, lower, solved, checkpoints, checkpoint: int, group: int
-) -> tuple[Result, Repeat | None]:
+    problem: Problem, arrays: Arrays, *, config, lower, checkpoints, checkpoint: int, group: int,
+    solved=None, record=None, r=None, factors=None,
+) -> tuple[Result, Repeat | None]:  # fmt: skip
     """A whole call in bfloat16 that also writes what a backward in chunks of 64 begins with (kda_prefill_args in kdakit.h): `lower` and
-    `solved` [slots, HV, 64, 64], whose rows and columns `group` orders, and the state before every `checkpoint`-th slot. Rows of o past the
-    last packed sequence are left as they are. Also how to repeat it; None: something had to be copied."""
+    `solved` [slots, HV, 64, 64], whose rows and columns `group` orders, and the state before every `checkpoint`-th slot; or, in place of
+    `solved`, the records, r and factors. Rows of o past the last packed sequence are left as they are. Also how to repeat it; None:
+    something had to be copied."""
     given = arrays.q, arrays.k, arrays.v, arrays.g
     q, k, v, g = (_aligned(x) for x in given)
     o = v.new_empty(problem.B, problem.T, problem.HV, config.head_dim)
     final = v.new_empty(problem.state_shape, dtype=torch.float32) if problem.options.output_final_state else None
     cu, initial, A_log, dt_bias = _parameters(arrays)
     wide, tensors = cu is not None and cu.dtype == torch.int64, (q, k, v, g, arrays.beta, o)
-    args = PrefillArgs.from_buffer_copy(call_arguments(problem, config, wide, *[x.stride() for x in tensors]))
+    strides = [x.stride() for x in tensors]
+    args = PrefillArgs.from_buffer_copy(call_arguments(problem, config, wide, *strides, recorded=record is not None))
     args.lower_dtype, args.group, args.checkpoint = LOWER_DTYPES[lower.dtype], group, checkpoint
     args.checkpoint_float32 = checkpoints.dtype == torch.float32
     space = v.new_empty(args.workspace_size, dtype=torch.uint8)
-    tensors += initial, final, cu, A_log, dt_bias, lower, solved, checkpoints, space
+    written = lower, solved, checkpoints, record, r, factors, space
+    tensors += initial, final, cu, A_log, dt_bias, *written
     again = partial(prefill_again, args, config.dtype, v.device.index)
     again([_pointer(x) for x in tensors])
-    mine = (*given, arrays.beta, o, arrays.initial_state, final, arrays.cu_seqlens, arrays.A_log, arrays.dt_bias, *tensors[-4:])
+    mine = (*given, arrays.beta, o, arrays.initial_state, final, arrays.cu_seqlens, arrays.A_log, arrays.dt_bias, *written)
     return Result(o, final), _repeat(again, tensors, mine)
 
 
@@ -223,12 +229,12 @@ def _stage_again(
 
 
 def reverse(
-    problem: Problem, arrays: Arrays, *, tiles, k_solved, solved, decay, factors, d_o, d_final, d_states, d_v, y_lost, alone, d_initial,
-    group: int, after_first=None, d_states_lost=None, q_lost=None,
+    problem: Problem, arrays: Arrays, *, d_o, d_final, d_states, d_v, y_lost, alone, d_initial, group: int,
+    tiles=None, k_solved=None, solved=None, decay=None, factors=None, record=None, after_first=None, d_states_lost=None, q_lost=None,
 ) -> Repeat | None:  # fmt: skip
     """The gradient of the state in chunks of 64 tokens, bfloat16, from the end of each sequence (kda_reverse_args in kdakit.h): writes
-    d_states, d_v, y_lost, alone, d_initial, after_first and d_states_lost, those that are not None. Returns how to repeat it; None:
-    something had to be copied."""
+    d_states, d_v, y_lost, alone, d_initial, after_first and d_states_lost, those that are not None. From tiles, solved, decay and factors,
+    or from the forward's records. Returns how to repeat it; None: something had to be copied."""
     mine = d_o, d_final
     d_o, d_final = _aligned(d_o), None if d_final is None else _at_16_bytes(d_final)
     unseen: dict[str, torch.Tensor | None] = dict.fromkeys(TENSORS)
@@ -237,16 +243,21 @@ def reverse(
     given["cu_seqlens"] = None if arrays.cu_seqlens is None else arrays.cu_seqlens.contiguous()
     forward_args = _differentiated(problem, given["cu_seqlens"], unseen)
     forward_args.gate = GATES["log_decay"]  # it looks at no gate, so that nothing of one is missing
-    args = library.ReverseArgs(forward_args, k_solved_dtype=FLOAT16 if k_solved.dtype == torch.float16 else BFLOAT16, group=group)
+    args = library.ReverseArgs(forward_args, k_solved_dtype=_dtype_of(k_solved), group=group)
     pointers = dict(
         tiles=tiles, solved=solved, decay=decay, factors=factors, d_o=d_o, d_final=d_final, d_states=d_states, d_v=d_v, alone=alone,
-        y_lost=y_lost, d_initial=d_initial, after_first=after_first, d_states_lost=d_states_lost, q_lost=q_lost,
+        y_lost=y_lost, d_initial=d_initial, after_first=after_first, d_states_lost=d_states_lost, q_lost=q_lost, record=record,
     )  # fmt: skip
     again = partial(_stage_again, "reverse", forward_args, args, tuple(pointers), d_v.device.index)
     every = (*unseen.values(), *given.values(), *pointers.values())
     again([_pointer(x) for x in every])
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
     return _repeat(again, every, (*unseen.values(), *mine_given.values(), *pointers.values()))
+
+
+def _dtype_of(k_solved: torch.Tensor | None) -> int:
+    """Of a record's, None here, bfloat16."""
+    return FLOAT16 if k_solved is not None and k_solved.dtype == torch.float16 else BFLOAT16
 
 
 def current_stream(index: int | None) -> int | None:

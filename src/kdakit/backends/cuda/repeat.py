@@ -32,7 +32,7 @@ def planned(problem: Problem, arrays: Arrays, config) -> tuple[Result, Callable[
             try:
                 tensors = q, k, v, g, beta, o, initial, final, cu, A_log, dt_bias
                 addresses = [None if x is None else x.data_ptr() for x in tensors]
-                op.prefill_again(template, config.dtype, index, [*addresses, None, None, None, space])
+                op.prefill_again(template, config.dtype, index, [*addresses, *(None for _ in op.KEPT), space])
             finally:
                 torch_memory.give_back(space)
         return Result(o, final)

@@ -116,7 +116,7 @@ def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], st
     chip = chip_of(device)
     K, V, dtype = widened.run_as(problem, chip)
     problem = problem.replace(K=K, V=V, dtype=dtype)
-    return backward.saved_specs(problem, keeping_if_shown(choose(problem.replace(N=1), chip), problem, chip))
+    return backward.saved_specs(problem, keeping_if_shown(choose(problem.replace(N=1), chip), problem, chip), device)
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:

@@ -12,6 +12,7 @@
                gates of those that are
 
 The variables: 0: never; 1: wherever it can run (forward: all given log-decays, and other gates of normalised keys), to measure it.
+KDAKIT_CUDA_TRAINING=1 also has the lender's forward keep its own records where nothing is to be made again (`records`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any
     half = config.solve_dtype == "float16"
     exact = exact_gates(problem) or (exact_pairs(problem, config) and (problem.K == 64 or not problem.options.l2norm))
     fits = config.chunk == 64 and not (half and not config.normed) and not exact
-    return lent("gradient", problem, device, fits)
+    return lent("gradient", problem, device, fits, needed=records(problem, config, device))
 
 
 def exact_gates(problem: Problem) -> bool:
@@ -70,13 +71,26 @@ def rebuild(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 def reverse(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
     """The lender's kernel for the gradient of the state; None: Triton's, and where what rounding takes from q counts, but with K = 64."""
     fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and (problem.K == 64 or not exact_q(problem))
-    return lent("reverse", problem, device, fits)
+    return lent("reverse", problem, device, fits, needed=records(problem, config, device))
 
 
 def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:
-    """The lender's forward of a call that will be differentiated; None: Triton's, and where tiles are kept."""
-    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and not config.keep
-    return lent("forward", problem, device, fits, fewest(problem, config) <= problem.N * problem.HV)
+    """The lender's forward of a call that will be differentiated; None: Triton's, and where Triton's tiles are kept."""
+    needed = records(problem, config, device)
+    fits = config.chunk == 64 and config.half == 32 and problem.T > 0 and (needed or not config.keep)
+    return lent("forward", problem, device, fits, fewest(problem, config) <= problem.N * problem.HV, needed)
+
+
+def records(problem: Problem, config: Config, device: Any) -> bool:
+    """The lender's forward leaves its own records to the lender's backward, which need not make anything again. Only where it is asked
+    for: no GPU has shown it yet. It does not depend on how many tokens there are: nor may what a forward keeps. A given beta may be too
+    small to be divided by, and with a final state the last state is wanted in float32."""
+    o = problem.options
+    fits = config.keeps_states and config.chunk == 64 and config.half == 32 and problem.K == problem.V == 128
+    if lender is None or not fits or o.beta == "given" or o.output_final_state or os.environ.get(VARIABLES["forward"]) != "1":
+        return False
+    stages = [what for what in LENT if what != "rebuild"]
+    return all(os.environ.get(VARIABLES[what]) != "0" and getattr(lender, LENT[what])(problem, device)[0] is not None for what in stages)
 
 
 def fewest(problem: Problem, config: Config) -> float:
@@ -92,10 +106,10 @@ def fewest(problem: Problem, config: Config) -> float:
 LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "reverse", "forward": "kept_forward"}  # by the lender
 
 
-def lent(what: str, problem: Problem, device: Any, fits: bool, faster: bool = True) -> Callable[..., Any] | None:
-    """fits: such a call can have it; faster: and gains by it."""
+def lent(what: str, problem: Problem, device: Any, fits: bool, faster: bool = True, needed: bool = False) -> Callable[..., Any] | None:
+    """fits: such a call can have it; faster: and gains by it; needed: it reads or leaves records."""
     asked = os.environ.get(VARIABLES[what], "")
-    if lender is None or asked == "0" or not fits or not (asked == "1" or (faster and enough(problem))):
+    if lender is None or asked == "0" or not fits or not (asked == "1" or needed or (faster and enough(problem))):
         return None
     kernel, reason = getattr(lender, LENT[what])(problem, device)
     if asked == "1" and reason is not None and reason == lender.library.missing():

@@ -20,7 +20,16 @@ from kdakit.backends.triton_gpu.config import (
     exact_q,
     padded,
 )
-from kdakit.backends.triton_gpu.host.forward import Kept, Workspace, clear_gradients, end_states, last_shape, states_specs
+from kdakit.backends.triton_gpu.host.forward import (
+    Kept,
+    Recorded,
+    Workspace,
+    clear_gradients,
+    end_states,
+    last_shape,
+    recorded_specs,
+    states_specs,
+)
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
 from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
 from kdakit.backends.triton_gpu.kernels import products as products_kernel
@@ -77,8 +86,10 @@ def kept_names(problem: Problem, config: Config) -> tuple[str, ...]:
     return (*tiles, *(states_specs(problem, config) if config.keeps_states else ()))
 
 
-def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
-    """`lower`, A_qk inverse and checkpoints of the state; and `kept_names`."""
+def saved_specs(problem: Problem, config: Config, device: Any) -> list[tuple[tuple[int, ...], str]]:
+    """`lower`, A_qk inverse and checkpoints of the state; and `kept_names`. With `borrowed.records` those of Recorded."""
+    if borrowed.records(problem, config, device):
+        return recorded_specs(problem, config)
     C, HV = config.chunk, problem.HV
     slots = chunk_slots(problem, C)
     specs = [((slots, HV, C, C), config.solve_dtype), ((slots, HV, C, C), problem.dtype)]
@@ -87,7 +98,9 @@ def saved_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...],
     return specs + [every[name] for name in kept_names(problem, config)]
 
 
-def saved(problem: Problem, space: Workspace | Kept, config: Config) -> list[Any]:
+def saved(problem: Problem, space: Workspace | Kept | Recorded, config: Config) -> list[Any]:
+    if isinstance(space, Recorded):
+        return list(space)
     places = {"factors": "beta"}  # of Workspace, where it has another name
     return [space.lower, space.solved, space.checkpoints, *(getattr(space, places.get(n, n)) for n in kept_names(problem, config))]
 
@@ -162,6 +175,16 @@ class Reversed(NamedTuple):
     y_lost: torch.Tensor | None  # [N, HV, C, VP]  what rounding took from d_v, or from `alone`, of the last chunks
     alone: torch.Tensor | None  # what the gradient of a given beta needs
     d_initial: torch.Tensor | None
+
+
+def reverse_of_records(problem: Problem, arrays: Arrays, y: Recorded, d_o, config: Config) -> Reversed:
+    """`reverse` from a forward's own records."""
+    d_states = torch.empty(y.checkpoints.shape, dtype=y.checkpoints.dtype, device=d_o.device)
+    d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=d_o.device)
+    written = dict(d_states=d_states, d_v=d_v, y_lost=None, alone=None, d_initial=None)
+    if (kernel := borrowed.reverse(problem, config, d_o.device)) is not None:
+        note_lent(kernel(problem, arrays, record=y.record, d_o=d_o, d_final=None, **written, group=1))
+    return Reversed(d_states, None, None, d_v, None, None, None)
 
 
 def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config) -> Reversed:
@@ -332,9 +355,23 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
     return d_q, d_k, d_g, d_A_log, d_dt_bias
 
 
+def backward_of_records(problem: Problem, arrays: Arrays, x: Views, kept: Recorded, d_o, config: Config) -> Arrays:
+    """`backward` after a forward that has left its records: two launches."""
+    back = reverse_of_records(problem, arrays, kept, d_o, config)
+    none = kept.record.new_empty(0)
+    y = Replayed(tiles=none, decay=none, factors=kept.factors, first=none, states=kept.checkpoints, r=kept.r)
+    d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
+    kernel = borrowed.gradient(problem, config, d_o.device)
+    run = borrowed_of_chunks(kernel, problem, arrays, x, y, back, kept.lower, d_o, None, d_beta, config)
+    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, len(kept.lower), run, back.d_v, d_beta, config)
+    return Arrays(d_q, d_k, back.d_v, d_g, d_beta, d_A_log, d_dt_bias, None)
+
+
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
     """All launches, on contiguous parameters and cotangents."""
     x = views(arrays)
+    if not d_o.is_meta and borrowed.records(problem, config, d_o.device):
+        return backward_of_records(problem, arrays, x, Recorded(*kept), d_o, config)
     lower, solved, checkpoints, *rest = kept
     y = room(problem, config, d_o.device, checkpoints, rest)
     if not config.keep:

@@ -86,6 +86,36 @@ class Kept(NamedTuple):
     checkpoints: torch.Tensor
 
 
+class Recorded(NamedTuple):
+    """What a forward leaves for a backward with `borrowed.records`."""
+
+    lower: torch.Tensor  # as in Workspace
+    record: torch.Tensor  # [slots, HV, RECORD]  tiles, A_solved and decay as the lender's kernels have them
+    checkpoints: torch.Tensor  # [slots, HV, V, K]  the states before every chunk
+    factors: torch.Tensor  # [slots, HV, 3, C]  beta, 1 / |q|, 1 / |k|
+    r: torch.Tensor  # [B, T, HV, V]  v - k_in S
+
+
+RECORD = 54784  # bytes: KDA_RECORD_BYTES in kdakit.h
+
+
+def recorded_specs(problem: Problem, config: Config) -> list[tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of the fields of Recorded."""
+    C, HV, slots = config.chunk, problem.HV, chunk_slots(problem, config.chunk)
+    return [
+        ((slots, HV, C, C), config.solve_dtype),
+        ((slots, HV, RECORD), "uint8"),
+        ((slots, HV, problem.V, problem.K), problem.dtype),
+        ((slots, HV, 3, C), "float32"),
+        ((problem.B, problem.T, HV, problem.V), problem.dtype),
+    ]
+
+
+def record(problem: Problem, config: Config, device) -> Recorded:
+    specs = recorded_specs(problem, config)
+    return Recorded(*(torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in specs))
+
+
 def kept(problem: Problem, config: Config, device) -> Kept:
     slots, square, dtype = chunk_slots(problem, config.chunk), (config.chunk, config.chunk), getattr(torch, problem.dtype)
     lower = torch.empty((slots, problem.HV, *square), dtype=getattr(torch, config.solve_dtype), device=device)
@@ -94,12 +124,17 @@ def kept(problem: Problem, config: Config, device) -> Kept:
     return Kept(lower, solved, torch.empty(points, dtype=getattr(torch, checkpoint_dtype(problem, config)), device=device))
 
 
-def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept] | None:
+def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept | Recorded] | None:
     """Both launches of a call that will be differentiated by `borrowed.forward`, and what they keep; None: there is no such forward."""
-    kernel = borrowed.forward(problem, config, arrays.q.device) if problem.needs_grad and not arrays.q.is_meta else None
+    device = arrays.q.device
+    if not problem.needs_grad or arrays.q.is_meta:
+        return None
+    recorded, kernel = borrowed.records(problem, config, device), borrowed.forward(problem, config, device)
+    if recorded and not problem.B * problem.T:
+        return Result(torch.empty(arrays.v.shape, dtype=arrays.v.dtype, device=device), None), record(problem, config, device)
     if kernel is None:
         return None
-    space = kept(problem, config, arrays.q.device)
+    space: Kept | Recorded = (record if recorded else kept)(problem, config, device)
     group = 1 if config.normed else config.group
     result, repeat = kernel(problem, arrays, **space._asdict(), checkpoint=config.checkpoint, group=group)
     note_lent(repeat)
