@@ -104,8 +104,11 @@ def made():
 @outside
 def test_records_are_the_usual_ones(made):
     """But for the order of squares, to the bit, those of a forward that keeps no records for its backward; and so is `lower`."""
+    from kdakit.backends.triton_gpu.host import forward as forwards
+
     kernels, problem, arrays = emulated.load("hopper"), made.problem, made.arrays
     used = np.isfinite(made.factors[:, 0, 0, 0])
+    assert made.records.shape[-1] == forwards.RECORD
     room, solved = np.zeros_like(made.lower), np.zeros(made.lower.shape, np.uint16)
     kept = made.fields | dict(lower=room.ctypes.data, factors=None, solved=solved.ctypes.data, checkpoints=256)
     records = prepare(kernels, problem, arrays, **kept)
@@ -184,16 +187,20 @@ def test_scan(made):
 def test_reverse(made, groups):
     """d_v = A_solved^T d_o + k_solved dS' itself: a record's A_solved and k_solved have been multiplied by beta."""
     kernels, problem, memory = emulated.load("reverse"), made.problem, Memory()
-    d_o = bf16(np.random.default_rng(0).standard_normal((1, problem.T, problem.HV, D)))
+    rng = np.random.default_rng(0)
+    d_o, d_final = bf16(rng.standard_normal((1, problem.T, problem.HV, D))), np.float32(rng.standard_normal((problem.N, problem.HV, D, D)))
     d_states, d_v = memory.room(made.slots, problem.HV, D, D), memory.room(1, problem.T, problem.HV, D)
     given, forward = bits(d_o), made.forward(None)
-    args = library.ReverseArgs(forward, record=forward.record, d_o=given.ctypes.data, d_states=d_states.ctypes.data, d_v=d_v.ctypes.data)
+    args = library.ReverseArgs(
+        forward, record=forward.record, d_o=given.ctypes.data, d_final=d_final.ctypes.data, d_states=d_states.ctypes.data,
+        d_v=d_v.ctypes.data,
+    )  # fmt: skip
     kernels.kda_emulate_reverse_bf16(ctypes.byref(args), groups, 1)
     memory.check_guards()
     right_states, right_v = np.full(d_states.shape, np.nan), np.full(d_v.shape, np.nan)[0]
-    for _, first, tokens, slot in made.sequences():
+    for n, first, tokens, slot in made.sequences():
         for h in range(problem.HV):
-            dS = np.zeros((D, D))
+            dS = np.float64(d_final[n, h])
             for i in reversed(range(-(-tokens // CHUNK))):
                 C = min(CHUNK, tokens - i * CHUNK)
                 at = slice(first + i * CHUNK, first + i * CHUNK + C)

@@ -86,8 +86,10 @@ def records(problem: Problem, config: Config, device: Any) -> bool:
     for: no GPU has shown it yet. It does not depend on how many tokens there are: nor may what a forward keeps. A given beta may be too
     small to be divided by, and with a final state the last state is wanted in float32."""
     o = problem.options
+    if lender is None or os.environ.get(VARIABLES["forward"]) != "1":
+        return False
     fits = config.keeps_states and config.chunk == 64 and config.half == 32 and problem.K == problem.V == 128
-    if lender is None or not fits or o.beta == "given" or o.output_final_state or os.environ.get(VARIABLES["forward"]) != "1":
+    if not fits or o.beta == "given" or o.output_final_state:
         return False
     stages = [what for what in LENT if what != "rebuild"]
     return all(os.environ.get(VARIABLES[what]) != "0" and getattr(lender, LENT[what])(problem, device)[0] is not None for what in stages)
