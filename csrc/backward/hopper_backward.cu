@@ -146,11 +146,14 @@ kda_status reverse_bf16(const kda_reverse_args &args, const kda_prefill_args &fo
   if (args.q_lost != nullptr && args.k_solved_dtype != KDA_BFLOAT16)
     return fail(KDA_UNSUPPORTED, "q_lost must be NULL but with k_solved_dtype = %d, got %d", KDA_BFLOAT16, args.k_solved_dtype);
   if (args.record != nullptr) {
-    if (forward.key_dim != 128 || forward.beta_kind == KDA_BETA_GIVEN || args.group > 1)
-      return fail(KDA_UNSUPPORTED, "record needs key_dim = 128, a beta_kind other than %d and group = 0 or 1, got %lld, %d and %d",
-                  KDA_BETA_GIVEN, (long long)forward.key_dim, forward.beta_kind, args.group);
-    if (args.tiles || args.solved || args.decay || args.factors || args.alone)
-      return fail(KDA_INVALID_ARGUMENT, "tiles, solved, decay, factors and alone must be NULL with record");
+    if (forward.key_dim != 128 || args.group > 1)
+      return fail(KDA_UNSUPPORTED, "record needs key_dim = 128 and group = 0 or 1, got %lld and %d", (long long)forward.key_dim,
+                  args.group);
+    if (args.tiles || args.solved || args.decay)
+      return fail(KDA_INVALID_ARGUMENT, "tiles, solved and decay must be NULL with record");
+    if (forward.beta_kind != KDA_BETA_GIVEN ? args.factors || args.alone : !args.factors)
+      return fail(KDA_INVALID_ARGUMENT, "factors must be given with record and beta_kind = %d, else it and alone must be NULL",
+                  KDA_BETA_GIVEN);
     if (reinterpret_cast<uintptr_t>(args.record) % 256) return fail(KDA_UNSUPPORTED, "record must start at 256 bytes");
   }
   const int64_t slots = hopper::slots_of(forward);

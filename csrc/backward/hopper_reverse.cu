@@ -6,7 +6,7 @@
 // One block per sequence, value head and block of value channels: a warp group per 64 value channels holds dS^T [64, K] in float32
 // accumulators, and every product has dS^T, d_o^T or y^T as its left factor, taken from registers. More warps fetch. k_solved in float16
 // is multiplied with dS' in float16, each value channel divided by a power of two of its own. No atomics: equal calls give equal bits.
-// From the forward's records, whose A_solved and k_solved have been multiplied by beta, comes d_v = A_solved^T d_o + k_solved dS' itself.
+// From records whose A_solved and k_solved have been multiplied by beta comes d_v = A_solved^T d_o + k_solved dS' itself.
 #include "hopper_reverse_walk.cuh"
 
 namespace kda::hopper {
@@ -107,6 +107,8 @@ cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t s
   }
   // A block per head moves fewer bytes; two per head fill the chip where there are few.
   const bool wide = p.channels ? p.channels == head : p.in.N * p.in.HV * 2 > processors;
+  if (p.record && p.in.beta_kind == Beta::given)
+    return wide ? launch<128, 2, 1, From::plain_record>(p, matrices, stream) : launch<128, 1, 1, From::plain_record>(p, matrices, stream);
   if (p.record) return wide ? launch<128, 2, 1, From::record>(p, matrices, stream) : launch<128, 1, 1, From::record>(p, matrices, stream);
   return wide ? launch_from<128, 2, 1>(p, matrices, stream) : launch_from<128, 1, 1>(p, matrices, stream);
 }

@@ -23,7 +23,8 @@ struct HopperReverse {
   int channels;    // of a block: 64 or 128; 0: two blocks a head where that many have a multiprocessor each
   void* d_states_lost;  // as d_states, what rounding took from it, or null; of 64 channels
   const void* q_lost;   // [slots, HV, 64, D] bfloat16, what rounding took from q_decayed, or null; of 64 channels, without half_solved
-  const uint8_t* record;  // [slots, HV] records of the forward, squares by columns, or null: in place of tiles, solved, decay and factors
+  const uint8_t* record;  // [slots, HV] records of the forward, squares by columns, or null: in place of tiles, solved, decay and, but
+                          // where beta is given, factors
 };
 
 cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t stream);

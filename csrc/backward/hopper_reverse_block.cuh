@@ -17,11 +17,11 @@ struct ReverseMatrices {  // of 16-bit elements, and the rows of a piece
 };
 
 // What a chunk is read from: tiles, k_solved of them in bfloat16 or float16; those and what rounding took from q_decayed; or the forward's
-// record, in which k_solved and A_solved have been multiplied by beta.
-enum class From : int { tiles, half_tiles, exact_tiles, record };
+// record, in which k_solved and A_solved have been multiplied by beta, or have not.
+enum class From : int { tiles, half_tiles, exact_tiles, record, plain_record };
 
 // A stage: the three tiles in halves of 64 channels, or whole with 64, what rounding took from q_decayed, A_solved, d_o by rows, and small
-// arrays; or a record, in its order, and d_o.
+// arrays; or a record, in its order, d_o and betas.
 constexpr int kBackSlice = 64;                // value channels of a warp group
 constexpr int kHalfTiles = 3 * kChunk * 128;  // bytes of a half of the three tiles
 constexpr int kStatesOut = 2 * 16 * 128;  // of a warp: dS' of 16 value channels, two halves of keys, or what rounding took from 64 keys
@@ -30,16 +30,17 @@ constexpr int kStatesOut = 2 * 16 * 128;  // of a warp: dS' of 16 value channels
 template <int HEAD, int GROUPS, int BLOCKS, From FROM>
 struct BackLayout {
   using R = Record<HEAD>;
-  static constexpr bool exact = FROM == From::exact_tiles, record = FROM == From::record;
+  static constexpr bool exact = FROM == From::exact_tiles, scaled = FROM == From::record, record = scaled || FROM == From::plain_record;
   static_assert(HEAD == 128 ? BLOCKS == 1 && !exact : GROUPS == 1 && !record, "");
   static constexpr int k_in = 0, q = record ? R::q_decayed : kChunk * 128, k_solved = record ? R::k_solved : 2 * kChunk * 128;
   static constexpr int half = record ? kChunk * 128 : kHalfTiles;  // bytes from a half of a tile to the other
   static constexpr int q_lost = HEAD / 64 * kHalfTiles, solved = q_lost + (exact ? kChunk * 128 : 0);
   static constexpr int d_o = solved + kChunk * 128 + (record ? HEAD * 4 : 0);
-  static constexpr int brought = record ? R::record_bytes : d_o + HEAD * 4 + kChunk * 4;  // bytes that the copy engine brings: without d_o
+  // Bytes that the copy engine brings: without d_o.
+  static constexpr int brought = record ? R::record_bytes + (scaled ? 0 : kChunk * 4) : d_o + HEAD * 4 + kChunk * 4;
   static constexpr int pitch = GROUPS * kBackSlice * 2 + 16;  // bytes per token of d_o, in whose place d_v will be
-  static constexpr int decay = record ? R::decay : d_o + kChunk * pitch, beta = d_o + kChunk * pitch + HEAD * 4;
-  static constexpr int stage = ((record ? d_o + kChunk * pitch : beta + kChunk * 4) + 1023) / 1024 * 1024;
+  static constexpr int decay = record ? R::decay : d_o + kChunk * pitch, beta = d_o + kChunk * pitch + (record ? 0 : HEAD * 4);
+  static constexpr int stage = (beta + kChunk * 4 + 1023) / 1024 * 1024;
   static constexpr int stages = HEAD == 64 ? 4 / BLOCKS : GROUPS == 2 ? 2 : 3;
   static constexpr int fetchers = GROUPS == 2 ? 128 : 32;
   static constexpr int states = stages * stage;
@@ -94,6 +95,7 @@ __device__ void fetch_back(const HopperReverse& p, const ReverseMatrices& matric
         const int bytes = (c + 1) * R::square + (c == 3 ? HEAD * 4 : 0);
         bulk_load(at + L::solved + c * 4 * R::square, record + R::square_by_columns(0, c), bytes, full);
       }
+      if (!L::scaled) bulk_load(at + L::beta, p.factors + item * 3 * kChunk, kChunk * 4, full);
     } else if (!L::record && thread == 0) {
       const int y = static_cast<int>(item);
       barrier_arrive_expect(full, L::brought);

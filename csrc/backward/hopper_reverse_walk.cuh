@@ -207,10 +207,10 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
       else if (p.d_states_lost) store_piece(matrices.d_states_lost, 0, row, states + 2048);
       pieces_commit();
     }
-    float beta[16];  // of a record 1
+    float beta[16];  // 1 where it is in the record
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float2 b = L::record ? make_float2(1.0f, 1.0f) : *reinterpret_cast<const float2*>(small + L::beta + 32 * n);
+      const float2 b = L::scaled ? make_float2(1.0f, 1.0f) : *reinterpret_cast<const float2*>(small + L::beta + 32 * n);
       beta[2 * n] = b.x, beta[2 * n + 1] = b.y;
     }
     wgmma_wait<1>();
@@ -230,7 +230,7 @@ __device__ void walk_back(const HopperReverse& p, const ReverseMatrices& matrice
 #pragma unroll
     for (int s = 0; s < 4; ++s) wgmma<1>(dS, d_r[s], descriptor(base, L::k_in + s * 2048, L::half), 1);
     wgmma_commit();
-    if (!L::record && p.alone && smallest(beta) < kTinyBeta)
+    if (!L::scaled && p.alone && smallest(beta) < kTinyBeta)
       write_alone<HEAD>(p.alone + item * kChunk * HEAD + value, y, beta, length, p.group_bits, lane);
     if (i == 0 && p.y_lost)
       write_lost<HEAD>(p.y_lost + task.state * kChunk * HEAD + value, y, beta, p.in.beta_kind == Beta::given, length, p.group_bits, lane);

@@ -118,8 +118,8 @@ typedef struct kda_prefill_args {
   int32_t checkpoint_float32; /* checkpoints are float32; K = V = 64 */
   int32_t reserved;
 
-  /* bfloat16, K = V = 128, l2norm, with lower in float16, checkpoints, a checkpoint of 1 and a group of at most 1, all three or none: what
-     a backward need not make again. No initial_state. */
+  /* bfloat16, K = V = 128, with lower, checkpoints, a checkpoint of 1 and a group of at most 1, all three or none: what a backward need not
+     make again. With l2norm and a sigmoid as beta, or with KDA_GATE_LOG_DECAY and KDA_BETA_GIVEN. No initial_state. */
   void *record;   /* [slots, HV, KDA_RECORD_BYTES] at 256 bytes, written: for kda_reverse_args.record; the workspace then holds none */
   void *r;        /* [B, T, HV, V] bfloat16, packed, as o then is, written: v - k_in S, see kda_gradient_args */
   float *factors; /* [slots, HV, 3, 64], written: beta, 0 past a sequence's end, 1 / |q|, 1 / |k| */
@@ -244,8 +244,8 @@ typedef struct kda_reverse_args {
   void *d_states_lost; /* as d_states, written: what rounding took from it, with K = V = 64; or NULL */
   const void *q_lost;  /* [slots, HV, 64, K] bfloat16: what rounding took from q_decayed, K = V = 64 and k_solved in bfloat16; or NULL */
 
-  const void *record; /* what kda_prefill_args.record has got, in place of tiles, solved, decay and factors, which are NULL; or NULL. Not
-                         with KDA_BETA_GIVEN, nor with alone */
+  const void *record; /* what kda_prefill_args.record has got, in place of tiles, solved and decay, which are NULL; or NULL. But with
+                         KDA_BETA_GIVEN factors and alone are NULL too */
 } kda_reverse_args;
 
 #define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}

@@ -54,7 +54,9 @@ struct Kept {
 };
 
 // What a kernel of the forward leaves to a backward: nothing; `lower`, `solved` and checkpoints; or `lower`, all states, r and the records.
-enum class Keep : int { nothing, checkpoints, record };
+// plain_record: k_solved and A_solved of these have not been multiplied by beta, which may be 0; the scan multiplies r by it.
+enum class Keep : int { nothing, checkpoints, record, plain_record };
+__host__ __device__ constexpr bool keeps_records(Keep keep) { return keep == Keep::record || keep == Keep::plain_record; }
 
 // The kernels; `slots` is the number of records per value head. launch_parts goes before launch_scan where there are parts.
 cudaError_t launch_prepare(const HopperForward& p, int64_t slots, cudaStream_t stream);

@@ -24,15 +24,18 @@ kda_status check_rows(const char *name, const kda_tensor &x) {
 kda_status check_record(const kda_prefill_args &args) {
   if (!args.record || !args.r || !args.factors || !args.lower || !args.checkpoints || args.solved)
     return fail(KDA_INVALID_ARGUMENT, "record, r, factors, lower and checkpoints must be given together, without solved");
-  if (args.key_dim != 128 || !args.l2norm || args.initial_state)
-    return fail(KDA_UNSUPPORTED, "record is kept with key_dim = 128 and l2norm, without initial_state, got %lld and %d%s",
-                (long long)args.key_dim, args.l2norm, args.initial_state ? ", and a state" : "");
+  if (args.key_dim != 128 || args.initial_state)
+    return fail(KDA_UNSUPPORTED, "record is kept with key_dim = 128, without initial_state, got %lld%s", (long long)args.key_dim,
+                args.initial_state ? " and a state" : "");
+  const bool given = args.gate == KDA_GATE_LOG_DECAY && args.beta_kind == KDA_BETA_GIVEN;
+  if (!given && (!args.l2norm || args.beta_kind == KDA_BETA_GIVEN))
+    return fail(KDA_UNSUPPORTED, "record is kept with l2norm and beta_kind %d or %d, or gate %d and beta_kind %d, got %d, %d, %d",
+                KDA_BETA_SIGMOID, KDA_BETA_DOUBLE_SIGMOID, KDA_GATE_LOG_DECAY, KDA_BETA_GIVEN, args.l2norm, args.gate, args.beta_kind);
   const int64_t row = args.value_heads * args.value_dim;
   if (args.o.head_stride != args.value_dim || args.o.token_stride != row || (args.batch > 1 && args.o.batch_stride != args.tokens * row))
     return fail(KDA_UNSUPPORTED, "o must be packed as [B, T, HV, V] with record");
-  if (args.checkpoint != 1 || args.group > 1 || args.lower_dtype != KDA_FLOAT16)
-    return fail(KDA_UNSUPPORTED, "record is kept with checkpoint = 1, group = 0 or 1 and lower_dtype = %d, got %d, %d and %d", KDA_FLOAT16,
-                args.checkpoint, args.group, args.lower_dtype);
+  if (args.checkpoint != 1 || args.group > 1)
+    return fail(KDA_UNSUPPORTED, "record is kept with checkpoint = 1 and group = 0 or 1, got %d and %d", args.checkpoint, args.group);
   if (reinterpret_cast<uintptr_t>(args.record) % 256) return fail(KDA_UNSUPPORTED, "record must start at 256 bytes");
   for (const void *x : {args.r, static_cast<void *>(args.factors)})
     if (reinterpret_cast<uintptr_t>(x) % 16) return fail(KDA_UNSUPPORTED, "r and factors must start at 16 bytes");
@@ -63,11 +66,12 @@ kda_status check_kept(const kda_prefill_args &args) {
 // Into how many parts each sequence is scanned, by the microseconds that an H200 takes; 1: in one piece. All parts but the last are walked
 // along once without outputs, then the states between them found, then all of them walked along. A multiprocessor holds one block. Where it
 // fits no third part, two: they part only if the first is forgotten. With 32 heads that is 12 % less, or up to 5 % more where some heads
-// part and others do not; softplus gates, which seldom forget everything, have two for up to kTwoSlow heads. Heads of 64 have no parts.
+// part and others do not; softplus gates, which seldom forget everything, have two for up to kTwoSlow heads. Heads of 64 have no parts,
+// nor have records without strengths.
 int parts_of(const kda_prefill_args &args) {
   constexpr int kProcessors = 132, kMost = 64, kTwo = kProcessors / 4, kTwoSlow = 26;
   constexpr double kAgain = 0.9, kOutputs = 1.0, kLink = 1.2, kLaunch = 10.0;  // a chunk, a chunk, a part, once
-  if (args.key_dim == 64) return 1;
+  if (args.key_dim == 64 || (args.record && args.beta_kind == KDA_BETA_GIVEN)) return 1;
   if (args.parts > 0) return args.parts < kMost ? args.parts : kMost;
   const int64_t rows = args.sequences * args.value_heads;
   if (rows == 0) return 1;

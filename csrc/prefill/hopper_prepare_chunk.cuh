@@ -57,8 +57,8 @@ auto of_form(const HopperForward& p, Run run) {
 // KEEP: also leaves what a backward begins with.
 template <int HEAD, Gate GATE, bool BOUNDED, bool G32, bool L2NORM, Keep KEEP>
 __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_unused]] const Kept& kept) {
-  constexpr bool KEPT = KEEP != Keep::nothing, RECORD = KEEP == Keep::record;
-  static_assert(!RECORD || (HEAD == 128 && L2NORM), "");
+  constexpr bool KEPT = KEEP != Keep::nothing, RECORD = keeps_records(KEEP), PLAIN = KEEP == Keep::plain_record;
+  static_assert(!RECORD || HEAD == 128, "");
   using P = Places<HEAD>;
   using W = Warp<HEAD>;
   using R = Record<HEAD>;
@@ -92,7 +92,8 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
     if (RECORD) kept.factors[item * 3 * kChunk + row] = row < span.length ? exact_strength(p, from) : 0.0f;
   }
   if (RECORD && lane % 2 == 0)
-    kept.factors[(item * 3 + 1 + norm_kind<HEAD>(lane)) * kChunk + warp * W::tokens + norm_token<HEAD>(lane)] = x.inverse_norm;
+    kept.factors[(item * 3 + 1 + norm_kind<HEAD>(lane)) * kChunk + warp * W::tokens + norm_token<HEAD>(lane)] =
+        L2NORM ? x.inverse_norm : 1.0f;
   if (!L2NORM) keep_norms(x, shared, warp, lane);
   exact_diagonal(x, shared, warp, lane);
   float sum[4] = {};
@@ -136,7 +137,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = at.block * kBlock + square_row(2 * i, lane);
-    strength[i] = shared.betas[row] * (L2NORM ? 1.0f : shared.norms[1][row]);
+    strength[i] = (PLAIN ? 1.0f : shared.betas[row]) * (L2NORM ? 1.0f : shared.norms[1][row]);
   }
   square_out<HEAD, L2NORM>(p, at, shared, solved, strength, [&](int i, const Square& sum) {
     if constexpr (KEPT && !RECORD) stage_solved<L2NORM>(p, at, shared, i, sum);

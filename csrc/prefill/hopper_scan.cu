@@ -15,7 +15,7 @@ namespace {
 template <int HEAD, int GROUPS, int BLOCKS, Keep KEEP>
 __device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& kept) {
   using L = Layout<HEAD, GROUPS, BLOCKS>;
-  constexpr bool kByColumns = KEEP == Keep::record;
+  constexpr bool kByColumns = keeps_records(KEEP);
 #ifdef KDA_EMULATE
   uint8_t* shared = memory;
 #else
@@ -34,7 +34,7 @@ __device__ __forceinline__ void scan_block(const HopperForward& p, const Kept& k
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) fewer_registers<40>();
-    fetch<HEAD, GROUPS, BLOCKS, kByColumns>(p, task, smem, threadIdx.x - GROUPS * 128);
+    fetch<HEAD, GROUPS, BLOCKS, kByColumns, KEEP == Keep::plain_record>(p, kept.factors, task, smem, threadIdx.x - GROUPS * 128);
   } else {
     if (GROUPS == 2) more_registers<232>();
     walk<HEAD, GROUPS, BLOCKS, KEEP>(p, kept, task, shared, smem);
@@ -52,10 +52,10 @@ __global__ void __launch_bounds__(Layout<HEAD, GROUPS, BLOCKS>::threads, BLOCKS)
     scan_kept_kernel(const __grid_constant__ HopperForward p, const __grid_constant__ Kept kept) {
   scan_block<HEAD, GROUPS, BLOCKS, Keep::checkpoints>(p, kept);
 }
-template <int GROUPS>
+template <int GROUPS, Keep KEEP>
 __global__ void __launch_bounds__(Layout<128, GROUPS, 1>::threads, 1)
     scan_record_kernel(const __grid_constant__ HopperForward p, const __grid_constant__ Kept kept) {
-  scan_block<128, GROUPS, 1, Keep::record>(p, kept);
+  scan_block<128, GROUPS, 1, KEEP>(p, kept);
 }
 
 #ifndef KDA_EMULATE
@@ -113,7 +113,11 @@ cudaError_t launch_scan_record(const HopperForward& p, const Kept& kept, cudaStr
   bool many = false;
   const cudaError_t status = find_width(p, many);
   if (status != cudaSuccess) return status;
-  return many ? launch<128, 2, 1>(p, scan_record_kernel<2>, stream, p, kept) : launch<128, 1, 1>(p, scan_record_kernel<1>, stream, p, kept);
+  if (p.beta_kind == Beta::given)
+    return many ? launch<128, 2, 1>(p, scan_record_kernel<2, Keep::plain_record>, stream, p, kept)
+                : launch<128, 1, 1>(p, scan_record_kernel<1, Keep::plain_record>, stream, p, kept);
+  return many ? launch<128, 2, 1>(p, scan_record_kernel<2, Keep::record>, stream, p, kept)
+              : launch<128, 1, 1>(p, scan_record_kernel<1, Keep::record>, stream, p, kept);
 }
 #endif
 

@@ -25,6 +25,7 @@ struct Layout {
   static constexpr int threads = GROUPS * 128 + fetchers;  // whole warp groups where they trade registers
 };
 static_assert(2 * (Layout<64, 1, 2>::bytes + 1024) <= 233472, "");
+static_assert(Record<128>::stage_bytes + kChunk * 4 <= Layout<128, 1, 1>::values, "betas fit behind a record");
 
 struct Task {
   Span span;
@@ -76,9 +77,9 @@ __device__ __forceinline__ Task task_of(const HopperForward& p, float* scratch) 
 }
 
 // The fetching threads: the first asks for records, all for values, with zeros past the sequence's end. BY_COLUMNS: squares of records are,
-// see hopper_record.h.
-template <int HEAD, int GROUPS, int BLOCKS, bool BY_COLUMNS>
-__device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, int thread) {
+// see hopper_record.h. betas: [records, 3, 64], of which the first go behind the record, or null.
+template <int HEAD, int GROUPS, int BLOCKS, bool BY_COLUMNS, bool BETAS>
+__device__ void fetch(const HopperForward& p, [[maybe_unused]] const float* betas, const Task& task, uint32_t smem, int thread) {
   using L = Layout<HEAD, GROUPS, BLOCKS>;
   using R = Record<HEAD>;
   constexpr int kRowUnits = GROUPS * kSlice / 8, kStep = L::fetchers / kRowUnits;  // units of 16 bytes; rows per round
@@ -108,7 +109,8 @@ __device__ void fetch(const HopperForward& p, const Task& task, uint32_t smem, i
     if (i >= L::stages) barrier_wait(empty, (i / L::stages - 1) & 1);
     if (thread == 0) {
       if (i == 0) wait_for_previous_kernel();
-      barrier_arrive_expect(full, R::record_bytes);
+      barrier_arrive_expect(full, R::record_bytes + (BETAS ? kChunk * 4 : 0));
+      if (BETAS) bulk_load(at + R::stage_bytes, betas + (task.record + (i - task.links) * p.HV) * 3 * kChunk, kChunk * 4, full);
       bulk_load(at, record, BY_COLUMNS ? R::square_by_columns(0, 1) : R::first_square(1), full);
 #pragma unroll
       for (int b = 1; b < 4; ++b) {  // past the zeros of A_solved^T; the decay follows its last block

@@ -53,7 +53,7 @@ __device__ __forceinline__ void write_output(Outputs& outputs, const uint32_t (&
 
 template <int HEAD, int GROUPS, int BLOCKS, Keep KEEP>
 __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, const Task& task, const uint8_t* shared, uint32_t smem) {
-  constexpr bool RECORD = KEEP == Keep::record;
+  constexpr bool RECORD = keeps_records(KEEP), PLAIN = KEEP == Keep::plain_record;
   using L = Layout<HEAD, GROUPS, BLOCKS>;
   using R = Record<HEAD>;
   constexpr int kSteps = HEAD / 16;  // of a product over keys
@@ -149,16 +149,28 @@ __device__ void walk(const HopperForward& p, [[maybe_unused]] const Kept& kept, 
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         error[n][j] = pack_bf16(low(v[n][j]) - r[8 * n + 2 * j], high(v[n][j]) - r[8 * n + 2 * j + 1]);
+    [[maybe_unused]] uint32_t written[4][4];  // error times beta, where the record has none
+    if constexpr (PLAIN) {
+      const auto* betas = reinterpret_cast<const float*>(shared + stage * L::stage + R::stage_bytes) + 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 b = *reinterpret_cast<const float2*>(betas + 16 * n + j / 2 * 8);
+          written[n][j] = pack_bf16((low(v[n][j]) - r[8 * n + 2 * j]) * b.x, (high(v[n][j]) - r[8 * n + 2 * j + 1]) * b.y);
+        }
+    }
+    const auto& wrote = PLAIN ? written : error;
     touch(S);
     wgmma_begin();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma<1>(S, error[s], descriptor(base, R::k_solved + s * 2048, 8192), 1);
+    for (int s = 0; s < 4; ++s) wgmma<1>(S, wrote[s], descriptor(base, R::k_solved + s * 2048, 8192), 1);
     wgmma_commit();
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
       const auto squares = RECORD ? descriptor_of_squares(base, R::a_solved + s * R::square, 4 * R::square)
                                   : descriptor_of_squares(base, R::a_solved + s * 4 * R::square);
-      wgmma<1>(o, error[s], squares, 1);
+      wgmma<1>(o, wrote[s], squares, 1);
     }
     wgmma_commit();
     if constexpr (RECORD)

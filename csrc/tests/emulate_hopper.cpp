@@ -34,9 +34,10 @@ static void prepare(const HopperForward &p, int64_t slots, int order) {
 }
 
 static void prepare_record(const HopperForward &p, const Kept &kept, int64_t slots, int order) {
-  of_record_form(p, [&](auto form) {
+  of_records(p, [&](auto form, auto keep) {
     using F = decltype(form);
-    run(p, slots, Warp<128>::threads, order, [&] { prepare_record_kernel<F::gate, F::bounded, F::gate_float32>(p, kept); });
+    const auto kernel = [&] { prepare_record_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm, decltype(keep)::value>(p, kept); };
+    run(p, slots, Warp<128>::threads, order, kernel);
     return 0;
   });
 }

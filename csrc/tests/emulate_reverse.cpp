@@ -34,6 +34,8 @@ static void run_from(const HopperReverse &p, int order) {
 extern "C" void kda_emulate_reverse_bf16(const kda_reverse_args *args, int groups, int order) {
   const HopperReverse p = reverse_of(*args, *args->forward);
   if (p.q_lost) return run<64, 1, 1, From::exact_tiles>(p, order);
+  if (p.record && p.in.beta_kind == Beta::given)
+    return groups == 1 ? run<128, 1, 1, From::plain_record>(p, order) : run<128, 2, 1, From::plain_record>(p, order);
   if (p.record) return groups == 1 ? run<128, 1, 1, From::record>(p, order) : run<128, 2, 1, From::record>(p, order);
   if (p.in.head == 64) return groups == 1 ? run_from<64, 1, 1>(p, order) : run_from<64, 1, 2>(p, order);
   return groups == 1 ? run_from<128, 1, 1>(p, order) : run_from<128, 2, 1>(p, order);

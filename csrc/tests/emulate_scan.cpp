@@ -18,7 +18,9 @@ static void run(const HopperForward &p, const Kept &kept, int order) {
   for (unsigned block = 0; block < blocks; ++block)
     emulate::run_block(block, Layout<HEAD, GROUPS, BLOCKS>::threads, order, [&] {
       if constexpr (HEAD == 128)
-        if (kept.r) return scan_record_kernel<GROUPS>(p, kept);
+        if (kept.r)
+          return p.beta_kind == Beta::given ? scan_record_kernel<GROUPS, Keep::plain_record>(p, kept)
+                                            : scan_record_kernel<GROUPS, Keep::record>(p, kept);
       if (kept.states) scan_kept_kernel<HEAD, GROUPS, BLOCKS>(p, kept);
       else scan_kernel<HEAD, GROUPS, BLOCKS>(p);
     });

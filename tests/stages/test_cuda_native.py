@@ -22,7 +22,7 @@ REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255,
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernelILi64": 0, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0,
           "padding_kernel": 0, "gradient_kernel": 32, "prepare_kept_kernelILi64": 0, "prepare_kept_kernel": 24, "scan_kept_kernel": 0,
-          "prepare_record_kernel": 24, "scan_record_kernel": 24, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
+          "prepare_record_kernel": 60, "scan_record_kernel": 88, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
           "rebuild_kernel": 16}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, or six of 128, 96 five of 128; 128 one of 512, or two of 256.
@@ -76,10 +76,10 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 116, (
+    assert len(found) == 124, (
         "16 kinds of chunks, in training eight, for either head size; four kinds of the scan, each also in training; one of parts, "
         "eight gradients for either head size, nine of the state's gradient, twelve that make tiles again for either head size; "
-        "of records six kinds of chunks, two of the scan and two of the state's gradient"
+        "of records ten kinds of chunks, four of the scan and four of the state's gradient"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
@@ -141,8 +141,10 @@ def test_what_is_kept_is_checked(native):
 def test_kept_records_are_checked(native):
     """Before a device is looked for. They have no place in the workspace."""
     half = {name: library.Tensor(4096, library.BFLOAT16, 0, 1 << 20, 128, 1024) for name in ("q", "k", "v", "g", "beta", "o")}
-    sizes = half | dict(key_dim=128, value_dim=128, chunk_size=64, heads=8, value_heads=8, l2norm=1, parts=1)
-    assert native.workspace_size(arguments(**sizes, record=4096), "bf16") == 0 < native.workspace_size(arguments(**sizes), "bf16")
+    sizes = half | dict(key_dim=128, value_dim=128, chunk_size=64, heads=8, value_heads=8, l2norm=1, beta_kind=1)
+    assert native.workspace_size(arguments(**sizes, parts=1, record=4096), "bf16") == 0 < native.workspace_size(arguments(**sizes), "bf16")
+    given = sizes | dict(beta_kind=0, parts=3)  # whose records have no parts
+    assert native.workspace_size(arguments(**given, record=4096), "bf16") == 0
     right = (
         sizes | dict.fromkeys(("lower", "checkpoints", "record", "r", "factors"), 4096) | dict(lower_dtype=library.FLOAT16, checkpoint=1)
     )
@@ -150,9 +152,10 @@ def test_kept_records_are_checked(native):
     for changes, message in (
         (dict(solved=4096), "record, r, factors, lower and checkpoints must be given together, without solved"),
         (dict(r=None), "record, r, factors, lower and checkpoints must be given together"),
-        (dict(l2norm=0), "record is kept with key_dim = 128 and l2norm, without initial_state, got 128 and 0"),
-        (dict(initial_state=4096), "without initial_state, got 128 and 1, and a state"),
-        (dict(checkpoint=8), "checkpoint = 1, group = 0 or 1 and lower_dtype = 2, got 8, 0 and 2"),
+        (dict(l2norm=0), "l2norm and beta_kind 1 or 2, or gate 0 and beta_kind 0, got 0, 0, 1"),
+        (dict(beta_kind=0, gate=2, lower_bound=-5.0), "l2norm and beta_kind 1 or 2, or gate 0 and beta_kind 0, got 1, 2, 0"),
+        (dict(initial_state=4096), "key_dim = 128, without initial_state, got 128 and a state"),
+        (dict(checkpoint=8), "checkpoint = 1 and group = 0 or 1, got 8 and 0"),
         (dict(record=4112), "record must start at 256 bytes"),
         (dict(o=library.Tensor(4096, library.BFLOAT16, 0, 1 << 21, 128, 2048)), packed),
         ({}, "CUDA error"),
@@ -169,8 +172,10 @@ def test_reverse_of_records_is_checked(native):
     sizes = half | dict(key_dim=128, value_dim=128, chunk_size=64, beta_kind=library.BETAS["sigmoid"])
     right = dict.fromkeys(("record", "d_o", "d_states", "d_v"), 4096) | dict(k_solved_dtype=library.BFLOAT16)
     for of_forward, changes, message in (
-        (dict(beta_kind=0), {}, "record needs key_dim = 128, a beta_kind other than 0 and group = 0 or 1, got 128, 0 and 0"),
-        ({}, dict(tiles=4096), "tiles, solved, decay, factors and alone must be NULL with record"),
+        (dict(beta_kind=0), {}, "factors must be given with record and beta_kind = 0"),
+        ({}, dict(factors=4096), "else it and alone must be NULL"),
+        ({}, dict(tiles=4096), "tiles, solved and decay must be NULL with record"),
+        ({}, dict(group=4), "record needs key_dim = 128 and group = 0 or 1, got 128 and 4"),
         ({}, dict(record=4112), "record must start at 256 bytes"),
         ({}, dict(d_o=None), "d_o must not be NULL"),
         ({}, {}, "CUDA error"),

@@ -38,6 +38,10 @@ TRAINED = [
          **SIZES),
     Case("given", "log-decays and doubled strengths", T=66, HV=1, gate="huge",
          options=KEEPING | {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}, **SIZES),
+    Case("stacks", "log-decays and betas given, some of these 0, keys of any norm", T=136, HV=1, gate="huge", options=KEEPING,
+         **SIZES | dict(beta="some_zero")),
+    Case("both", "normalised here, betas given, packed", T=70, lengths=(0, 1, 66, 3), HV=2, gate="spikes",
+         options=KEEPING | {"use_qk_l2norm_in_kernel": True}, **SIZES | dict(beta="uniform")),
 ]  # fmt: skip
 
 
@@ -226,11 +230,11 @@ def calls(monkeypatch):
         calls.append("record" if args.record else "forward")
         args.sequences = args.sequences or args.batch
         preparing.kda_emulate_prepare_bf16(ctypes.byref(args), 1)
-        scanning.kda_emulate_scan_bf16(ctypes.byref(args), 1, 1)
+        scanning.kda_emulate_scan_bf16(ctypes.byref(args), 1 + args.value_heads % 2, 1)  # warp groups
 
     def reverse(args):
         calls.append("reverse" if args.record else "from tiles")
-        reversing.kda_emulate_reverse_bf16(ctypes.byref(args), 2, 1)
+        reversing.kda_emulate_reverse_bf16(ctypes.byref(args), 2 - args.forward.contents.value_heads % 2, 1)
 
     def gradient(args):
         calls.append("gradient")
@@ -295,6 +299,8 @@ def test_where_records_are_kept(monkeypatch):
     assert not kept()
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     assert kept() and kept(T=2**20) and kept(gate="softplus") and kept(deterministic=True)
+    stacks = dict(gate="log_decay", beta="given", l2norm=False, safe_gate=False, lower_bound=None)
+    assert kept(**stacks) and kept(**stacks | dict(l2norm=True)) and not kept(**stacks | dict(scale=0.125, gate_dtype="float32"))
     others = dict(dtype="float16"), dict(K=64, V=64), dict(l2norm=False), dict(beta="given"), dict(output_final_state=True)
     for changes in (*others, dict(has_initial_state=True), dict(disable_recompute=False)):
         assert not kept(**changes), changes

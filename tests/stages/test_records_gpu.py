@@ -20,6 +20,8 @@ CASES = [
     Case("softplus", "packed: empty, one token, whole chunks and ragged ones", T=523, lengths=(0, 65, 64, 0, 1, 128, 200, 65, 0), H=2, HV=2,
          options=FUSED | KEEPING, **RAW, **SIZES),
     Case("given", "any gate, doubled strengths", T=200, H=2, HV=2, gate="huge", options=NORMED | {"allow_neg_eigval": True}, **SIZES),
+    Case("stacks", "log-decays and betas given, some of these 0", T=330, H=2, HV=2, gate="huge", options=KEEPING,
+         **SIZES | dict(beta="some_zero")),
     Case("alike", "identical keys, slow gates", T=330, H=2, HV=2, gate="slow", keys="identical", options=NORMED, **SIZES),
 ]  # fmt: skip
 

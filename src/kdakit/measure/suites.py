@@ -103,7 +103,7 @@ SUITES: dict[str, dict[str, Entry]] = {
         f"{name} {gate}{' kept' if kept else ''}": Entry(_step(SHAPES[name], gate, kept), ("triton_gpu", "fla"))
         for name in ("h32", "h96")
         for gate in ("bounded", "softplus", "given")
-        for kept in ((False,) if gate == "given" else (False, True))  # of keys that are not normalised here nothing is kept
+        for kept in (False, True)
     },
 }
 

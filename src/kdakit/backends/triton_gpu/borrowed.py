@@ -44,9 +44,13 @@ def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any
     """The lender's kernel for the gradients of chunks; None: Triton's, and where more is wanted of gates' gradients. With K = 128 and
     normalised keys Triton's kernel may round pairs as the lender's does."""
     half = config.solve_dtype == "float16"
-    exact = exact_gates(problem) or (exact_pairs(problem, config) and (problem.K == 64 or not problem.options.l2norm))
-    fits = config.chunk == 64 and not (half and not config.normed) and not exact
+    fits = config.chunk == 64 and not (half and not config.normed) and not exact_chunks(problem, config)
     return lent("gradient", problem, device, fits, needed=records(problem, config, device))
+
+
+def exact_chunks(problem: Problem, config: Config) -> bool:
+    """Triton's kernels of chunks are more exact than the lender's, and that counts."""
+    return exact_gates(problem) or (exact_pairs(problem, config) and (problem.K == 64 or not problem.options.l2norm))
 
 
 def exact_gates(problem: Problem) -> bool:
@@ -83,13 +87,15 @@ def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 def records(problem: Problem, config: Config, device: Any) -> bool:
     """The lender's forward leaves its own records to the lender's backward, which need not make anything again. Only where it is asked
-    for: no GPU has shown it yet. It does not depend on how many tokens there are: nor may what a forward keeps. A given beta may be too
-    small to be divided by, and with a final state the last state is wanted in float32."""
+    for: no GPU has shown it yet. It does not depend on how many tokens there are: nor may what a forward keeps. Either all is computed
+    here, from normalised keys, or log-decays and betas are given, with keys of any norm. With a final state the last state is wanted in
+    float32, and that of the caller's as exactly as `rebuild` makes its rows."""
     o = problem.options
     if lender is None or os.environ.get(VARIABLES["forward"]) != "1":
         return False
-    fits = config.keeps_states and config.chunk == 64 and config.half == 32 and problem.K == problem.V == 128
-    if not fits or o.beta == "given" or o.output_final_state:
+    fits = config.chunk == 64 and config.half == 32 and problem.dtype == "bfloat16" and problem.K == problem.V == 128
+    alone = problem.needs_grad and o.disable_recompute and not problem.has_initial_state and not o.output_final_state
+    if not fits or not alone or exact_chunks(problem, config) or not (o.gate == "log_decay" if o.beta == "given" else config.keeps_states):
         return False
     stages = [what for what in LENT if what != "rebuild"]
     return all(os.environ.get(VARIABLES[what]) != "0" and getattr(lender, LENT[what])(problem, device)[0] is not None for what in stages)

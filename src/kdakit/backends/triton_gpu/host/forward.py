@@ -135,8 +135,8 @@ def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[
     if kernel is None:
         return None
     space: Kept | Recorded = (record if recorded else kept)(problem, config, device)
-    group = 1 if config.normed else config.group
-    result, repeat = kernel(problem, arrays, **space._asdict(), checkpoint=config.checkpoint, group=group)
+    group = 1 if config.normed or recorded else config.group
+    result, repeat = kernel(problem, arrays, **space._asdict(), checkpoint=1 if recorded else config.checkpoint, group=group)
     note_lent(repeat)
     clear_output(problem, arrays, result.o)
     return result, space
