@@ -244,8 +244,8 @@ typedef struct kda_reverse_args {
   void *d_states_lost; /* as d_states, written: what rounding took from it, with K = V = 64; or NULL */
   const void *q_lost;  /* [slots, HV, 64, K] bfloat16: what rounding took from q_decayed, K = V = 64 and k_solved in bfloat16; or NULL */
 
-  const void *record; /* what kda_prefill_args.record has got, in place of tiles, solved and decay, which are NULL; or NULL. But with
-                         KDA_BETA_GIVEN factors and alone are NULL too */
+  const void *record; /* what kda_prefill_args.record has got, in place of tiles, solved and decay, which are NULL; or NULL. With another
+                         beta_kind than KDA_BETA_GIVEN factors and alone are NULL as well */
 } kda_reverse_args;
 
 #define KDA_REVERSE_ARGS_INIT {sizeof(kda_reverse_args)}
