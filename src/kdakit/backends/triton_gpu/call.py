@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.host import backward as backwards
 from kdakit.backends.triton_gpu.host import forward as forwards
+from kdakit.backends.triton_gpu.host import recorded
 from kdakit.backends.triton_gpu.host.forward import step
 from kdakit.backends.triton_gpu.runtime import precompile
 from kdakit.backends.triton_gpu.runtime.launch import on_device, recording, watching
@@ -43,7 +45,8 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
     arrays, d_o = contiguous_parameters(arrays), d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
     with on_device(arrays.q):
-        return backwards.backward(problem, arrays, kept, d_o, d_final, config)
+        of_records = not d_o.is_meta and borrowed.records(problem, config, d_o.device)
+        return (recorded if of_records else backwards).backward(problem, arrays, kept, d_o, d_final, config)
 
 
 def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> tuple[Any, Plan | None]:

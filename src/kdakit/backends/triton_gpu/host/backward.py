@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -178,19 +177,6 @@ class Reversed(NamedTuple):
     d_initial: torch.Tensor | None
 
 
-def reverse_of_records(problem: Problem, arrays: Arrays, y: Recorded, d_o, d_final, config: Config) -> Reversed:
-    """`reverse` from a forward's own records."""
-    d_states = torch.empty(y.checkpoints.shape, dtype=y.checkpoints.dtype, device=d_o.device)
-    d_v = torch.empty(d_o.shape, dtype=d_o.dtype, device=d_o.device)
-    given = problem.options.beta == "given"
-    alone = torch.empty((*y.factors.shape[:2], config.chunk, problem.V), dtype=d_v.dtype, device=d_v.device) if given else None
-    written = dict(d_states=d_states, d_v=d_v, y_lost=None, alone=alone, d_initial=None)
-    if (kernel := borrowed.reverse(problem, config, d_o.device)) is not None:
-        read = dict(record=y.record, factors=y.factors if given else None, d_o=d_o, d_final=d_final)
-        note_lent(kernel(problem, arrays, **read, **written, group=1))
-    return Reversed(d_states, None, None, d_v, None, alone, None)
-
-
 def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o, d_final, config: Config) -> Reversed:
     """Third launch: dS' of every chunk, the gradients of v and of the initial state; where beta is given also what its gradient needs."""
     C, device = config.chunk, d_o.device
@@ -359,24 +345,9 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
     return d_q, d_k, d_g, d_A_log, d_dt_bias
 
 
-def backward_of_records(problem: Problem, arrays: Arrays, x: Views, kept: Recorded, d_o, d_final, config: Config) -> Arrays:
-    """`backward` after a forward that has left its records: two launches."""
-    back = reverse_of_records(problem, arrays, kept, d_o, d_final, config)
-    none = kept.record.new_empty(0)
-    y = Replayed(tiles=none, decay=none, factors=kept.factors, first=none, states=kept.checkpoints, r=kept.r)
-    d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
-    kernel = borrowed.gradient(problem, config, d_o.device)
-    of_tokens = replace(config, group=1)  # rows, whatever Triton's order is
-    run = borrowed_of_chunks(kernel, problem, arrays, x, y, back, kept.lower, d_o, d_final, d_beta, of_tokens)
-    d_q, d_k, d_g, d_A_log, d_dt_bias = gradients(problem, arrays, x, len(kept.lower), run, back.d_v, d_beta, config)
-    return Arrays(d_q, d_k, back.d_v, d_g, d_beta, d_A_log, d_dt_bias, None)
-
-
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
     """All launches, on contiguous parameters and cotangents."""
     x = views(arrays)
-    if not d_o.is_meta and borrowed.records(problem, config, d_o.device):
-        return backward_of_records(problem, arrays, x, Recorded(*kept), d_o, d_final, config)
     lower, solved, checkpoints, *rest = kept
     y = room(problem, config, d_o.device, checkpoints, rest)
     if not config.keep:
