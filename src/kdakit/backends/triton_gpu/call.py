@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from kdakit.backends.triton_gpu import borrowed
 from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.host import backward as backwards
 from kdakit.backends.triton_gpu.host import forward as forwards
@@ -45,8 +44,8 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
     arrays, d_o = contiguous_parameters(arrays), d_o.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
     with on_device(arrays.q):
-        of_records = not d_o.is_meta and borrowed.records(problem, config, d_o.device)
-        return (recorded if of_records else backwards).backward(problem, arrays, kept, d_o, d_final, config)
+        host = recorded if recorded.here(problem, config, d_o) else backwards
+        return host.backward(problem, arrays, kept, d_o, d_final, config)
 
 
 def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch.Tensor | None = None) -> tuple[Any, Plan | None]:

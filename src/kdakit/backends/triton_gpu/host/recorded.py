@@ -15,6 +15,11 @@ from kdakit.backends.triton_gpu.runtime.layout import views
 from kdakit.problem import Arrays, Problem
 
 
+def here(problem: Problem, config: Config, d_o) -> bool:
+    """Whether the forward of such a call has left records."""
+    return not d_o.is_meta and borrowed.records(problem, config, d_o.device)
+
+
 def reverse(problem: Problem, arrays: Arrays, y: Recorded, d_o, d_final, config: Config) -> Reversed:
     """dS' of every chunk and the gradient of v; where beta is given also what its gradient needs."""
     d_states = torch.empty(y.checkpoints.shape, dtype=y.checkpoints.dtype, device=d_o.device)
