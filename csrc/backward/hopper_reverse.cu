@@ -90,12 +90,14 @@ cudaError_t launch_reverse(const HopperReverse& p, int64_t slots, cudaStream_t s
   const int64_t items = slots * p.in.HV;
   const int head = p.in.head;
   int device = 0, processors = 0;
-  cudaError_t status = p.record ? cudaSuccess : describe(matrices.tiles, p.tiles, items * 3 * kChunk, head, 3 * kChunk);
+  cudaError_t status = cudaGetDevice(&device);
+  // In a thread's first call nothing has given it a context yet, which the driver's function wants.
+  if (status == cudaSuccess) status = cudaSetDevice(device);
+  if (status == cudaSuccess && !p.record) status = describe(matrices.tiles, p.tiles, items * 3 * kChunk, head, 3 * kChunk);
   if (status == cudaSuccess && !p.record) status = describe(matrices.solved, p.solved, items * kChunk, kChunk, kChunk);
   if (status == cudaSuccess) status = describe(matrices.d_states, p.d_states, items * head, head, 16);
   if (status == cudaSuccess && p.q_lost) status = describe(matrices.q_lost, p.q_lost, items * kChunk, head, kChunk);
   if (status == cudaSuccess && p.d_states_lost) status = describe(matrices.d_states_lost, p.d_states_lost, items * head, head, 16);
-  if (status == cudaSuccess) status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
   if (head == 64) {
