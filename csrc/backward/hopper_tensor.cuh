@@ -25,11 +25,6 @@ __device__ __forceinline__ void pieces_commit() { asm volatile("cp.async.bulk.co
 // The thread's pieces so far have been read from shared memory.
 __device__ __forceinline__ void pieces_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
 // Of two pairs of bfloat16 the larger magnitudes; signs mean nothing.
 __device__ __forceinline__ uint32_t larger_bf16(uint32_t a, uint32_t b) {
   uint32_t y;

@@ -3,6 +3,7 @@
 #include "hopper_links.cuh"
 #include "hopper_record.h"
 #include "prefill.h"
+#include <cstdlib>
 
 namespace kda {
 namespace {
@@ -135,6 +136,12 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   const int64_t slots = slots_of(args);
   const hopper::Kept kept = hopper::kept_of(args);
   const bool keep = keeps(args);
+  const char *env = getenv("KDA_BLOCKS");
+  if (!keep && args.key_dim == 128 && p.parts == 1 && env && *env == '1') {
+    if (args.tokens > 0 && slots > 0) KDA_CUDA(hopper::launch_prepare_blocks(p, slots, stream));
+    if (args.sequences > 0) KDA_CUDA(hopper::launch_scan_blocks(p, stream));
+    return KDA_OK;
+  }
   if (args.tokens > 0 && slots > 0)
     KDA_CUDA(args.record ? hopper::launch_prepare_record(p, kept, slots, stream)
              : keep      ? hopper::launch_prepare_kept(p, kept, slots, stream)

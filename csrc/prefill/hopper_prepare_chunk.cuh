@@ -16,7 +16,7 @@
 // hopper_prepare_keep.cuh and hopper_prepare_keep_out.cuh: what a backward begins with. hopper_prepare.cu and hopper_prepare_kept.cu have
 // the kernels without and with the latter.
 #pragma once
-#include "hopper.h"
+#include "hopper_forms.cuh"
 #include "hopper_prepare_both.cuh"
 #include "hopper_prepare_decay.cuh"
 #include "hopper_prepare_keep.cuh"
@@ -25,34 +25,6 @@
 #include "hopper_prepare_solve.cuh"
 
 namespace kda::hopper {
-
-constexpr uint32_t kGridRows = 32768;  // slots along the grid's second axis
-
-#ifndef KDA_EMULATE
-inline dim3 grid_of(const HopperForward& p, int64_t slots) {
-  const auto rows = static_cast<unsigned>(slots);
-  return dim3(static_cast<unsigned>(p.HV), rows < kGridRows ? rows : kGridRows, (rows + kGridRows - 1) / kGridRows);
-}
-#endif
-
-// What a kernel is compiled for.
-template <Gate G, bool B, bool W, bool L>
-struct Form {
-  static constexpr Gate gate = G;
-  static constexpr bool bounded = B, gate_float32 = W, l2norm = L;
-};
-// run(Form) of a call.
-template <Gate GATE, bool BOUNDED, typename Run>
-auto with_form(const HopperForward& p, Run run) {
-  if (p.gate_float32) return p.l2norm ? run(Form<GATE, BOUNDED, true, true>{}) : run(Form<GATE, BOUNDED, true, false>{});
-  return p.l2norm ? run(Form<GATE, BOUNDED, false, true>{}) : run(Form<GATE, BOUNDED, false, false>{});
-}
-template <typename Run>
-auto of_form(const HopperForward& p, Run run) {
-  if (p.gate == Gate::bounded) return with_form<Gate::bounded, true>(p, run);
-  if (p.gate == Gate::softplus) return with_form<Gate::softplus, false>(p, run);
-  return p.safe ? with_form<Gate::log_decay, true>(p, run) : with_form<Gate::log_decay, false>(p, run);
-}
 
 // KEEP: also leaves what a backward begins with.
 template <int HEAD, Gate GATE, bool BOUNDED, bool G32, bool L2NORM, Keep KEEP>
@@ -74,8 +46,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
       *reinterpret_cast<float(*)[kChunk]>(bytes + P::betas), *reinterpret_cast<float(*)[3][kChunk]>(bytes + P::norms),
       *reinterpret_cast<uint2(*)[3][HEAD / 4]>(bytes + P::between)};
   let_next_kernel_start();
-  // Last chunks first: the scan starts with the first ones, which are then still in the cache.
-  const uint32_t slot = (gridDim.z - 1 - blockIdx.z) * kGridRows + gridDim.y - 1 - blockIdx.y;
+  const uint32_t slot = slot_of_block();
   const int head = blockIdx.x;
   const Span span = chunk_span(p, slot, lane);
   if (span.length <= 0) return;

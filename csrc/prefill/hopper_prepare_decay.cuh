@@ -19,16 +19,16 @@ constexpr float kFloor = -29.0f;  // log2-decays below are raised to it: under f
 __device__ __forceinline__ float inverse_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
 
 // Inputs that come without norms in the kernel are exact, and scaling them by powers of two keeps them so.
-template <int HEAD>
-__device__ __forceinline__ void keep_norms(Inputs<HEAD>& x, const Shared<HEAD>& shared, int warp, int lane) {
+template <int HEAD, typename Arrays>
+__device__ __forceinline__ void keep_norms(Inputs<HEAD>& x, const Arrays& shared, int warp, int lane) {
   x.inverse_norm = __uint_as_float(__float_as_uint(x.inverse_norm) & 0x7f800000u);
   if (HEAD == 64 || lane % 2 == 0)
     shared.norms[norm_kind<HEAD>(lane)][warp * Warp<HEAD>::tokens + norm_token<HEAD>(lane)] = inverse_power(x.inverse_norm);
 }
 
 // The diagonal of A_qk in float32: where gates are strong it is most of the output.
-template <int HEAD>
-__device__ __forceinline__ void exact_diagonal(const Inputs<HEAD>& x, const Shared<HEAD>& shared, int warp, int lane) {
+template <int HEAD, typename Arrays>
+__device__ __forceinline__ void exact_diagonal(const Inputs<HEAD>& x, const Arrays& shared, int warp, int lane) {
   const int t = lane / 4;
 #pragma unroll
   for (int group = 0; group < Warp<HEAD>::groups; ++group) {

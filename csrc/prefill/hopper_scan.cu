@@ -77,7 +77,9 @@ cudaError_t launch(const HopperForward& p, void (*kernel)(Arguments...), cudaStr
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Whether there are many heads. Of 128 channels a block per head moves fewer bytes; two per head fill the chip where there are few. Of 64 a
+}  // namespace
+
+// Of 128 channels a block per head moves fewer bytes; two per head fill the chip where there are few. Of 64 a
 // block alone on a multiprocessor has chunks in flight for two; two share one where there are more blocks than multiprocessors.
 cudaError_t find_width(const HopperForward& p, bool& many) {
   int device = 0, processors = 0;
@@ -86,8 +88,6 @@ cudaError_t find_width(const HopperForward& p, bool& many) {
   many = p.parts == 1 && p.N * p.HV * (p.head == 64 ? 1 : 2) > processors;
   return status;
 }
-
-}  // namespace
 
 cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream) {
   bool many = false;

@@ -7,17 +7,18 @@
 #include "../prefill/hopper_arguments.h"
 #include "../prefill/hopper_forgetting.cuh"
 #include "../prefill/hopper_prepare.cu"
+#include "../prefill/hopper_prepare_blocks.cu"
 #include "../prefill/hopper_prepare_kept.cu"
 
 using namespace kda;
 using namespace kda::hopper;
 
 template <typename Kernel>
-static void run(const HopperForward &p, int64_t slots, int threads, int order, Kernel kernel) {
-  gridDim = {unsigned(p.HV), unsigned(slots), 1};
+static void run(const HopperForward &p, int64_t slots, int threads, int order, Kernel kernel, int blocks = 1) {
+  gridDim = {unsigned(p.HV * blocks), unsigned(slots), 1};
   blockIdx.z = 0;
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
-    for (unsigned head = 0; head < gridDim.x; ++head) emulate::run_block(head, threads, order, kernel);
+    for (unsigned x = 0; x < gridDim.x; ++x) emulate::run_block(x, threads, order, kernel);
 }
 
 extern "C" size_t kda_emulate_record_bytes_bf16(int64_t head) {
@@ -62,6 +63,18 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
     return p.head == 64 ? prepare_kept<64>(p, kept, slots_of(*args), order) : prepare_kept<128>(p, kept, slots_of(*args), order);
   p.head == 64 ? prepare<64>(p, slots_of(*args), order) : prepare<128>(p, slots_of(*args), order);
 }
+
+// The records of blocks, those of a chunk one after the other.
+extern "C" void kda_emulate_prepare_blocks_bf16(const kda_prefill_args *args, int order) {
+  const HopperForward p = forward_of(*args);
+  of_form(p, [&](auto form) {
+    using F = decltype(form);
+    const auto kernel = [&] { prepare_blocks_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p); };
+    run(p, slots_of(*args), BlockPlaces::threads, order, kernel, 4);
+    return 0;
+  });
+}
+extern "C" size_t kda_emulate_block_record_bytes() { return BlockRecord::bytes; }
 
 // The state S [keys, values] before the chunk of a slot into `checkpoints`, as the warps of the scan hold it.
 template <int HEAD>

@@ -123,6 +123,13 @@ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
     r[i] = pair[0] | uint32_t(pair[1]) << 16;
   }
 }
+inline void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+  emulate::check_aligned(memory + address, "stmatrix");
+  const auto rows = gather(address);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; ++i) memcpy(memory + rows.of[8 * i + lane / 4] + 4 * (lane % 4), &r[i], 4);
+  __syncwarp();
+}
 inline uint32_t transposed(uint32_t x) {
   const auto all = gather(x);
   const int lane = threadIdx.x % 32, column = lane / 4, row = 2 * (lane % 4);

@@ -7,6 +7,7 @@
 #include "../include/kdakit.h"
 #include "../prefill/hopper_arguments.h"
 #include "../prefill/hopper_scan.cu"
+#include "../prefill/hopper_scan_blocks.cu"
 
 using namespace kda;
 using namespace kda::hopper;
@@ -32,4 +33,17 @@ extern "C" void kda_emulate_scan_bf16(const kda_prefill_args *args, int groups, 
   const Kept kept = kept_of(*args);
   if (p.head == 64) return groups == 1 ? run<64, 1, 1>(p, kept, order) : run<64, 1, 2>(p, kept, order);
   return groups == 1 ? run<128, 1, 1>(p, kept, order) : run<128, 2, 1>(p, kept, order);
+}
+
+template <int GROUPS>
+static void run_blocks(const HopperForward &p, int order) {
+  gridDim = {unsigned(p.N * p.HV * (2 / GROUPS)), 1, 1};
+  for (unsigned block = 0; block < gridDim.x; ++block)
+    emulate::run_block(block, BlocksLayout<GROUPS>::threads, order, [&] { scan_blocks_kernel<GROUPS>(p); });
+}
+
+// Along records of blocks.
+extern "C" void kda_emulate_scan_blocks_bf16(const kda_prefill_args *args, int groups, int order) {
+  const HopperForward p = forward_of(*args);
+  groups == 1 ? run_blocks<1>(p, order) : run_blocks<2>(p, order);
 }

@@ -78,13 +78,6 @@ inline void pieces_read() {
   leaving[threadIdx.x].clear();
 }
 
-inline void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
-  emulate::check_aligned(memory + address, "stmatrix");
-  const auto rows = gather(address);
-  const int lane = threadIdx.x % 32;
-  for (int i = 0; i < 4; ++i) memcpy(memory + rows.of[8 * i + lane / 4] + 4 * (lane % 4), &r[i], 4);
-  __syncwarp();
-}
 inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
   emulate::check_aligned(memory + address, "stmatrix");
   const auto rows = gather(address);

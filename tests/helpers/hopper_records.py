@@ -27,13 +27,9 @@ def record_bytes(kernels, D=128):
     return kernels.kda_emulate_record_bytes_bf16(D)
 
 
-def prepare(kernels, problem, arrays, order=1, **kept):
-    """Records [slots, HV, bytes] of a call; 16 bytes of guard behind them. kept: fields of kda_prefill_args for a backward."""
-    o, B, T, H, HV, N = problem.options, problem.B, problem.T, problem.H, problem.HV, problem.N
-    slots = T // CHUNK + N if problem.varlen else B * -(-T // CHUNK)
-    size = record_bytes(kernels, problem.K)
-    space = np.full(slots * HV * size + 512, 0xFF, np.uint8)
-    start = -space.ctypes.data % 256
+def call_of(problem, arrays, workspace, size, **more):
+    """kda_prefill_args of a call with `size` bytes at `workspace`, more: other fields of it; and the arrays it points to."""
+    o, pointer = problem.options, lambda x: None if x is None else x.ctypes.data
 
     def tensor(x, dtype):
         return library.Tensor(x.ctypes.data, dtype, 0, *(x.strides[i] // x.itemsize for i in (0, 2, 1)))
@@ -44,15 +40,28 @@ def prepare(kernels, problem, arrays, order=1, **kept):
     wide_beta = problem.beta_dtype == "float32"
     beta = np.ascontiguousarray(arrays.beta, np.float32) if wide_beta else bits(arrays.beta)
     A_log, dt_bias = (None if x is None else x.astype(np.float32) for x in (arrays.A_log, arrays.dt_bias))
-    pointer = lambda x: None if x is None else x.ctypes.data
+    fields = dict(o=tensor(v, 1)) | more
     args = library.PrefillArgs(
-        batch=B, tokens=T, heads=H, value_heads=HV, key_dim=problem.K, value_dim=problem.V, chunk_size=CHUNK, sequences=N, scale=o.scale,
+        batch=problem.B, tokens=problem.T, heads=problem.H, value_heads=problem.HV, key_dim=problem.K, value_dim=problem.V,
+        chunk_size=CHUNK, sequences=problem.N, scale=o.scale,
         q=tensor(q, 1), k=tensor(k, 1), v=tensor(v, 1), g=tensor(g, 0 if wide else 1), beta=tensor(beta, 0 if wide_beta else 1),
-        o=tensor(v, 1),
-        A_log=pointer(A_log), dt_bias=pointer(dt_bias), workspace=space.ctypes.data + start, workspace_size=slots * HV * size,
+        A_log=pointer(A_log), dt_bias=pointer(dt_bias), workspace=workspace, workspace_size=size,
         gate=library.GATES[o.gate], beta_kind=library.BETAS[o.beta], lower_bound=o.lower_bound or 0.0, l2norm=o.l2norm,
-        safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens=pointer(arrays.cu_seqlens), cu_seqlens_64=1, **kept,
+        safe_gate=o.safe_gate and o.lower_bound is not None, cu_seqlens=pointer(arrays.cu_seqlens), cu_seqlens_64=1, **fields,
     )  # fmt: skip
+    return args, (q, k, v, g, beta, A_log, dt_bias)
+
+
+def slots_of(problem):
+    return problem.T // CHUNK + problem.N if problem.varlen else problem.B * -(-problem.T // CHUNK)
+
+
+def prepare(kernels, problem, arrays, order=1, **kept):
+    """Records [slots, HV, bytes] of a call; 16 bytes of guard behind them. kept: fields of kda_prefill_args for a backward."""
+    size, slots, HV = record_bytes(kernels, problem.K), slots_of(problem), problem.HV
+    space = np.full(slots * HV * size + 512, 0xFF, np.uint8)
+    start = -space.ctypes.data % 256
+    args, _held = call_of(problem, arrays, space.ctypes.data + start, slots * HV * size, **kept)
     kernels.kda_emulate_prepare_bf16(ctypes.byref(args), order)
     assert (space[start + slots * HV * size :] == 0xFF).all() and (space[:start] == 0xFF).all(), "written past an end"
     return space[start : start + slots * HV * size].reshape(slots, HV, size)
