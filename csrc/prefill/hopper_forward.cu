@@ -138,8 +138,8 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   const bool keep = keeps(args);
   const char *env = getenv("KDA_BLOCKS");
   if (!keep && args.key_dim == 128 && p.parts == 1 && env && *env == '1') {
-    if (args.tokens > 0 && slots > 0) KDA_CUDA(hopper::launch_prepare_blocks(p, slots, stream));
-    if (args.sequences > 0) KDA_CUDA(hopper::launch_scan_blocks(p, stream));
+    if (args.tokens > 0 && slots > 0) KDA_CUDA(hopper::launch_prepare_short(p, slots, stream));
+    if (args.sequences > 0) KDA_CUDA(hopper::launch_scan_short(p, stream));
     return KDA_OK;
   }
   if (args.tokens > 0 && slots > 0)
