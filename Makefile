@@ -78,8 +78,8 @@ $(LIBRARY): $(wildcard csrc/*.c* csrc/include/* csrc/prefill/* csrc/backward/*) 
 	PYTHONPATH=src $(PYTHON) -m kdakit.backends.cuda.build --jobs $(WORKERS) $(if $(ARCH),--arch $(ARCH))
 
 test-cuda: $(LIBRARY)  ## on a machine with a GPU, with PYTHON's own torch: the CUDA library, built if it is not, the contract, compute-sanitizer, the C program
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(ONE_THREAD) PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q $(SPREAD) -k 'cuda or hopper or records' \
-		tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py tests/stages/test_records_gpu.py \
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(ONE_THREAD) PYTHONPATH=src:$(PYTHONPATH) $(PYTHON) -m pytest -q $(SPREAD) -k 'cuda or hopper or records or blocks' \
+		tests/stages/test_cuda_native.py tests/stages/test_cuda_gpu.py tests/stages/test_hopper_gpu.py tests/stages/test_records_gpu.py tests/stages/test_blocks_gpu.py \
 		tests/test_contract.py $(ARGS)
 
 dist: $(STAMP)  ## sdist and wheel into dist/, README with addresses: make dist REPOSITORY=https://github.com/OWNER/kdakit

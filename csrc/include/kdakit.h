@@ -116,7 +116,8 @@ typedef struct kda_prefill_args {
   int32_t lower_dtype; /* KDA_FLOAT16 or KDA_FLOAT32 */
   int32_t group;       /* as kda_gradient_args.group */
   int32_t checkpoint_float32; /* checkpoints are float32; K = V = 64 */
-  int32_t reserved;
+
+  int32_t block; /* bfloat16: tokens from state to state: 64, or, for K = V = 128 in one part, 16; 0: the library's choice */
 
   /* bfloat16, K = V = 128, with lower, checkpoints, a checkpoint of 1 and a group of at most 1, all three or none: what a backward need not
      make again. With l2norm and a sigmoid as beta, or with KDA_GATE_LOG_DECAY and KDA_BETA_GIVEN. No initial_state. */

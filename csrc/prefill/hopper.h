@@ -64,9 +64,9 @@ cudaError_t launch_parts(const HopperForward& p, cudaStream_t stream);
 cudaError_t launch_scan(const HopperForward& p, cudaStream_t stream);
 // Whether there are so many heads that a block of the scan has all value channels of one.
 cudaError_t find_width(const HopperForward& p, bool& many);
-// The two along short chunks, of 128 channels, in one part.
-cudaError_t launch_prepare_short(const HopperForward& p, int64_t slots, cudaStream_t stream);
-cudaError_t launch_scan_short(const HopperForward& p, cudaStream_t stream);
+// The two along blocks of 16 tokens, of 128 channels, in one part.
+cudaError_t launch_prepare_blocks(const HopperForward& p, int64_t slots, cudaStream_t stream);
+cudaError_t launch_scan_blocks(const HopperForward& p, cudaStream_t stream);
 // The two that keep something, in place of those that do not.
 cudaError_t launch_prepare_kept(const HopperForward& p, const Kept& kept, int64_t slots, cudaStream_t stream);
 cudaError_t launch_scan_kept(const HopperForward& p, const Kept& kept, cudaStream_t stream);

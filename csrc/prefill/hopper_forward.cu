@@ -3,7 +3,6 @@
 #include "hopper_links.cuh"
 #include "hopper_record.h"
 #include "prefill.h"
-#include <cstdlib>
 
 namespace kda {
 namespace {
@@ -72,7 +71,7 @@ kda_status check_kept(const kda_prefill_args &args) {
 int parts_of(const kda_prefill_args &args) {
   constexpr int kProcessors = 132, kMost = 64, kTwo = kProcessors / 4, kTwoSlow = 26;
   constexpr double kAgain = 0.9, kOutputs = 1.0, kLink = 1.2, kLaunch = 10.0;  // a chunk, a chunk, a part, once
-  if (args.key_dim == 64 || (args.record && args.beta_kind == KDA_BETA_GIVEN)) return 1;
+  if (args.key_dim == 64 || args.block == 16 || (args.record && args.beta_kind == KDA_BETA_GIVEN)) return 1;
   if (args.parts > 0) return args.parts < kMost ? args.parts : kMost;
   const int64_t rows = args.sequences * args.value_heads;
   if (rows == 0) return 1;
@@ -85,6 +84,23 @@ int parts_of(const kda_prefill_args &args) {
     if (time < least) least = time, best = n;
   }
   return best;
+}
+
+// Whether records are those of blocks: less to prepare, more steps from state to state. An H200 is faster with them from so many heads and
+// sequences on.
+bool by_blocks(const kda_prefill_args &args) {
+  constexpr int64_t kMany = 52;
+  if (args.block) return args.block == 16;
+  return args.key_dim == 128 && !keeps(args) && args.sequences * args.value_heads >= kMany && parts_of(args) == 1;
+}
+
+kda_status check_block(const kda_prefill_args &args) {
+  if (args.block != 0 && args.block != 16 && args.block != 64)
+    return fail(KDA_INVALID_ARGUMENT, "block must be 0, 16 or 64, got %d", args.block);
+  if (args.block == 16 && (args.key_dim != 128 || keeps(args)))
+    return fail(KDA_UNSUPPORTED, "block = 16 needs key_dim = 128 and nothing that is kept for a backward, got key_dim = %lld",
+                (long long)args.key_dim);
+  return KDA_OK;
 }
 
 static_assert(hopper::Record<128>::record_bytes == KDA_RECORD_BYTES, "");
@@ -112,6 +128,7 @@ kda_status workspace_bf16(const kda_prefill_args &args, size_t &bytes) {
   if (args.key_dim != args.value_dim || (args.key_dim != 64 && args.key_dim != 128))
     return fail(KDA_UNSUPPORTED, "the bfloat16 kernels need key_dim = value_dim = 64 or 128, got %lld and %lld", (long long)args.key_dim,
                 (long long)args.value_dim);
+  KDA_TRY(check_block(args));
   if (args.w || args.u) return fail(KDA_UNSUPPORTED, "the bfloat16 kernels do not give out w and u: pass NULL");
   const int64_t slots = slots_of(args);
   if (args.tokens >= int64_t{1} << 30 || slots >= int64_t{1} << 31 || slots * args.value_heads >= int64_t{1} << 31 ||
@@ -135,21 +152,17 @@ kda_status prefill_bf16(const kda_prefill_args &args) {
   const auto stream = static_cast<cudaStream_t>(args.stream);
   const int64_t slots = slots_of(args);
   const hopper::Kept kept = hopper::kept_of(args);
-  const bool keep = keeps(args);
-  const char *env = getenv("KDA_BLOCKS");
-  if (!keep && args.key_dim == 128 && p.parts == 1 && env && *env == '1') {
-    if (args.tokens > 0 && slots > 0) KDA_CUDA(hopper::launch_prepare_short(p, slots, stream));
-    if (args.sequences > 0) KDA_CUDA(hopper::launch_scan_short(p, stream));
-    return KDA_OK;
-  }
+  const bool keep = keeps(args), blocks = by_blocks(args);
   if (args.tokens > 0 && slots > 0)
     KDA_CUDA(args.record ? hopper::launch_prepare_record(p, kept, slots, stream)
              : keep      ? hopper::launch_prepare_kept(p, kept, slots, stream)
+             : blocks    ? hopper::launch_prepare_blocks(p, slots, stream)
                          : hopper::launch_prepare(p, slots, stream));
   if (args.sequences > 0 && p.parts > 2) KDA_CUDA(hopper::launch_parts(p, stream));
   if (args.sequences > 0)
     KDA_CUDA(args.record ? hopper::launch_scan_record(p, kept, stream)
              : keep      ? hopper::launch_scan_kept(p, kept, stream)
+             : blocks    ? hopper::launch_scan_blocks(p, stream)
                          : hopper::launch_scan(p, stream));
   return KDA_OK;
 }

@@ -7,7 +7,7 @@
 #include "../prefill/hopper_arguments.h"
 #include "../prefill/hopper_forgetting.cuh"
 #include "../prefill/hopper_prepare.cu"
-#include "../prefill/hopper_prepare_short.cu"
+#include "../prefill/hopper_prepare_blocks.cu"
 #include "../prefill/hopper_prepare_kept.cu"
 
 using namespace kda;
@@ -64,17 +64,17 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
   p.head == 64 ? prepare<64>(p, slots_of(*args), order) : prepare<128>(p, slots_of(*args), order);
 }
 
-// The records of short chunks, those of a chunk one after the other.
-extern "C" void kda_emulate_prepare_short_bf16(const kda_prefill_args *args, int order) {
+// The records of blocks, those of a chunk one after the other.
+extern "C" void kda_emulate_prepare_blocks_bf16(const kda_prefill_args *args, int order) {
   const HopperForward p = forward_of(*args);
   of_form(p, [&](auto form) {
     using F = decltype(form);
-    const auto kernel = [&] { prepare_short_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p); };
-    run(p, slots_of(*args), ShortPlaces::threads, order, kernel, kChunk / kShort);
+    const auto kernel = [&] { prepare_blocks_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p); };
+    run(p, slots_of(*args), BlockPlaces::threads, order, kernel, 4);
     return 0;
   });
 }
-extern "C" size_t kda_emulate_short_record_bytes() { return ShortRecord::bytes; }
+extern "C" size_t kda_emulate_block_record_bytes() { return BlockRecord::bytes; }
 
 // The state S [keys, values] before the chunk of a slot into `checkpoints`, as the warps of the scan hold it.
 template <int HEAD>

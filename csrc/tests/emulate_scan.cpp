@@ -7,7 +7,7 @@
 #include "../include/kdakit.h"
 #include "../prefill/hopper_arguments.h"
 #include "../prefill/hopper_scan.cu"
-#include "../prefill/hopper_scan_short.cu"
+#include "../prefill/hopper_scan_blocks.cu"
 
 using namespace kda;
 using namespace kda::hopper;
@@ -36,14 +36,14 @@ extern "C" void kda_emulate_scan_bf16(const kda_prefill_args *args, int groups, 
 }
 
 template <int GROUPS>
-static void run_short(const HopperForward &p, int order) {
+static void run_blocks(const HopperForward &p, int order) {
   gridDim = {unsigned(p.N * p.HV * (2 / GROUPS)), 1, 1};
   for (unsigned block = 0; block < gridDim.x; ++block)
-    emulate::run_block(block, ShortLayout<GROUPS>::threads, order, [&] { scan_short_kernel<GROUPS>(p); });
+    emulate::run_block(block, BlocksLayout<GROUPS>::threads, order, [&] { scan_blocks_kernel<GROUPS>(p); });
 }
 
-// Along records of short chunks.
-extern "C" void kda_emulate_scan_short_bf16(const kda_prefill_args *args, int groups, int order) {
+// Along records of blocks.
+extern "C" void kda_emulate_scan_blocks_bf16(const kda_prefill_args *args, int groups, int order) {
   const HopperForward p = forward_of(*args);
-  groups == 1 ? run_short<1>(p, order) : run_short<2>(p, order);
+  groups == 1 ? run_blocks<1>(p, order) : run_blocks<2>(p, order);
 }

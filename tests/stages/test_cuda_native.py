@@ -13,7 +13,7 @@ from functools import lru_cache
 import c_programs
 import pytest
 
-from kdakit.backends.cuda import build, library, unsupported
+from kdakit.backends.cuda import build, default_config, library, unsupported
 from kdakit.cases import CASES, FUSED, Case
 
 ARCHITECTURES = tuple(os.environ.get("KDAKIT_TEST_ARCH", "90a").split())
@@ -22,13 +22,13 @@ REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255,
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernelILi64": 0, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0,
           "padding_kernel": 0, "gradient_kernel": 32, "prepare_kept_kernelILi64": 0, "prepare_kept_kernel": 24, "scan_kept_kernel": 0,
-          "prepare_record_kernel": 60, "scan_record_kernel": 88, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
+          "prepare_blocks_kernel": 0, "scan_blocks_kernel": 0, "prepare_record_kernel": 60, "scan_record_kernel": 88, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
           "rebuild_kernel": 16}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, or six of 128, 96 five of 128; 128 one of 512, or two of 256.
 HOPPER_REGISTERS = {"prepare_kernelILi64": 96, "prepare_kernel": 80, "scan_kernel": 248, "parts_kernel": 168, "gradient_kernel": 128,
                     "prepare_kept_kernelILi64": 96, "prepare_kept_kernel": 80, "scan_kept_kernel": 248, "reverse_kernel": 255,
-                    "prepare_record_kernel": 80, "scan_record_kernel": 248,
+                    "prepare_record_kernel": 80, "scan_record_kernel": 248, "prepare_blocks_kernel": 80, "scan_blocks_kernel": 216,
                     "rebuild_kernel": 80}  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("build")
@@ -76,10 +76,10 @@ def test_registers_leave_room_for_the_blocks(built):
 @pytest.mark.skipif("90a" not in ARCHITECTURES, reason="the bfloat16 kernels are for sm_90a")
 def test_hopper_registers(built):
     found = [u for u in built[1] if "6hopper" in u.kernel]
-    assert len(found) == 124, (
+    assert len(found) == 142, (
         "16 kinds of chunks, in training eight, for either head size; four kinds of the scan, each also in training; one of parts, "
         "eight gradients for either head size, nine of the state's gradient, twelve that make tiles again for either head size; "
-        "of records ten kinds of chunks, four of the scan and four of the state's gradient"
+        "of records ten kinds of chunks, four of the scan and four of the state's gradient; sixteen kinds of blocks, two of their scan"
     )
     for usage in found:
         limit = next(n for name, n in HOPPER_REGISTERS.items() if name in usage.kernel)
@@ -108,9 +108,19 @@ def test_bf16_sizes_are_checked(native):
         (dict(w=256), "unsupported: .*w and u"),
         (dict(tokens=1 << 30), "unsupported: .*fewer than 2\\^30 tokens"),
         (dict(q=library.Tensor(None, library.FLOAT32)), "q.dtype must be 1, got 0"),
+        (dict(block=32), "block must be 0, 16 or 64, got 32"),
+        (dict(block=16, key_dim=64, value_dim=64), "unsupported: block = 16 needs key_dim = 128 .* got key_dim = 64"),
+        (dict(block=16, lower=4096), "unsupported: block = 16 needs .* nothing that is kept"),
     ):
         with pytest.raises(library.NativeError, match=message):
             native.workspace_size(arguments(**right | changes), "bf16")
+
+
+def test_deterministic_calls_do_not_look_at_other_sequences():
+    """The library chooses parts and blocks by how many of them there are."""
+    problem = dataclasses.replace(CASES["plain"], K=128, V=128).problem("bfloat16")
+    chosen = default_config(problem.replace(options=dataclasses.replace(problem.options, deterministic=True)), "cpu")
+    assert (chosen.parts, chosen.block) == (1, 64) and (default_config(problem, "cpu").parts, default_config(problem, "cpu").block) == (0, 0)
 
 
 @needs_nvcc

@@ -29,6 +29,7 @@ class Config:
     head_dim: int  # of the kernel, K = V
     chunk: int
     parts: int = 0  # of a sequence's scan, beside each other, in bfloat16; 1: one piece, 0: the library's choice
+    block: int = 0  # tokens from state to state, in bfloat16: 16 or 64; 0: the library's choice
 
 
 def supports(problem: Problem, device: Any) -> str | None:
@@ -153,7 +154,7 @@ def default_config(problem: Problem, device: Any) -> Config:
     """Chunks of 64; of 32 where the caller asks for at most that, or a block's shared memory is too small for 64."""
     if problem.dtype == "bfloat16":
         # The library's choice depends on the other sequences of a call.
-        return Config("bf16", problem.K, 64, parts=1 if problem.options.deterministic else 0)
+        return Config("bf16", problem.K, 64, parts=1, block=64) if problem.options.deterministic else Config("bf16", problem.K, 64)
     D = next(d for d in HEAD_DIMS if d >= max(problem.K, problem.V))
     small = problem.options.chunk_size <= 32 or _shared_memory(device) < CHUNK_64_BYTES[D]
     return Config("f32", D, 32 if small else 64)

@@ -52,7 +52,7 @@ class PrefillArgs(Structure):
         ("sequences", c_int64),
         *((name, c_int32) for name in ("parts", "checkpoint")),
         *((name, c_void_p) for name in ("lower", "solved", "checkpoints")),
-        *((name, c_int32) for name in ("lower_dtype", "group", "checkpoint_float32", "reserved")),
+        *((name, c_int32) for name in ("lower_dtype", "group", "checkpoint_float32", "block")),
         *((name, c_void_p) for name in ("record", "r", "factors")),
     ]
 

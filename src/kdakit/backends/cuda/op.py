@@ -85,7 +85,7 @@ def call_arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ..
         scale=o.scale, gate=GATES[o.gate], lower_bound=o.lower_bound or 0.0, beta_kind=BETAS[o.beta],
         safe_gate=o.safe_gate and o.lower_bound is not None, l2norm=o.l2norm, state_v_first=o.state_v_first,
         A_log=SOMEWHERE if problem.has_A_log else None, cu_seqlens=SOMEWHERE if problem.varlen else None, sequences=problem.N,
-        cu_seqlens_64=wide, parts=config.parts, record=SOMEWHERE if recorded else None,
+        cu_seqlens_64=wide, parts=config.parts, block=config.block, record=SOMEWHERE if recorded else None,
     )  # fmt: skip
     args.workspace_size = library.workspace_size(args, config.dtype)
     return args

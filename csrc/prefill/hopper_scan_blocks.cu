@@ -1,14 +1,14 @@
-// Stages state and output along short chunks, 32 tokens each, as hopper_scan.cu has them along chunks of 64: with S the state before one,
+// Stages state and output along blocks of 16 tokens (hopper_block_record.h), as hopper_scan.cu has them along chunks: with S the state
+// before a block,
 //
 //   r = v - k_in S        o = q_decayed S + A_solved r        S <- Diag(decay) S + k_solved^T r
-#include "hopper_scan_short.cuh"
+#include "hopper_scan_blocks.cuh"
 
 namespace kda::hopper {
 
 template <int GROUPS>
-__global__ void __launch_bounds__(ShortLayout<GROUPS>::threads, 1) scan_short_kernel(const __grid_constant__ HopperForward p) {
-  using L = ShortLayout<GROUPS>;
-  using R = ShortRecord;
+__global__ void __launch_bounds__(BlocksLayout<GROUPS>::threads, 1) scan_blocks_kernel(const __grid_constant__ HopperForward p) {
+  using L = BlocksLayout<GROUPS>;
 #ifdef KDA_EMULATE
   uint8_t* shared = memory;
 #else
@@ -20,20 +20,15 @@ __global__ void __launch_bounds__(ShortLayout<GROUPS>::threads, 1) scan_short_ke
       barrier_init(smem + L::barriers + i * 8, L::fetchers + 1), barrier_init(smem + L::barriers + (L::stages + i) * 8, GROUPS * 128);
     barriers_ready();
   }
-  for (int i = threadIdx.x; i < L::stages * 2 * R::square / 16; i += L::threads) {  // square (1, 0) of A_solved^T
-    const int which = i / (R::square / 16), unit = i % (R::square / 16);
-    store_shared(smem + which / 2 * L::stage + which % 2 * R::stage_bytes + R::last_square + unit * 16, make_uint4(0, 0, 0, 0));
-  }
-  fence_async();
   __syncthreads();
   const Task task = task_of<128, GROUPS>(p, nullptr);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (group == GROUPS) {
     if (GROUPS == 2) fewer_registers<40>();
-    fetch_short<GROUPS>(p, task, smem, threadIdx.x - GROUPS * 128);
+    fetch_blocks<GROUPS>(p, task, smem, threadIdx.x - GROUPS * 128);
   } else {
     if (GROUPS == 2) more_registers<232>();
-    walk_short<GROUPS>(p, task, shared, smem);
+    walk_blocks<GROUPS>(p, task, shared, smem);
   }
 }
 
@@ -42,8 +37,8 @@ namespace {
 
 template <int GROUPS>
 cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
-  using L = ShortLayout<GROUPS>;
-  const auto kernel = scan_short_kernel<GROUPS>;
+  using L = BlocksLayout<GROUPS>;
+  const auto kernel = scan_blocks_kernel<GROUPS>;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::bytes);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute early{};  // see hopper_scan.cu
@@ -56,7 +51,7 @@ cudaError_t launch(const HopperForward& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t launch_scan_short(const HopperForward& p, cudaStream_t stream) {
+cudaError_t launch_scan_blocks(const HopperForward& p, cudaStream_t stream) {
   bool many = false;
   const cudaError_t status = find_width(p, many);
   if (status != cudaSuccess) return status;

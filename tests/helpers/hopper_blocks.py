@@ -1,4 +1,4 @@
-"""The bfloat16 forward along short chunks on a CPU: both of its kernels, thread by thread."""
+"""The bfloat16 forward along blocks of 16 tokens on a CPU: both of its kernels, thread by thread."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kdakit.backends.cuda import library
 
 
 def records(problem, arrays, order=1):
-    """Records of short chunks [slots, HV, 2, bytes]; guarded."""
+    """Records of blocks [slots, HV, 4, bytes]; guarded."""
     kernels = emulated.load("hopper")
-    each, slots = 2 * kernels.kda_emulate_short_record_bytes(), slots_of(problem)
+    each, slots = 4 * kernels.kda_emulate_block_record_bytes(), slots_of(problem)
     size = slots * problem.HV * each
     space = np.full(size + 512, 0xFF, np.uint8)
     start = -space.ctypes.data % 256
     args, _held = call_of(problem, arrays, space.ctypes.data + start, size)
-    kernels.kda_emulate_prepare_short_bf16(ctypes.byref(args), order)
+    kernels.kda_emulate_prepare_blocks_bf16(ctypes.byref(args), order)
     assert (space[start + size :] == 0xFF).all() and (space[:start] == 0xFF).all(), "written past an end"
-    return space[start : start + size].reshape(slots, problem.HV, 2, -1)
+    return space[start : start + size].reshape(slots, problem.HV, 4, -1)
 
 
 def forward(problem, arrays, groups=1, order=1):
@@ -40,6 +40,6 @@ def forward(problem, arrays, groups=1, order=1):
         problem, arrays, space.ctypes.data + start, found.nbytes, o=library.Tensor(o.ctypes.data, 1, 0, T * HV * D, D, HV * D),
         final_state=final.ctypes.data, initial_state=None if initial is None else initial.ctypes.data,
     )  # fmt: skip
-    emulated.load("scan").kda_emulate_scan_short_bf16(ctypes.byref(args), groups, order)
+    emulated.load("scan").kda_emulate_scan_blocks_bf16(ctypes.byref(args), groups, order)
     assert (guarded[:8] == 0x7FC1).all() and (guarded[-8:] == 0x7FC1).all(), "written past an end"
     return {"o": floats(o).astype(np.float64), "final_state": final.astype(np.float64)}
