@@ -89,7 +89,7 @@ int parts_of(const kda_prefill_args &args) {
 // Whether records are those of blocks: less to prepare, more steps from state to state. An H200 is faster with them from so many heads and
 // sequences on.
 bool by_blocks(const kda_prefill_args &args) {
-  constexpr int64_t kMany = 52;
+  constexpr int64_t kMany = 48;
   if (args.block) return args.block == 16;
   return args.key_dim == 128 && !keeps(args) && args.sequences * args.value_heads >= kMany && parts_of(args) == 1;
 }

@@ -46,17 +46,19 @@ def test_causality(name, block):
 def test_random_problems(block):
     """Of any gate, option, length and packing, as heads of 128."""
     block(16)
-    beyond = []
-    for number in numbers(173, 160, wanted=lambda d: d.problem("bfloat16").op == "chunk" and 0 < d.B * d.T * d.HV < 3000):
+    beyond, tried = [], 0
+    for number in numbers(173, 160, wanted=lambda d: d.problem().op == "chunk" and 0 < d.B * d.T * d.HV < 3000):
         drawn = draw(number)
         options = {n: x for n, x in drawn.options.items() if n not in ("return_intermediate_states", "disable_recompute")}
-        case = dataclasses.replace(drawn, K=128, V=128, options=options)
+        dtypes = dict(dtype="bfloat16", gate_dtype="float32", beta_dtype="bfloat16", state_dtype="float32")
+        case = dataclasses.replace(drawn, K=128, V=128, host_lengths=False, options=options, **dtypes)
+        tried += checking.refusal("cuda", case, "bfloat16") is None
         if checking.refusal("cuda", case, "bfloat16") is None:
             beyond += [(number, row) for row in checking.check("cuda", case, "bfloat16", grad=False) if not row.ok]
-    assert not beyond, beyond
+    assert not beyond and tried > 120, (tried, beyond)
 
 
-@pytest.mark.parametrize("B, T, H", [(1, 2048, 96), (1, 2048, 52), (3, 300, 64), (16, 130, 12)])
+@pytest.mark.parametrize("B, T, H", [(1, 2048, 96), (1, 2048, 48), (3, 300, 64), (16, 130, 12)])
 @pytest.mark.parametrize("options", [FUSED, FUSED | {"lower_bound": -5.0, "safe_gate": True}], ids=["softplus", "bounded"])
 def test_beside_chunks(B, T, H, options, block):
     """Of as many heads as have a block each, or two: which is what the library chooses there, and its results are those of chunks."""

@@ -22,7 +22,8 @@ REGISTERS = {"intra_kernel": {"64": 128, "32": 128}, "state_kernel": {"64": 255,
 # Bytes moved, loads and stores together: what intra's 128 registers do not hold is touched once per 32 channels.
 SPILLS = {"intra_kernel": 96, "state_kernel": 240, "prepare_kernelILi64": 0, "prepare_kernel": 24, "scan_kernel": 0, "parts_kernel": 0,
           "padding_kernel": 0, "gradient_kernel": 32, "prepare_kept_kernelILi64": 0, "prepare_kept_kernel": 24, "scan_kept_kernel": 0,
-          "prepare_blocks_kernel": 0, "scan_blocks_kernel": 0, "prepare_record_kernel": 60, "scan_record_kernel": 88, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
+          "prepare_blocks_kernel": 0, "scan_blocks_kernel": 0, "prepare_record_kernel": 60,
+          "scan_record_kernel": 88, "reverse_kernel": 0, "rebuild_kernelILi64": 24,
           "rebuild_kernel": 16}  # fmt: skip
 
 # The bfloat16 kernels: 80 registers let three blocks of 256 threads run, or six of 128, 96 five of 128; 128 one of 512, or two of 256.
@@ -119,8 +120,9 @@ def test_bf16_sizes_are_checked(native):
 def test_deterministic_calls_do_not_look_at_other_sequences():
     """The library chooses parts and blocks by how many of them there are."""
     problem = dataclasses.replace(CASES["plain"], K=128, V=128).problem("bfloat16")
-    chosen = default_config(problem.replace(options=dataclasses.replace(problem.options, deterministic=True)), "cpu")
-    assert (chosen.parts, chosen.block) == (1, 64) and (default_config(problem, "cpu").parts, default_config(problem, "cpu").block) == (0, 0)
+    chosen = default_config(problem.replace(deterministic=True), "cpu")
+    usual = default_config(problem, "cpu")
+    assert (chosen.parts, chosen.block) == (1, 64) and (usual.parts, usual.block) == (0, 0)
 
 
 @needs_nvcc
