@@ -71,7 +71,8 @@ __device__ __forceinline__ void decay_group(const HopperForward& p, const Inputs
   for (int c = 0; c < 4; ++c) before[c] *= power;
   const uint2 q_power = packed(before);
   uint32_t own = smem + odd * kTokens * 256 + lane_offset<128>(0, lane);
-  uint64_t out = reinterpret_cast<uint64_t>(record + (lane >> 4) * R::half + odd * kTokens * 128 + ((lane & 15) >> 1 << 4 | (lane & 1) << 3));
+  const int unit = (lane & 15) >> 1 << 4 | (lane & 1) << 3;
+  uint64_t out = reinterpret_cast<uint64_t>(record + (lane >> 4) * R::half + odd * kTokens * 128 + unit);
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) {
     if (t > 0) own ^= (t ^ (t - 1)) << 4, out ^= (t ^ (t - 1)) << 4;
@@ -111,7 +112,8 @@ __device__ __forceinline__ void decay_group(const HopperForward& p, const Inputs
 template <bool BOUNDED>
 __device__ __forceinline__ Square block_pairs(uint32_t smem, int odd, int lane) {
   using P = BlockPlaces;
-  const uint32_t rows = smem + (odd ? P::rows_q : P::rows_k) + row_fragment<128>(lane), columns = smem + P::columns + column_fragment<128>(lane);
+  const uint32_t rows = smem + (odd ? P::rows_q : P::rows_k) + row_fragment<128>(lane);
+  const uint32_t columns = smem + P::columns + column_fragment<128>(lane);
   Square near = {};
   if (BOUNDED) {
 #pragma unroll

@@ -272,10 +272,13 @@ def as_computed(problem: Problem) -> Problem:
     tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little.
 
     A token of strength b, where gates have left a share s of the K channels, leaves 1 - b (2 - b s) / K of the square of what those held:
-    1 - 2 / K at least with sigmoids, 1 - 4 / K with twice them. So 32 channels have it too with the latter. There it is the gradient of the
-    initial state alone that shows it. A given beta may be 2 as well, but hardly ever all are."""
-    few = padded(problem.K) == 16 or (padded(problem.K) == 32 and problem.options.beta == "double_sigmoid" and problem.has_initial_state)
-    return problem.replace(dtype="float32") if few and problem.needs_grad and problem.dtype == "bfloat16" else problem
+    1 - 2 / K at least with sigmoids, 1 - 4 / K with twice them. So 32 channels have it too where strengths may be more than sigmoids, in
+    the gradient of the initial state alone, and so has float16. Float16 keys as they were given may be alike, strengths of 1 given: there
+    the plain recurrence rounds next to nothing between slow gates, and the rule wants their gradients to 1e-4, finer than such states."""
+    o, KP, state = problem.options, padded(problem.K), problem.has_initial_state
+    strong = state and KP <= 32 and o.beta != "sigmoid"
+    exact = {"bfloat16": KP == 16 or strong, "float16": strong or (state and o.beta == "given" and not o.l2norm)}
+    return problem.replace(dtype="float32") if problem.needs_grad and exact.get(problem.dtype, False) else problem
 
 
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:
