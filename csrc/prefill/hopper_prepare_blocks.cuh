@@ -123,7 +123,7 @@ __device__ __forceinline__ Square block_pairs(uint32_t smem, int odd, int lane) 
       mma_bf16(near.x[0], a, b[0], b[1]), mma_bf16(near.x[1], a, b[2], b[3]);
     }
   } else {
-    pairs_of_groups(rows, columns, smem + P::to_boundary, lane, near);
+    pairs_of_groups(rows, columns, 0, smem + P::to_boundary, lane, near);
   }
   return near;
 }

@@ -17,13 +17,14 @@ __device__ __forceinline__ void move_second(uint32_t (&rows)[4], const Powers& p
   rows[1] = multiply_bf16(rows[1], powers.low_half.y), rows[3] = multiply_bf16(rows[3], powers.high_half.y);
 }
 
-// A block's own pairs, for any gate: those of the second group of rows with the first of columns are moved to the boundary between.
-__device__ __forceinline__ void pairs_of_groups(uint32_t rows, uint32_t columns, uint32_t to_boundary, int lane, Square& near) {
+// A block's own pairs, for any gate: those of the second group of rows with the first of columns are moved to the boundary between. The
+// block's columns begin `offset` bytes behind the place of the fragment `columns`.
+__device__ __forceinline__ void pairs_of_groups(uint32_t rows, uint32_t columns, int offset, uint32_t to_boundary, int lane, Square& near) {
   float cross[4] = {};
 #pragma unroll
   for (int s = 0; s < 128 / 16; ++s) {
     uint32_t a[4], b[4];
-    load_matrices(a, at_step(rows, s)), load_matrices(b, at_step(columns, s));
+    load_matrices(a, at_step(rows, s)), load_matrices(b, at_step(columns, s) + offset);
     mma_bf16(near.x[0], a, b[0], b[1]), mma_bf16(near.x[1], a, b[2], b[3]);
     const Powers powers(to_boundary, lane, s);
     move_second(a, powers);
@@ -32,7 +33,8 @@ __device__ __forceinline__ void pairs_of_groups(uint32_t rows, uint32_t columns,
   near.x[0][2] = cross[2], near.x[0][3] = cross[3];
 }
 __device__ __forceinline__ void near_pairs(const Place& at, uint32_t rows, uint32_t columns, Square& near) {
-  pairs_of_groups(rows, columns + at.block * Wide::tile + Wide::columns, at.smem + Wide::to_boundary + at.block * 128 * 4, at.lane, near);
+  const uint32_t to_boundary = at.smem + Wide::to_boundary + at.block * 128 * 4;
+  pairs_of_groups(rows, columns, at.block * Wide::tile + Wide::columns, to_boundary, at.lane, near);
 }
 
 // Pairs of row block BLOCK with those before it: rows from the block's start on, tails decayed over the blocks between, both as halves.
