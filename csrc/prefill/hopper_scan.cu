@@ -79,8 +79,8 @@ cudaError_t launch(const HopperForward& p, void (*kernel)(Arguments...), cudaStr
 
 }  // namespace
 
-// Of 128 channels a block per head moves fewer bytes; two per head fill the chip where there are few. Of 64 a
-// block alone on a multiprocessor has chunks in flight for two; two share one where there are more blocks than multiprocessors.
+// Of 128 channels a block per head moves fewer bytes; two per head fill the chip where there are few. Of 64 a block alone on a
+// multiprocessor has chunks in flight for two; two share one where there are more blocks than multiprocessors.
 cudaError_t find_width(const HopperForward& p, bool& many) {
   int device = 0, processors = 0;
   cudaError_t status = cudaGetDevice(&device);

@@ -15,7 +15,7 @@ typedef struct {
   int gate, safe, wide; /* safe 2: log-decays from -0.02; wide: g and beta are float32 */
   int l2norm, beta, v_first, states;
   int lengths[MOST]; /* packed sequences, -1 after the last; lengths[0] = -1: none */
-  int parts;         /* 0: the library's choice */
+  int parts, block;  /* 0: the library's choice */
 } problem;
 
 static uint16_t to_bf16(double x) {
@@ -146,7 +146,7 @@ static kda_status call(const problem *p, arrays *x, int poison) {
   args.A_log = guarded_inside(x->A_log), args.dt_bias = guarded_inside(x->bias);
   args.initial_state = p->states ? guarded_inside(x->first) : NULL, args.final_state = guarded_inside(x->last);
   args.gate = p->gate, args.safe_gate = p->safe > 0, args.lower_bound = -5, args.beta_kind = p->beta, args.l2norm = p->l2norm;
-  args.state_v_first = p->v_first, args.parts = p->parts;
+  args.state_v_first = p->v_first, args.parts = p->parts, args.block = p->block;
   if (p->lengths[0] >= 0) args.cu_seqlens = guarded_inside(x->cu), args.sequences = sequences(p);
   kda_status status = kda_prefill_workspace_bf16(&args, &args.workspace_size);
   x->space = guarded_make(args.workspace_size, poison);
@@ -183,7 +183,10 @@ static const problem PROBLEMS[] = {
     {"log-decays to -300", 1, 130, 2, 2, KDA_GATE_LOG_DECAY, 0, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}},
     {"log-decays to -5, promised", 1, 193, 2, 2, KDA_GATE_LOG_DECAY, 1, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}},
     {"every stage filled three times", 1, 450, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
-    {"heads enough for wide blocks", 1, 260, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
+    {"heads enough for whole values in a block", 1, 260, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 0, 64},
+    {"the same by 16 tokens", 1, 350, 70, 70, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}},
+    {"by 16 tokens, every stage filled twice", 1, 450, 1, 1, KDA_GATE_SOFTPLUS, 0, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 0, 16},
+    {"by 16 tokens, packed", 1, 331, 1, 2, KDA_GATE_LOG_DECAY, 0, 1, 0, KDA_BETA_GIVEN, 1, 1, {0, 65, 64, 0, 1, 201, 0, -1}, 0, 16},
     {"in parts, forgotten", 1, 700, 2, 2, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 4},
     {"in two parts, forgotten", 1, 700, 1, 1, KDA_GATE_BOUNDED, 1, 0, 1, KDA_BETA_SIGMOID, 0, 1, {-1}, 2},
     {"in two parts, kept", 1, 500, 1, 1, KDA_GATE_LOG_DECAY, 2, 1, 1, KDA_BETA_GIVEN, 0, 1, {-1}, 2},
