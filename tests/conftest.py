@@ -3,6 +3,7 @@
 test_jax.py verifies a few cases with the default flags in a process of its own. Set XLA_FLAGS yourself to test with others.
 """
 
+import dataclasses
 import gc
 import hashlib
 import importlib.metadata
@@ -73,6 +74,22 @@ def quick_verdicts():
         return checking.compare_quickly(problem, arrays, results, cotangents, operand_dtype)
 
     checking.compare = quickly
+
+
+@pytest.fixture
+def cuda_config(monkeypatch):
+    """cuda_config(parts=2, ..): calls of backend `cuda` with these fields of its Config in place of its own choice."""
+    from kdakit import torch_operators
+    from kdakit.backends import cuda
+
+    choose = cuda.default_config
+
+    def change(**fields):
+        monkeypatch.setattr(cuda, "default_config", lambda problem, device: dataclasses.replace(choose(problem, device), **fields))
+        torch_operators._plans.clear()
+
+    yield change
+    torch_operators._plans.clear()
 
 
 # They take longest, most of them in processes of their own: begun first, none of them is what the other worker waits for at the end.

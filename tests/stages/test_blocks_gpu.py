@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from test_hopper_gpu import ALL, REASON, test_prefix_causality_and_determinism
+import test_hopper_gpu
+from test_hopper_gpu import ALL, REASON
 
 from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
@@ -15,19 +16,9 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 
 @pytest.fixture
-def block(monkeypatch):
+def block(cuda_config):
     """block(n): calls of the backend go from state to state by n tokens."""
-    from kdakit import torch_operators
-    from kdakit.backends import cuda
-
-    choose = cuda.default_config
-
-    def set_block(n):
-        monkeypatch.setattr(cuda, "default_config", lambda problem, device: dataclasses.replace(choose(problem, device), block=n))
-        torch_operators._plans.clear()
-
-    yield set_block
-    torch_operators._plans.clear()
+    return lambda n: cuda_config(block=n)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -40,7 +31,7 @@ def test_against_the_recurrence(name, block):
 @pytest.mark.parametrize("name", ["long_mild", "long_fused"])
 def test_causality(name, block):
     block(16)
-    test_prefix_causality_and_determinism(name)
+    test_hopper_gpu.test_prefix_causality_and_determinism(name)
 
 
 def test_random_problems(block):

@@ -60,19 +60,9 @@ def test_prefix_causality_and_determinism(name):
 
 
 @pytest.fixture
-def in_parts(monkeypatch):
+def in_parts(cuda_config):
     """in_parts(n): calls of the backend scan sequences in n parts."""
-    from kdakit import torch_operators
-    from kdakit.backends import cuda
-
-    choose = cuda.default_config
-
-    def set_parts(n):
-        monkeypatch.setattr(cuda, "default_config", lambda problem, device: dataclasses.replace(choose(problem, device), parts=n))
-        torch_operators._plans.clear()
-
-    yield set_parts
-    torch_operators._plans.clear()
+    return lambda n: cuda_config(parts=n)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5, 9])
