@@ -125,9 +125,9 @@ struct Chunk {
   const float *initial, *final;  // S and dS' in float32, at the sequence's first chunk and at its last; or null
   int length, head;
   float a;  // e^A_log
-  int callers;  // kInitial: S is the caller's initial_state; kFinal: dS' is d_final
+  int states;  // kInitial: S is the caller's initial_state; kFinal: dS' is d_final; kNone: there is no state before the chunk
 };
-constexpr int kInitial = 1, kFinal = 2;
+constexpr int kInitial = 1, kFinal = 2, kNone = 4;
 static_assert(sizeof(Chunk) == Seat<64>::kChunkBytes, "");
 
 template <int HEAD>
@@ -153,14 +153,16 @@ __device__ __forceinline__ void find_chunk(const HopperGradient& p, int64_t item
     if (p.A_shares) store_four(p.A_shares + c.item * HEAD + 4 * at.lane, zeros);
     if (p.bias_shares) store_four(p.bias_shares + c.item * HEAD + 4 * at.lane, zeros);
   }
-  if (c.item < items && (p.in.initial_state || p.d_final)) {
+  if (c.item < items) {
     const int64_t n = sequence_of(p.in, batch, first), state = (n * p.in.HV + c.head) * HEAD * HEAD;
     const Span span = sequence_span(p.in, n);
     const bool begins = first == span.first, ends = first + c.length == span.first + span.length;
-    if (p.in.initial_state && begins) c.initial = p.in.initial_state + state, c.callers |= kInitial;
-    if (p.d_final && ends) c.final = p.d_final + state, c.callers |= kFinal;
-    if (p.before_last && ends && !begins) c.initial = p.before_last + state;
-    if (p.after_first && begins && !ends) c.final = p.after_first + state;
+    if (p.in.initial_state && begins) c.initial = p.in.initial_state + state, c.states |= kInitial;
+    if (p.d_final && ends) c.final = p.d_final + state, c.states |= kFinal;
+    if (!p.in.initial_state && begins) c.states |= kNone;
+    const bool given = p.in.initial_state || p.d_final;
+    if (given && p.before_last && ends && !begins) c.initial = p.before_last + state;
+    if (given && p.after_first && begins && !ends) c.final = p.after_first + state;
   }
   c.token = (batch * p.in.T + first) * p.in.HV + c.head;
   c.a = p.in.A_log && c.item < items ? __expf(p.in.A_log[c.head]) : 1.0f;

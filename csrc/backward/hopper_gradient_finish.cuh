@@ -179,6 +179,8 @@ __device__ __forceinline__ void write_gradients(const HopperGradient& p, int tur
     float d[4], g[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) d[c] = d_c[t][c] + all[c];
+    if (t == 0 && at.token() == 0 && (chunk.states & kNone))  // a sequence's first token decays nothing
+      d[0] = d[1] = d[2] = d[3] = 0.0f;
     if constexpr (GATE != Gate::log_decay) {
       unpack(g, raw.of[t]);
       through_gate(d, A, g, raised);

@@ -276,7 +276,7 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, const Ch
 #pragma unroll
       for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
     }
-    const int callers = c.callers;
+    const int callers = c.states & (kInitial | kFinal);
     if (lost || callers == 0) break;
     __syncthreads();
     const Seat<HEAD> here = seat_of<HEAD>(at.bytes);

@@ -284,7 +284,7 @@ def test_no_tokens(calls):
 
 @outside
 def test_where_records_are_kept(monkeypatch):
-    """Only where it is asked for, whatever the number of tokens."""
+    """With 32 heads or where it is asked for, whatever the number of tokens."""
     from kdakit.backends.triton_gpu import borrowed
     from kdakit.backends.triton_gpu.config import CHIPS, choose
 
@@ -296,7 +296,10 @@ def test_where_records_are_kept(monkeypatch):
         return borrowed.records(problem, choose(problem, CHIPS["sm_90"]), "cuda")
 
     monkeypatch.delenv(borrowed.VARIABLES["forward"], raising=False)
-    assert not kept() and not kept(HV=96)
+    assert not kept() and not kept(HV=30) and kept(HV=32) and kept(HV=96, T=1) and not kept(HV=96, deterministic=True)
+    assert not kept(HV=96, disable_recompute=False)
+    monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")
+    assert not kept(HV=96)
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     assert kept() and kept(T=2**20) and kept(gate="softplus") and kept(deterministic=True)
     stacks = dict(gate="log_decay", beta="given", l2norm=False, safe_gate=False, lower_bound=None)

@@ -12,7 +12,7 @@
                gates of those that are
 
 The variables: 0: never; 1: wherever it can run (forward: all given log-decays, and other gates of normalised keys), to measure it.
-KDAKIT_CUDA_TRAINING=1 also has the lender's forward keep its own records where nothing is to be made again (`records`).
+Where nothing is to be made again the lender's forward keeps its own records (`records`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kdakit.problem import Problem
 
 VARIABLES = {name: f"KDAKIT_CUDA_{name.upper()}" for name in ("gradient", "rebuild", "reverse")} | {"forward": "KDAKIT_CUDA_TRAINING"}
 ENOUGH = 2**14  # tokens times value heads, the fewest with which a GPU has shown them to be faster
+RECORDED = 32  # value heads, the fewest with which a GPU has shown steps with records to be faster
 SHORT = 128  # tokens a sequence, on the average
 # By what is lent, the kernels that it is in place of.
 REPLACED = {
@@ -86,12 +87,12 @@ def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 
 def records(problem: Problem, config: Config, device: Any) -> bool:
-    """The lender's forward leaves its own records to the lender's backward, which need not make anything again. Only where it is asked
-    for: a GPU has shown it to be right and faster in chosen calls, not yet in random ones. It does not depend on how many tokens there
-    are: nor may what a forward keeps. Either all is computed here, from normalised keys, or log-decays and betas are given, with keys of
-    any norm. With a final state the last state is wanted in float32, and that of the caller's as exactly as `rebuild` makes its rows."""
-    o = problem.options
-    if lender is None or os.environ.get(VARIABLES["forward"]) != "1":
+    """The lender's forward leaves its own records to the lender's backward, which need not make anything again. What a forward keeps may not
+    depend on how many tokens there are, so neither does this. Either all is computed here, from normalised keys, or log-decays and betas
+    are given, with keys of any norm. With a final state the last state is wanted in float32, and that of the caller's as exactly as
+    `rebuild` makes its rows."""
+    o, asked = problem.options, os.environ.get(VARIABLES["forward"])
+    if lender is None or asked == "0" or (asked != "1" and (problem.HV < RECORDED or o.deterministic)):
         return False
     fits = config.chunk == 64 and config.half == 32 and problem.dtype == "bfloat16" and problem.K == problem.V == 128
     alone = problem.needs_grad and o.disable_recompute and not problem.has_initial_state and not o.output_final_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.gate import gate_decay
+from kdakit.backends.triton_gpu.device.gate import exact_log_decay, exponential, gate_decay
 from kdakit.backends.triton_gpu.device.matrix import in_parts, product, product_add
 
 
@@ -217,9 +217,16 @@ def load_decay(
     p_g, p_dt_bias, a, lower_bound, o_t, s_t, o_k, eos, b_I, K: tl.constexpr, KP: tl.constexpr, ALIGN: tl.constexpr, GATE: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr, EXACT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The tokens' decays [BK, R], 1 past the end."""
+    """The tokens' decays [BK, R], 1 past the end; EXACT: and the sum of their log-decays [BK, 1]."""
     b_x, _lost = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN, HAS_DT_BIAS)
-    return tl.where((o_t < eos)[None, :], gate_decay(b_x, a, lower_bound, GATE, EXACT, PTX), 1.0)
+    if EXACT:
+        b_log = tl.where((o_t < eos)[None, :], exact_log_decay(b_x, a, lower_bound, GATE), 0.0)
+        b_e = exponential(b_log, True, False)
+        b_log = tl.sum(b_log, 1, keep_dims=True)
+    else:
+        b_e = tl.where((o_t < eos)[None, :], gate_decay(b_x, a, lower_bound, GATE, False, PTX), 1.0)
+        b_log = tl.zeros([b_x.shape[0], 1], tl.float32)  # nobody asks
+    return b_e, b_log
 
 
 @triton.jit

@@ -125,6 +125,13 @@ def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX
 
 
 @triton.jit
+def decay_over(b_log, b_product):
+    """The decay over many tokens: from the sum of their log-decays, or, where that is far from 0, the product of their decays. The latter
+    has a rounding for every token, one for all that it decays; the former has one or two where little is forgotten."""
+    return tl.where(b_log > -2.0, exponential(b_log, True, False), b_product)
+
+
+@triton.jit
 def write_strength(b_beta, BETA: tl.constexpr, EXACT: tl.constexpr = True):
     """given: beta        sigmoid: 1 / (1 + e^-beta)        double_sigmoid: twice that.
 

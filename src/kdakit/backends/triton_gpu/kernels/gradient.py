@@ -23,9 +23,9 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     without_first,
 )
 from kdakit.backends.triton_gpu.device.gate import (
+    decay_over,
     exact_gate_slope,
     exact_log_decay,
-    exponential,
     gate_backward,
     gate_decay,
     gate_slope,
@@ -65,10 +65,9 @@ def decay_of(b_x, a, lower_bound, o_t, length, GATE: tl.constexpr, EXACT: tl.con
 
 @triton.jit
 def span_decay(b_decay, b_x, a, lower_bound, o_t, length, GATE: tl.constexpr):
-    """The decay over a span [BK, 1]. b_decay is the product of its tokens' decays, 63 roundings and one error for all its gates; where it
-    forgets little, the exponential of the sum of log-decays has one or two."""
+    """The decay over a span [BK, 1], of which b_decay is the product of its tokens' decays."""
     b_log = tl.sum(tl.where((o_t < length)[None, :], exact_log_decay(b_x, a, lower_bound, GATE), 0.0), 1, keep_dims=True)
-    return tl.where(b_log > -2.0, exponential(b_log, True, False), b_decay)
+    return decay_over(b_log, b_decay)
 
 
 @triton.jit

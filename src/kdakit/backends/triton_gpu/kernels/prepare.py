@@ -9,7 +9,16 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
-from kdakit.backends.triton_gpu.device.gate import gate_decay, gate_slope, inverse_norm, log2_decay, write_strength
+from kdakit.backends.triton_gpu.device.gate import (
+    decay_over,
+    exact_log_decay,
+    exponential,
+    gate_decay,
+    gate_slope,
+    inverse_norm,
+    log2_decay,
+    write_strength,
+)
 from kdakit.backends.triton_gpu.device.inverse import DIVISIBLE
 from kdakit.backends.triton_gpu.device.like_keys import first_key, pair_products
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
@@ -203,8 +212,12 @@ def half_chunk(
     o_i = row_tokens(2 * HALF, HALF, GROUP) % HALF  # [2 HALF]
     m_t = start + o_t < eos
     m_q = (tl.arange(0, 2 * HALF) < HALF)[:, None]
-    if DIAGONAL == 2:
-        b_g = gate_decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE, DTYPE.is_fp32(), PTX)
+    if DTYPE.is_fp32():
+        b_log = tl.where(m_t[:, None], exact_log_decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE), 0.0)
+        b_g = exponential(b_log, True, False)
+        b_log = tl.sum(b_log, 0)  # [KP]
+    elif DIAGONAL == 2:
+        b_g = gate_decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE, False, PTX)
         b_g = tl.where(m_t[:, None], b_g, 1.0)
     else:
         b_g = tl.where(m_t[:, None], log2_decay(b_g.to(tl.float32), b_bias[None, :], a, lower_bound, GATE, False, PTX), 0.0)
@@ -250,7 +263,10 @@ def half_chunk(
                 b_x, b_y, b_total = widen_span(b_x, b_y, b_total, 1 << i_l)
         b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, HALF, KP, FIRST)
         b_cols = flat_rows(b_k * b_y[None], HALF, KP, COLS_DTYPE)
-    return b_A, b_rows, b_cols, tl.max(b_total, 0), b_r  # the total is equal in all groups
+    b_total = tl.max(b_total, 0)  # it is equal in all groups
+    if DTYPE.is_fp32():
+        b_total = decay_over(b_log, b_total)
+    return b_A, b_rows, b_cols, b_total, b_r
 
 
 @kernel

@@ -19,7 +19,7 @@ from kdakit.backends.triton_gpu.device.channel_tiles import (
     span_tokens,
     to_end,
 )
-from kdakit.backends.triton_gpu.device.gate import gate_slope, inverse_norm, write_strength
+from kdakit.backends.triton_gpu.device.gate import decay_over, gate_slope, inverse_norm, write_strength
 from kdakit.backends.triton_gpu.device.inverse import load_inverse
 from kdakit.backends.triton_gpu.device.matrix import product, round_to
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token, row_tokens
@@ -131,11 +131,11 @@ def rebuild_chunk(
         tl.debug_barrier()  # they are read back
     for i_k in tl.range(0, KP, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
-        b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
+        b_e, b_log = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
         b_prefix, b_suffix, c, b_decay0 = octet_decays(b_e)
         b_from0, b_to0 = from_start(b_prefix, c), to_end(b_suffix, c)
         if C > 32:
-            b_e = load_decay(p_g, p_dt_bias, a, lower_bound, o_t1, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
+            b_e, b_log1 = load_decay(p_g, p_dt_bias, a, lower_bound, o_t1, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
             b_prefix, b_suffix, c, b_decay1 = octet_decays(b_e)
             b_to0 = b_to0 * b_decay1
         b_k_decayed = rebuild_span(
@@ -149,8 +149,12 @@ def rebuild_chunk(
             )  # fmt: skip
             b_k_decayed = side_by_side(b_k_decayed, b_k_decayed1)
             b_decay0 = b_decay0 * b_decay1
+            if EXACT:
+                b_log += b_log1
         b_solved = product(b_k_decayed, b_T, PRECISION)  # [BK, R], in the order of `row_tokens`
         store_span(p_k_solved + 2 * C * KP, o_c, o_c < C, o_k, b_solved, KP)
+        if EXACT:
+            b_decay0 = decay_over(b_log, b_decay0)
         tl.store(p_decay + o_k, tl.sum(b_decay0, 1), mask=o_k < KP)
 
 
