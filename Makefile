@@ -67,7 +67,7 @@ tables: $(STAMP)  ## rewrite the generated tables of README.md and docs/, and th
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/first_calls/*.json)) --table docs/performance.md --section first_calls
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/pool/*_pool.json)) --table docs/serving.md --section pool
 	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/pool/*_state_bits.json)) --table docs/serving.md --section state_bits
-	$(BIN)/kdakit bench --render $(lastword $(sort $(shell grep -l '"fwd h96", "contestant": "fla"' benchmarks/results/gpu/suite/*_suite.json))) --plot docs/h200.png
+	$(BIN)/kdakit bench --render $(sort $(wildcard benchmarks/results/gpu/suite/*_suite.json)) --plot docs/h200.png
 	$(BIN)/kdakit bench --render $(lastword $(sort $(wildcard benchmarks/results/*_cpu_x86.json))) --plot docs/cpu.png
 	$(BIN)/kdakit compile --render $(sort $(wildcard benchmarks/results/tpu/*.json)) --table docs/tpu.md
 

@@ -528,6 +528,15 @@ def test_interleaving_takes_turns_and_keeps_to_the_budget():
     assert "quick" in order[first + 1 :], "the slow one must not come last only"
 
 
+def test_plots_take_the_last_of_every_entry():
+    first, second = (
+        {"date": f"2026-01-0{day}", "results": [{"entry": x, "day": day} for x in entries]} for day, entries in ((1, "ab"), (2, "bc"))
+    )
+    drawn = plots.together([first, second])
+    assert [(row["entry"], row["day"]) for row in drawn["results"]] == [("a", 1), ("b", 2), ("c", 2)]
+    assert drawn["date"] == "2026-01-01 to 2026-01-02" and plots.together([first])["date"] == "2026-01-01"
+
+
 def test_plot_of_nothing_says_so():
     frameworks_of("matplotlib")
     with pytest.raises(UsageError, match="nothing to plot"):

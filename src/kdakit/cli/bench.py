@@ -64,7 +64,7 @@ def run(args) -> int:
     if args.plot:
         from kdakit.measure import plots
 
-        plots.save(found[0], args.plot)
+        plots.save(plots.together(found), args.plot)
         print(f"wrote {args.plot}")
     if args.table:
         from kdakit.measure import generated

@@ -12,6 +12,14 @@ from kdakit.measure.results import label
 COLOURS = ("#2f6f9f", "#d98032", "#4c9a6a", "#8a5fa8", "#777777", "#b04a5a", "#5aa7b0", "#b0a03a")
 
 
+def together(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Records of one suite as one to draw: every entry as the last that has it."""
+    last = {row.get("entry"): record for record in found for row in record["results"]}
+    rows = [row for record in found for row in record["results"] if last[row.get("entry")] is record]
+    dates = sorted(record["date"] for record in found)
+    return found[-1] | {"results": rows, "date": " to ".join(dict.fromkeys((dates[0], dates[-1])))}
+
+
 def save(record: dict[str, Any], path: str) -> None:
     """A PNG of the record: bars for a race, lines for a scaling run."""
     try:

@@ -87,9 +87,9 @@ def forward(problem: Problem, config: Config, device: Any) -> Callable[..., Any]
 
 
 def records(problem: Problem, config: Config, device: Any) -> bool:
-    """The lender's forward leaves its own records to the lender's backward, which need not make anything again. What a forward keeps may not
-    depend on how many tokens there are, so neither does this. Either all is computed here, from normalised keys, or log-decays and betas
-    are given, with keys of any norm. With a final state the last state is wanted in float32, and that of the caller's as exactly as
+    """The lender's forward leaves its own records to the lender's backward, which need not make anything again. What a forward keeps does
+    not depend on how many tokens there are, so neither does this. Either all is computed here, from normalised keys, or log-decays and
+    betas are given, with keys of any norm. With a final state the last state is wanted in float32, and that of the caller's as exactly as
     `rebuild` makes its rows."""
     o, asked = problem.options, os.environ.get(VARIABLES["forward"])
     if lender is None or asked == "0" or (asked != "1" and (problem.HV < RECORDED or o.deterministic)):
