@@ -22,7 +22,7 @@ venv: $(STAMP)  ## virtual environment in .venv with pinned versions
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kdakit needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,jax,torch,models,flax,bench,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,jax,torch,models,flax,bench,docs]'
 	@touch $@
 
 demo: $(STAMP)  ## what runs here, is it right, and a model that learns to remember: under three minutes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.device.gate import exact_log_decay, exponential, gate_decay
+from kdakit.backends.triton_gpu.device.gate import exact_decays, gate_decay
 from kdakit.backends.triton_gpu.device.matrix import in_parts, product, product_add
 
 
@@ -220,8 +220,7 @@ def load_decay(
     """The tokens' decays [BK, R], 1 past the end; EXACT: and the sum of their log-decays [BK, 1]."""
     b_x, _lost = load_gate_input(p_g, p_dt_bias, o_t, s_t, o_k, eos, b_I, K, KP, ALIGN, HAS_DT_BIAS)
     if EXACT:
-        b_log = tl.where((o_t < eos)[None, :], exact_log_decay(b_x, a, lower_bound, GATE), 0.0)
-        b_e = exponential(b_log, True, False)
+        b_e, b_log = exact_decays(b_x, (o_t < eos)[None, :], a, lower_bound, GATE)
         b_log = tl.sum(b_log, 1, keep_dims=True)
     else:
         b_e = tl.where((o_t < eos)[None, :], gate_decay(b_x, a, lower_bound, GATE, False, PTX), 1.0)

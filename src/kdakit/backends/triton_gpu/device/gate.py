@@ -125,6 +125,13 @@ def gate_decay(b_x, a, lower_bound, GATE: tl.constexpr, EXACT: tl.constexpr, PTX
 
 
 @triton.jit
+def exact_decays(b_x, m_x, a, lower_bound, GATE: tl.constexpr):
+    """Decays and log-decays of x = g + bias to a rounding or two, 1 and 0 where m_x is false."""
+    b_log = tl.where(m_x, exact_log_decay(b_x, a, lower_bound, GATE), 0.0)
+    return exponential(b_log, True, False), b_log
+
+
+@triton.jit
 def decay_over(b_log, b_product):
     """The decay over many tokens: from the sum of their log-decays, or, where that is far from 0, the product of their decays. The latter
     has a rounding for every token, one for all that it decays; the former has one or two where little is forgotten."""

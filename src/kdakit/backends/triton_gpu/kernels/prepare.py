@@ -11,8 +11,7 @@ from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
 from kdakit.backends.triton_gpu.device.gate import (
     decay_over,
-    exact_log_decay,
-    exponential,
+    exact_decays,
     gate_decay,
     gate_slope,
     inverse_norm,
@@ -213,8 +212,7 @@ def half_chunk(
     m_t = start + o_t < eos
     m_q = (tl.arange(0, 2 * HALF) < HALF)[:, None]
     if DTYPE.is_fp32():
-        b_log = tl.where(m_t[:, None], exact_log_decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE), 0.0)
-        b_g = exponential(b_log, True, False)
+        b_g, b_log = exact_decays(b_g.to(tl.float32) + b_bias[None, :], m_t[:, None], a, lower_bound, GATE)
         b_log = tl.sum(b_log, 0)  # [KP]
     elif DIAGONAL == 2:
         b_g = gate_decay(b_g.to(tl.float32) + b_bias[None, :], a, lower_bound, GATE, False, PTX)
@@ -224,9 +222,8 @@ def half_chunk(
         if FLOOR < 0:
             b_g = tl.maximum(b_g, FLOOR, tl.PropagateNan.ALL)  # NaN is no gate that forgets
     b_row, b_col, b_tail, b_first, b_total = block_factors(tl.reshape(b_g, [GROUP, GROUPS, KP]), HALF, GROUP, DIAGONAL)
-    ONE_LEVEL: tl.constexpr = (
-        2 * DIAGONAL == HALF and DIAGONAL > GROUP
-    )  # above the blocks, with their own rows: no tile waits for a product
+    # One level above the blocks, with their own rows: no tile waits for a product.
+    ONE_LEVEL: tl.constexpr = 2 * DIAGONAL == HALF and DIAGONAL > GROUP
     b_x, b_y = b_first, tl.full([GROUPS, KP], 1.0, tl.float32)  # [GROUPS, KP]
     if ONE_LEVEL:
         b_x, b_y, b_total = widen_span(b_x, b_y, b_total, DIAGONAL // GROUP)
@@ -264,9 +261,7 @@ def half_chunk(
         b_rows = store_rows(p_tile, b_qk, b_x, b_before, C, HALF, KP, FIRST)
         b_cols = flat_rows(b_k * b_y[None], HALF, KP, COLS_DTYPE)
     b_total = tl.max(b_total, 0)  # it is equal in all groups
-    if DTYPE.is_fp32():
-        b_total = decay_over(b_log, b_total)
-    return b_A, b_rows, b_cols, b_total, b_r
+    return b_A, b_rows, b_cols, decay_over(b_log, b_total) if DTYPE.is_fp32() else b_total, b_r
 
 
 @kernel
@@ -323,9 +318,7 @@ def prepare_kernel(
     p_tile = p_tiles + i_p * 3 * C * KP + o_s[:, None] * KP + o_k[None, :]  # [HALF, KP]
     o_qk = tl.arange(0, 2 * HALF)
     o_row = row_tokens(2 * HALF, HALF, GROUP) if IN_ORDER else o_qk
-    p_rows = (
-        p_tiles + i_p * 3 * C * KP + tl.where(o_qk < HALF, C + o_row, o_row - HALF)[:, None] * KP + o_k[None, :]
-    )  # [2 HALF, KP]: q_decayed, k_in
+    p_rows = p_tiles + i_p * 3 * C * KP + tl.where(o_qk < HALF, C + o_row, o_row - HALF)[:, None] * KP + o_k[None, :]  # q_decayed, k_in
     p_square = p_squares + i_p * C * C + o_s[:, None] * C + o_s[None, :]  # [HALF, HALF]
     a = gate_slope(p_A_log, i_h, DTYPE.is_fp32(), HAS_A_LOG)
     b_bias = tl.zeros([KP], tl.float32)
