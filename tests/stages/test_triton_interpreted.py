@@ -684,6 +684,22 @@ def test_the_quick_interpreter_has_the_same_bits(keep_dims):
     narrow, wide = np.arange(2**16).astype(np.uint16), rng.integers(0, 2**32, (64, 64), np.uint32)
     normal = (narrow[(narrow & 0x7F80) > 0], np.where(wide & 0x7F800000, wide, 0))  # or zero
     for n, w in ((narrow, wide), normal):
+@interpreter
+def test_sums_over_slots_in_float32():
+    """Of shares that cancel but for a thousandth: as if they were rounded once. Plain sums are off by a hundred times that."""
+    case = Case("sums", "", T=150 * 32, H=1, HV=3, K=24, V=16, gate="raw", A_log=True, dt_bias=True, options=FUSED | {"lower_bound": -5.0})
+    problem, arrays = case.problem("float32", needs_grad=True), tensors(case, "float32")
+    shares = torch.randn(2, 150, case.HV, 32, generator=torch.Generator().manual_seed(0))
+    shares[:, -1] = 1e-3 - shares[:, :-1].sum(1)
+    d_A_log, d_dt_bias = torch.empty_like(arrays.A_log), torch.empty_like(arrays.dt_bias)
+    run = parameter_sums.launch(problem, triton_gpu.default_config(problem, "cpu"), layout.views(arrays).layout)
+    run(d_g=arrays.g, A_shares=shares[0], bias_shares=shares[1], d_A_log=d_A_log, d_dt_bias=d_dt_bias)
+    A, bias = shares.double().sum(1).numpy()
+    off = lambda found, whole: np.abs(found.numpy() / whole - 1).max()
+    assert off(d_A_log, A.sum(1)) < 2**-23 and off(d_dt_bias.reshape(3, -1), bias[:, : case.K]) < 2**-23
+    assert off(shares[1].sum(0), bias) > 100 * 2**-24
+
+
         for given in ((n, tl.bfloat16, tl.float32), (w.astype(np.uint32).view(np.float32), tl.float32, tl.bfloat16)):
             found, want = (f(*given, None) for f in (interpreter._convert_float, quick_triton.plain.convert))
             assert found.dtype == want.dtype and np.array_equal(found, want)
@@ -755,6 +771,30 @@ def gate_parts_kernel(p_A_log, p_e, p_out, N: tl.constexpr):
 @interpreter
 def test_gates_have_no_error_that_all_tokens_share():
     """e^A_log with what rounding took from it, and logarithms to a rounding, not to one side. A slope of e^-13 is off by 13 times the error
+def fused(self, x, y, z):
+    """One rounding, as a GPU's multiply-add has; the interpreter's has two."""
+    return triton.runtime.interpreter.TensorHandle((x.data.astype(float) * y.data + z.data).astype(np.float32), z.dtype.scalar)
+
+
+@interpreter
+@pytest.mark.parametrize("kind", ["softplus", "bounded"])
+def test_slopes_are_rounded_once_or_twice(kind, monkeypatch):
+    """A few gates may hold all of d_A_log, and then ten roundings one after the other, 1.2e-7, are half of what the rule may allow."""
+    monkeypatch.setattr(triton.runtime.interpreter.InterpreterBuilder, "create_fma", fused)
+    rng = np.random.default_rng(0)
+    a, whole = np.exp(1.1), rng.uniform(-6, 6, 4096)
+    x, d, near = whole.astype(np.float32), rng.uniform(1, 2, 4096), float(np.float32(a))
+    (d_x, d_A), _, d = slopes(kind, x, d, a=near, exact=True, lost=whole - x, a_lost=a - near, lower_bound=-2.25)
+    if kind == "softplus":
+        want = -a * d / (1 + np.exp(-whole)), -a * d * np.log1p(np.exp(whole))
+    else:
+        slope = -2.25 * a * d / (2 + np.exp(a * whole) + np.exp(-a * whole))
+        want = slope, whole * slope
+    off_x, off_A = d_x / want[0] - 1, d_A / want[1] - 1
+    rms = lambda off: np.sqrt(np.mean(off**2))
+    assert rms(off_x) < 3e-8 and rms(off_A) < 5e-8 and abs(off_x.mean()) < 2e-9 and abs(off_A.mean()) < 4e-9
+
+
     of a, in every token, unless it knows of it."""
     A_log, e, out = torch.linspace(-9, 6, 512), torch.exp2(torch.linspace(-24, 0, 512)), torch.empty(3, 512)
     A_log[:3] = torch.tensor([-torch.inf, -200.0, torch.nan])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kdakit.backends.triton_gpu.device.whole_sums import product_whole
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693359375)  # 9 bits
@@ -105,6 +107,23 @@ def exponential(x, EXACT: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def whole_exponential(x):
+    """y and rest with e^x = y (1 + rest), x <= 0: y is rounded, 0 below 2^-126, and rest is what that took."""
+    x = tl.maximum(x, -100.0, tl.PropagateNan.ALL)
+    n = tl.floor(x * LOG2E + 0.5)
+    r_high = tl.fma(n, -LN2_HIGH, x)
+    r = tl.fma(n, -LN2_LOW, r_high)
+    r_lost = tl.fma(n, -LN2_LOW, r_high - r)
+    y = 0.041666668 + r * (0.008333334 + r * (0.0013888889 + r * 0.0001984127))
+    y = r * r * (0.5 + r * (0.16666667 + r * y))
+    one_and_r = 1.0 + r
+    whole = one_and_r + y
+    rest = (y - (whole - one_and_r)) + ((r - (one_and_r - 1.0)) + r_lost)
+    power = ((tl.maximum(n, -126.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(n < -126.0, 0.0, whole * power), rest / whole
+
+
+@triton.jit
 def exact_log_decay(b_x, a, lower_bound, GATE: tl.constexpr):
     """The gate's log-decay of x = g + bias, to a rounding or two."""
     if GATE == "softplus":
@@ -190,25 +209,63 @@ def gate_backward(b_x, b_lost, b_d, a, a_lost, lower_bound, GATE: tl.constexpr, 
 
     softplus: -a sigmoid(x) d,  -a softplus(x) d        bounded, s = sigmoid(a x): a z,  a x z  with  z = lower_bound s (1 - s) d
 
-    EXACT: b_lost is what rounding took from x, a_lost from a. Where a x is -10, its exponential is off by ten times as much.
+    EXACT: to a rounding or two; b_lost is what rounding took from x, a_lost from a. Where a x is -10, its exponential is off by ten times
+    as much. And a few gates may hold all of d_A_log: there roundings one after the other show.
     """
     if GATE == "log_decay":
         return b_d, b_d
     if GATE == "softplus":
-        b_e = exponential(-tl.abs(b_x), EXACT, PTX)
         if EXACT:
-            b_e = b_e - b_e * tl.where(b_x >= 0, b_lost, -b_lost)
-        b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX, EXACT)
-        b_softplus = tl.maximum(b_x, 0.0) + log_one_plus(b_e, EXACT, PTX)
+            return exact_softplus_backward(b_x, b_lost, b_d, a, a_lost)
+        b_e = exponential(-tl.abs(b_x), False, PTX)
+        b_s = tl.where(b_x >= 0, 1.0, b_e) * reciprocal(1.0 + b_e, PTX)
+        b_softplus = tl.maximum(b_x, 0.0) + log_one_plus(b_e, False, PTX)
         return -a * b_s * b_d, -a * b_softplus * b_d
-    b_ax = a * b_x
-    b_h = exponential(-0.5 * tl.abs(b_ax), EXACT, PTX)  # twice a factor, since e = h^2 alone may be too small for a float32
     if EXACT:
-        b_lost = tl.fma(b_x, a, -b_ax) + (a * b_lost + a_lost * b_x)
-        b_h = b_h - b_h * tl.where(b_ax >= 0, 0.5 * b_lost, -0.5 * b_lost)
-    b_r = reciprocal(1.0 + b_h * b_h, PTX, EXACT)
+        return exact_bounded_backward(b_x, b_lost, b_d, a, a_lost, lower_bound)
+    b_ax = a * b_x
+    b_h = exponential(-0.5 * tl.abs(b_ax), False, PTX)  # twice a factor, since e = h^2 alone may be too small for a float32
+    b_r = reciprocal(1.0 + b_h * b_h, PTX)
     b_z = (b_h * b_r) * (b_h * (b_r * (lower_bound * b_d)))
     return a * b_z, b_ax * b_z
+
+
+@triton.jit
+def whole_reciprocal(b_x, b_lost):
+    """1 / (x + lost), rounded, and what that took."""
+    b_r = tl.div_rn(1.0, b_x)
+    return b_r, b_r * (tl.fma(b_x, -b_r, 1.0) - b_lost * b_r)
+
+
+@triton.jit
+def exact_softplus_backward(b_x, b_lost, b_d, a, a_lost):
+    """`gate_backward` of a softplus gate. Every step keeps what rounding takes from it."""
+    b_e, b_rest = whole_exponential(-tl.abs(b_x))
+    b_e_lost = b_e * (b_rest - tl.where(b_x >= 0, b_lost, -b_lost))
+    b_sum = 1.0 + b_e
+    b_r, b_r_lost = whole_reciprocal(b_sum, (b_e - (b_sum - 1.0)) + b_e_lost)
+    b_s, b_s_lost = product_whole(tl.where(b_x >= 0, 1.0, b_e), tl.where(b_x >= 0, 0.0, b_e_lost), b_r, b_r_lost)
+    b_w, b_w_lost = product_whole(b_d, 0.0, -a, -a_lost)
+    b_softplus = tl.maximum(b_x, 0.0) + (exact_log_one_plus(b_e) + (tl.where(b_x >= 0, b_lost, 0.0) + b_e_lost * b_r))
+    return tl.fma(b_s, b_w, b_s * b_w_lost + b_s_lost * b_w), tl.fma(b_softplus, b_w, b_softplus * b_w_lost)
+
+
+@triton.jit
+def exact_bounded_backward(b_x, b_lost, b_d, a, a_lost, lower_bound):
+    """`gate_backward` of a bounded gate, s (1 - s) = p^2 with p = h / (1 + h^2), h = e^(-|a x| / 2). Every step keeps what rounding takes
+    from it."""
+    b_ax, b_ax_lost = product_whole(b_x, b_lost, a, a_lost)
+    b_h, b_rest = whole_exponential(-0.5 * tl.abs(b_ax))
+    b_rest -= tl.where(b_ax >= 0, 0.5 * b_ax_lost, -0.5 * b_ax_lost)
+    b_sum = tl.fma(b_h, b_h, 1.0)
+    b_sum_lost = tl.fma(b_h, b_h, -(b_sum - 1.0)) + 2.0 * b_rest * (b_sum - 1.0)
+    b_r, b_r_lost = whole_reciprocal(b_sum, b_sum_lost)
+    b_p, b_p_lost = product_whole(b_h, b_h * b_rest, b_r, b_r_lost)
+    slope, slope_lost = product_whole(lower_bound, 0.0, a, a_lost)
+    b_w, b_w_lost = product_whole(b_d, 0.0, slope, slope_lost)
+    b_y, b_y_lost = product_whole(b_p, b_p_lost, b_w, b_w_lost)  # and p again at the end: p^2 alone may be too small for a float32
+    b_d_x = tl.fma(b_p, b_y, b_p * b_y_lost + b_p_lost * b_y)
+    return b_d_x, tl.fma(b_x, b_d_x, b_lost * b_d_x)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Sums of float32 numbers with what rounding takes from them: x + lost, where lost is far smaller."""
+"""Sums and products of float32 numbers with what rounding takes from them: x + lost, where lost is far smaller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ def add_whole(b_x, b_x_lost, b_y, b_y_lost):
 
 
 @triton.jit
-def sum_whole(b_x, b_lost):
-    """The sum over rows of x + lost [R, ..], rounded once."""
-    b_sum, b_rest = tl.reduce((b_x, b_lost), 0, add_whole)
+def sum_whole(b_x, b_lost, AXIS: tl.constexpr = 0):
+    """The sum of x + lost over an axis, rounded once."""
+    b_sum, b_rest = tl.reduce((b_x, b_lost), AXIS, add_whole)
     return b_sum + b_rest
+
+
+@triton.jit
+def product_whole(b_x, b_x_lost, b_y, b_y_lost):
+    """(x + lost) (y + lost), rounded, and what that took."""
+    b_z = b_x * b_y
+    return b_z, tl.fma(b_x, b_y, -b_z) + (b_x * b_y_lost + b_x_lost * b_y)

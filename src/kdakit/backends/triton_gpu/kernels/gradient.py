@@ -33,6 +33,7 @@ from kdakit.backends.triton_gpu.device.gate import (
 from kdakit.backends.triton_gpu.device.matrix import product, round_to, rounded_off
 from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs, whole_with_pairs
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token
+from kdakit.backends.triton_gpu.device.whole_sums import sum_whole
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -171,6 +172,8 @@ def store_span(
     b_d_g = tl.where((o_t < length)[None, :], b_d_g, 0.0)
     b_d_x, b_d_A = gate_backward(b_x, b_lost, b_d_g, a, a_lost, lower_bound, GATE, EXACT, PTX)
     store_gradient(p_d_g, o_t, HV, o_k, length, b_d_x, K, KP)
+    if EXACT:
+        return tl.sum(b_d_x, 1), sum_whole(b_d_A, tl.zeros_like(b_d_A), 1)
     return tl.sum(b_d_x, 1), tl.sum(b_d_A, 1)
 
 
