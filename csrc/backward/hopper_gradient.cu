@@ -84,8 +84,10 @@ __global__ void __launch_bounds__(Seat<HEAD>::kThreads, Seat<HEAD>::kBlocksAtOnc
     at = seat_of<HEAD>(bytes);
     if (chunk_at(turn ^ 1, at).item < items) fetch_states(p, turn ^ 1, at);
     keep_state_part(d_c, at);
-    row_pairs<BOUNDED>(d_q, d_k, at);
-    column_pairs<BOUNDED>(d_c, at);
+    if (BOUNDED)
+      block_row_pairs(d_q, d_k, at), block_column_pairs(d_c, at);
+    else
+      row_pairs(d_q, d_k, at), column_pairs(d_c, at);
     __syncthreads();
     at = seat_of<HEAD>(bytes);
     ByToken by_q, by_k, by_c;

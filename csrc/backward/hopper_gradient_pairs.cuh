@@ -120,36 +120,41 @@ __device__ __forceinline__ float nearest(float x) {
 }
 
 // References, and steps between them; of each group's two lanes with the same channels either takes two of them. A step of two powers is a
-// word of two bfloat16 numbers.
+// word of two bfloat16 numbers. Bounded gates have one reference for the two groups of a block, so that all factors lie within 2^58, and a
+// step from block to block, with the first group.
 template <bool BOUNDED, int HEAD>
 __device__ __forceinline__ void refer(Tokens& x, const Seat<HEAD>& at) {
-  const int group = at.group(), channel = at.channel() + (at.second() ? 2 : 0);
+  constexpr int kSpan = BOUNDED ? 2 : 1;  // groups with one reference
+  const int group = at.group(), first = BOUNDED ? 2 * at.block : group, channel = at.channel() + (at.second() ? 2 : 0);
   const float* sums = at.floats(at.kAtSums) + channel;
-  const float own[2] = {at.second() ? x.sum[2] : x.sum[0], at.second() ? x.sum[3] : x.sum[1]};
+  float own[2] = {at.second() ? x.sum[2] : x.sum[0], at.second() ? x.sum[3] : x.sum[1]};
   float last[2] = {}, before[2] = {}, total[2], m[2], step[2], base[2], rest[2];
   const auto add = [&](float (&y)[2], int i) {
     const float2 z = *reinterpret_cast<const float2*>(sums + i * HEAD);
     y[0] += z.x, y[1] += z.y;
   };
 #pragma unroll
-  for (int i = 0; i < kGroups - 2; ++i)
-    if (i + 1 < group) add(before, i);
-  if (group > 0) {
+  for (int i = 0; i < kGroups - 2 * kSpan; ++i)
+    if (i + kSpan < first) add(before, i);
+  if (first > 0) {
     float z[2] = {};
-    add(z, group - 1);
+#pragma unroll
+    for (int i = kSpan; i > 0; --i) add(z, first - i);
 #pragma unroll
     for (int c = 0; c < 2; ++c) last[c] = nearest(fmaf(0.5f, z[c], before[c])), before[c] += z[c];
   }
+  if (BOUNDED) add(own, group == first ? first + 1 : first);
 #pragma unroll
   for (int c = 0; c < 2; ++c) total[c] = before[c] + own[c];
 #pragma unroll
-  for (int i = 1; i < kGroups; ++i)
-    if (i > group) add(total, i);
+  for (int i = kSpan; i < kGroups; ++i)
+    if (i >= first + kSpan) add(total, i);
 #pragma unroll
   for (int c = 0; c < 2; ++c) {
     m[c] = nearest(fmaf(0.5f, own[c], before[c]));
     step[c] = m[c] - last[c], base[c] = before[c] - m[c], rest[c] = total[c] - m[c];
   }
+  if (BOUNDED && group > first) add(base, first);
   bool deep = false;
   if (!BOUNDED) {
     const uint32_t found = __ballot_sync(~0u, fminf(step[0], step[1]) < -126.0f);
@@ -160,7 +165,7 @@ __device__ __forceinline__ void refer(Tokens& x, const Seat<HEAD>& at) {
     const float boundary = nearest(before[c]);
     step[c] = deep ? __uint_as_float(pack_bf16(exp2_fast(m[c] - boundary), exp2_fast(boundary - last[c]))) : exp2_fast(step[c]);
   }
-  *reinterpret_cast<float2*>(at.floats(at.kAtSteps) + group * HEAD + channel) = make_float2(step[0], step[1]);
+  if (group == first) *reinterpret_cast<float2*>(at.floats(at.kAtSteps) + group * HEAD + channel) = make_float2(step[0], step[1]);
   if (!BOUNDED && at.lane % 16 == 0) at.ints(at.kAtDeep)[group * at.kSlices + at.slice] = deep;
   if (at.block == 0 && at.lane < 16) {  // decay d_decay, for the gates
     auto* d = reinterpret_cast<float2*>(at.floats(at.kAtDDecay) + channel);
@@ -281,9 +286,9 @@ __device__ __forceinline__ void unpack_state_part(float (&y)[4], uint2 x, float 
 }
 
 // To the gradients of rows, which begin with what the state gives, the columns of one group.
-template <bool BOUNDED, int FIRST, int HEAD>
+template <int FIRST, int HEAD>
 __device__ __forceinline__ void rows_with(Results& d_q, Results& d_k, int group, uint32_t pairs, uint32_t columns, const Seat<HEAD>& at) {
-  const Steps steps(BOUNDED, group, at);
+  const Steps steps(false, group, at);
   uint32_t a[4], b[4];
   load_matrices(a, pairs ^ (group << 4));
   load_matrices_transposed(b, columns + group * at.kEight);
@@ -295,17 +300,17 @@ __device__ __forceinline__ void rows_with(Results& d_q, Results& d_k, int group,
   for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a[0], a[1], b[t]), mma_bf16(d_k[t], a[2], a[3], b[t]);
 }
 // All of them up to their own group.
-template <bool BOUNDED, int HEAD>
+template <int HEAD>
 __device__ __forceinline__ void row_pairs(Results& d_q, Results& d_k, const Seat<HEAD>& at) {
   const uint32_t pairs = at.smem + at.kAtPairs + pair_at(16 * at.block + (at.lane & 15) + (at.lane >> 4) * kChunk, 0);
   const uint32_t columns = group_at(at.kAtColumns, at);
 #pragma unroll 1
-  for (int group = 0; group <= 2 * at.block; ++group) rows_with<BOUNDED, 0>(d_q, d_k, group, pairs, columns, at);
-  rows_with<BOUNDED, 2>(d_q, d_k, 2 * at.block + 1, pairs, columns, at);
+  for (int group = 0; group <= 2 * at.block; ++group) rows_with<0>(d_q, d_k, group, pairs, columns, at);
+  rows_with<2>(d_q, d_k, 2 * at.block + 1, pairs, columns, at);
 }
 
 // To those of columns the rows of one group; then on to the next reference, up to result LAST.
-template <bool BOUNDED, int LAST, int HEAD>
+template <int LAST, int HEAD>
 __device__ __forceinline__ void columns_with(Results& d_c, int group, uint32_t pairs, uint32_t rows, const Seat<HEAD>& at) {
   uint32_t a[4], b[4];
   load_matrices_transposed(a, pairs + group * 1024);
@@ -316,21 +321,66 @@ __device__ __forceinline__ void columns_with(Results& d_c, int group, uint32_t p
 #pragma unroll
   for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a[2], a[3], b[t]);
   if (LAST == 0) return;
-  const Steps steps(BOUNDED, group, at);
+  const Steps steps(false, group, at);
   if (steps.deep)
     step<true, 0, LAST>(d_c, steps.by);
   else
     step<false, 0, LAST>(d_c, steps.by);
 }
 // All of them down to their own group.
-template <bool BOUNDED, int HEAD>
+template <int HEAD>
 __device__ __forceinline__ void column_pairs(Results& d_c, const Seat<HEAD>& at) {
   const uint32_t pairs = at.smem + at.kAtPairs + pair_at((at.lane & 7) + (at.lane >> 4) * kChunk, 2 * at.block + ((at.lane >> 3) & 1));
   const uint32_t rows = group_at(at.kAtRowsQ, at);
 #pragma unroll 1
-  for (int group = kGroups - 1; group > 2 * at.block + 1; --group) columns_with<BOUNDED, 3>(d_c, group, pairs, rows, at);
-  columns_with<BOUNDED, 1>(d_c, 2 * at.block + 1, pairs, rows, at);
-  columns_with<BOUNDED, 0>(d_c, 2 * at.block, pairs, rows, at);
+  for (int group = kGroups - 1; group > 2 * at.block + 1; --group) columns_with<3>(d_c, group, pairs, rows, at);
+  columns_with<1>(d_c, 2 * at.block + 1, pairs, rows, at);
+  columns_with<0>(d_c, 2 * at.block, pairs, rows, at);
+}
+
+// The same by blocks of 16 tokens, where those of a block have one reference.
+//
+// Sixteen tokens of block 0, the four n-tiles of the warp's channels, as B operands of twice two; others are 2 kEight bytes a block further.
+template <int HEAD>
+__device__ __forceinline__ uint32_t block_at(uint32_t tile, const Seat<HEAD>& at) {
+  return at.smem + tile + tile_at<HEAD>(at.lane & 15, 4 * at.slice + (at.lane >> 4));
+}
+__device__ __forceinline__ void add_block(Results& x, const uint32_t (&a)[4], const uint32_t (&b)[2][4]) {
+#pragma unroll
+  for (int t = 0; t < 4; ++t) mma_bf16(x[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
+}
+
+template <int HEAD>
+__device__ __forceinline__ void block_row_pairs(Results& d_q, Results& d_k, const Seat<HEAD>& at) {
+  const uint32_t pairs = at.smem + at.kAtPairs + pair_at(16 * at.block + (at.lane & 15), at.lane >> 4);
+  uint32_t columns = block_at(at.kAtColumns, at);
+#pragma unroll 1
+  for (int block = 0; block <= at.block; ++block, columns += 2 * at.kEight) {
+    const Steps steps(true, 2 * block, at);
+    uint32_t of_q[4], of_k[4], b[2][4];
+    load_matrices(of_q, pairs ^ (block << 5)), load_matrices(of_k, (pairs ^ (block << 5)) + kChunk * 128);
+    load_matrices_transposed(b[0], columns), load_matrices_transposed(b[1], columns ^ (2 << 4));
+    step<false, 0, 3>(d_q, steps.by), step<false, 0, 3>(d_k, steps.by);
+    add_block(d_q, of_q, b), add_block(d_k, of_k, b);
+  }
+}
+
+template <int HEAD>
+__device__ __forceinline__ void block_column_pairs(Results& d_c, const Seat<HEAD>& at) {
+  const uint32_t pairs = at.smem + at.kAtPairs + pair_at((at.lane & 7) + ((at.lane >> 4) << 3), 2 * at.block + ((at.lane >> 3) & 1));
+  uint32_t rows = block_at(at.kAtRowsQ, at) + 6 * at.kEight;
+#pragma unroll 1
+  for (int block = 3;; --block, rows -= 2 * at.kEight) {
+    uint32_t of_q[4], of_k[4], b[2][4];
+    load_matrices_transposed(of_q, pairs + block * 2048), load_matrices_transposed(of_k, pairs + block * 2048 + kChunk * 128);
+    load_matrices_transposed(b[0], rows), load_matrices_transposed(b[1], rows ^ (2 << 4));
+    add_block(d_c, of_q, b);
+    load_matrices_transposed(b[0], rows + at.kTile), load_matrices_transposed(b[1], (rows ^ (2 << 4)) + at.kTile);
+    add_block(d_c, of_k, b);
+    if (block == at.block) break;
+    const Steps steps(true, 2 * block, at);
+    step<false, 0, 3>(d_c, steps.by);
+  }
 }
 
 }  // namespace kda::hopper
