@@ -7,6 +7,7 @@
 // A warp goes through the groups from the farthest to its own and moves its sums from reference to reference by powers of two, which rounds
 // nothing: a step is 2^(m_i - m_(i-1)), at most 1. Where that would underflow in some channel it is two, to the whole number x_i nearest to
 // s at the boundary between the groups and on from there. So rows and columns take the same rounded factors, and what must cancel does.
+// Bounded gates have one m for a block of 16 tokens, over which they lose at most 116 bits, and go from block to block.
 #pragma once
 #include <type_traits>
 
@@ -120,8 +121,7 @@ __device__ __forceinline__ float nearest(float x) {
 }
 
 // References, and steps between them; of each group's two lanes with the same channels either takes two of them. A step of two powers is a
-// word of two bfloat16 numbers. Bounded gates have one reference for the two groups of a block, so that all factors lie within 2^58, and a
-// step from block to block, with the first group.
+// word of two bfloat16 numbers. Bounded gates have one reference for the two groups of a block, and a step with the first of them.
 template <bool BOUNDED, int HEAD>
 __device__ __forceinline__ void refer(Tokens& x, const Seat<HEAD>& at) {
   constexpr int kSpan = BOUNDED ? 2 : 1;  // groups with one reference
@@ -340,7 +340,7 @@ __device__ __forceinline__ void column_pairs(Results& d_c, const Seat<HEAD>& at)
 
 // The same by blocks of 16 tokens, where those of a block have one reference.
 //
-// Sixteen tokens of block 0, the four n-tiles of the warp's channels, as B operands of twice two; others are 2 kEight bytes a block further.
+// Sixteen tokens of block 0, the four n-tiles of the channels of a warp, as twice two B operands; a block further are 2 kEight bytes.
 template <int HEAD>
 __device__ __forceinline__ uint32_t block_at(uint32_t tile, const Seat<HEAD>& at) {
   return at.smem + tile + tile_at<HEAD>(at.lane & 15, 4 * at.slice + (at.lane >> 4));

@@ -672,19 +672,6 @@ def test_sums_over_slots(A_log, dt_bias):
 
 
 @interpreter
-@pytest.mark.parametrize("keep_dims", [False, True])
-def test_the_quick_interpreter_has_the_same_bits(keep_dims):
-    """All of bfloat16, float32 of every size, and sums in two parts over any axis: as Triton's own interpreter has them."""
-    import quick_triton
-    from triton.runtime import interpreter
-
-    if not triton.__version__.startswith(quick_triton.VERSION):
-        pytest.skip("this Triton interprets as it comes")
-    rng = np.random.default_rng(0)
-    narrow, wide = np.arange(2**16).astype(np.uint16), rng.integers(0, 2**32, (64, 64), np.uint32)
-    normal = (narrow[(narrow & 0x7F80) > 0], np.where(wide & 0x7F800000, wide, 0))  # or zero
-    for n, w in ((narrow, wide), normal):
-@interpreter
 def test_sums_over_slots_in_float32():
     """Of shares that cancel but for a thousandth: as if they were rounded once. Plain sums are off by a hundred times that."""
     case = Case("sums", "", T=150 * 32, H=1, HV=3, K=24, V=16, gate="raw", A_log=True, dt_bias=True, options=FUSED | {"lower_bound": -5.0})
@@ -700,6 +687,19 @@ def test_sums_over_slots_in_float32():
     assert off(shares[1].sum(0), bias) > 100 * 2**-24
 
 
+@interpreter
+@pytest.mark.parametrize("keep_dims", [False, True])
+def test_the_quick_interpreter_has_the_same_bits(keep_dims):
+    """All of bfloat16, float32 of every size, and sums in two parts over any axis: as Triton's own interpreter has them."""
+    import quick_triton
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith(quick_triton.VERSION):
+        pytest.skip("this Triton interprets as it comes")
+    rng = np.random.default_rng(0)
+    narrow, wide = np.arange(2**16).astype(np.uint16), rng.integers(0, 2**32, (64, 64), np.uint32)
+    normal = (narrow[(narrow & 0x7F80) > 0], np.where(wide & 0x7F800000, wide, 0))  # or zero
+    for n, w in ((narrow, wide), normal):
         for given in ((n, tl.bfloat16, tl.float32), (w.astype(np.uint32).view(np.float32), tl.float32, tl.bfloat16)):
             found, want = (f(*given, None) for f in (interpreter._convert_float, quick_triton.plain.convert))
             assert found.dtype == want.dtype and np.array_equal(found, want)
@@ -758,19 +758,6 @@ def test_slopes_know_what_rounding_took_from_their_input(kind):
     assert rms(d_x / want - 1) < 1.6e-7 < 2.5e-7 < rms(np.exp(x.astype(float) - whole) - 1)
 
 
-@triton.jit
-def gate_parts_kernel(p_A_log, p_e, p_out, N: tl.constexpr):
-    o = tl.arange(0, N)
-    for i in range(N):
-        a, a_lost = gate.exact_gate_slope(p_A_log, i, True)
-        tl.store(p_out + i, a)
-        tl.store(p_out + N + i, a_lost)
-    tl.store(p_out + 2 * N + o, gate.exact_log_one_plus(tl.load(p_e + o)))
-
-
-@interpreter
-def test_gates_have_no_error_that_all_tokens_share():
-    """e^A_log with what rounding took from it, and logarithms to a rounding, not to one side. A slope of e^-13 is off by 13 times the error
 def fused(self, x, y, z):
     """One rounding, as a GPU's multiply-add has; the interpreter's has two."""
     return triton.runtime.interpreter.TensorHandle((x.data.astype(float) * y.data + z.data).astype(np.float32), z.dtype.scalar)
@@ -795,6 +782,19 @@ def test_slopes_are_rounded_once_or_twice(kind, monkeypatch):
     assert rms(off_x) < 3e-8 and rms(off_A) < 5e-8 and abs(off_x.mean()) < 2e-9 and abs(off_A.mean()) < 4e-9
 
 
+@triton.jit
+def gate_parts_kernel(p_A_log, p_e, p_out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    for i in range(N):
+        a, a_lost = gate.exact_gate_slope(p_A_log, i, True)
+        tl.store(p_out + i, a)
+        tl.store(p_out + N + i, a_lost)
+    tl.store(p_out + 2 * N + o, gate.exact_log_one_plus(tl.load(p_e + o)))
+
+
+@interpreter
+def test_gates_have_no_error_that_all_tokens_share():
+    """e^A_log with what rounding took from it, and logarithms to a rounding, not to one side. A slope of e^-13 is off by 13 times the error
     of a, in every token, unless it knows of it."""
     A_log, e, out = torch.linspace(-9, 6, 512), torch.exp2(torch.linspace(-24, 0, 512)), torch.empty(3, 512)
     A_log[:3] = torch.tensor([-torch.inf, -200.0, torch.nan])
