@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kdakit.backends.torch_native import draft as draft
 from kdakit.backends.torch_native.backward import chunk_backward
 from kdakit.backends.torch_native.blocks import spiked
-from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
+from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype, widened
 from kdakit.backends.torch_native.intra import intra
 from kdakit.backends.torch_native.output import output
 from kdakit.backends.torch_native.plan import as_chunked, chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
@@ -102,7 +102,8 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
     d_final = initial_states(problem, arrays._replace(initial_state=d_final_state))
     d_initial = d_final.clone()
     grads = [plan.empty(x.shape, x.dtype, device) for x in arrays[:5]]
-    d_A_log, d_dt_bias = (None if x is None else torch.zeros(x.shape, dtype=dtype, device=device) for x in (arrays.A_log, arrays.dt_bias))
+    parameters = arrays.A_log, arrays.dt_bias
+    d_A_log, d_dt_bias = (None if x is None else widened(torch.zeros(x.shape, dtype=dtype, device=device)) for x in parameters)
     buffer, d_buffer = plan.state_buffer(initial), plan.state_buffer(initial)
     dS = d_buffer[0].zero_()
     for index, (n0, n1) in reversed(list(enumerate(plan.pieces()))):
@@ -126,11 +127,14 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
             d_A_log += d.A_log.view_as(d_A_log)
         if d_dt_bias is not None:
             d_dt_bias += d.dt_bias.view_as(d_dt_bias)
-    parameters = ((arrays.A_log, d_A_log), (arrays.dt_bias, d_dt_bias))
     d_state = None
     if arrays.initial_state is not None:
         d_state = _layout(problem, d_initial[: problem.N]).to(arrays.initial_state.dtype).contiguous()
-    return Arrays(*map(plan.finish, grads), *(None if x is None else d.to(x.dtype) for x, d in parameters), d_state)
+    return Arrays(
+        *map(plan.finish, grads),
+        *(None if x is None else d.to(x.dtype) for x, d in zip(parameters, (d_A_log, d_dt_bias), strict=True)),
+        d_state,
+    )
 
 
 def step(problem: Problem, arrays: Arrays, config: Any = None, final_state: torch.Tensor | None = None) -> Result:

@@ -25,6 +25,11 @@ def compute_dtype(problem: Problem) -> torch.dtype:
     return getattr(torch, problem.compute_dtype)
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """float64 on a CPU; other devices may not have it."""
+    return x.double() if x.device.type == "cpu" else x
+
+
 def activate(problem: Problem, arrays: Arrays) -> Activated:
     o, dtype = problem.options, compute_dtype(problem)
     q, k, v, g, beta = (x.to(dtype) for x in arrays[:5])
@@ -39,14 +44,15 @@ def activate(problem: Problem, arrays: Arrays) -> Activated:
 
 
 def activate_backward(problem: Problem, arrays: Arrays, d: Activated) -> Arrays:
-    """Gradients of the inputs from those of the activated ones, in the compute dtype; d_A_log [HV], d_dt_bias [HV, K], or None."""
+    """Gradients of the inputs from those of the activated ones, in the compute dtype; d_A_log [HV], d_dt_bias [HV, K], widened, or None."""
     o, dtype = problem.options, compute_dtype(problem)
     q, k, _, g, beta = (x.to(dtype) for x in arrays[:5])
     d_q, d_k, d_g, d_beta, d_A_log, d_dt_bias = d.q, d.k, d.g, d.beta, None, None
     if o.l2norm:
         d_q, d_k = _l2norm_backward(q, d_q), _l2norm_backward(k, d_k)
     if o.gate != "log_decay":
-        x, a = _gate_input(problem, arrays, g)
+        x, a = _gate_input(problem, arrays, widened(g))
+        d_g = widened(d_g)  # a few gates may hold all of d_A_log, and its terms cancel
         if o.gate == "softplus":
             d_A_log = d_g * -a * F.softplus(x, threshold=SOFTPLUS_LINEAR)
             d_g = d_g * -a * torch.sigmoid(x)
@@ -56,6 +62,7 @@ def activate_backward(problem: Problem, arrays: Arrays, d: Activated) -> Arrays:
             d_g = d_argument * a
         d_A_log = d_A_log.sum((0, 1, 3)) if problem.has_A_log else None
         d_dt_bias = d_g.sum((0, 1)) if problem.has_dt_bias else None
+        d_g = d_g.to(dtype)
     if o.beta != "given":
         d_beta = d_beta * (_sigmoid_slope(beta) * (2 if o.beta == "double_sigmoid" else 1))
     return Arrays(d_q, d_k, d.v, d_g, d_beta, d_A_log, d_dt_bias)
