@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from kdakit.backends.torch_native.intra import Intra, intra_backward
-from kdakit.backends.torch_native.levels import paired
+from kdakit.backends.torch_native.levels import paired, summed
 from kdakit.backends.torch_native.state import state_backward
 
 
@@ -31,10 +31,10 @@ def chunk_backward(plan, first, dS, rows, beta, x: Intra, exact, states, errors,
     d_A = paired(flat, v_new).neg_().unflatten(1, (2, -1))
     d_rows = paired(flat, states).neg_().unflatten(1, (2, -1))
     d_k_decayed = paired(v_new, d_after)
-    d_decay = d_after.mul_(states).sum(-1)  # uses up the buffer
+    d_decay = summed(d_after.mul_(states))[..., 0]  # uses up the buffer
     d_rows, d_g = intra_backward(rows, x, exact, d_A, d_rows, d_k_decayed, d_decay)
     errors = torch.baddbmm(errors, x.A[:, 1], v_new, alpha=-1)
-    d_beta = y.flatten(0, 1).mul_(errors).sum(-1, keepdim=True)
+    d_beta = summed(y.flatten(0, 1).mul_(errors))
     return d_rows, d_reads[:, 1], d_g, d_beta, d_states[0]
 
 

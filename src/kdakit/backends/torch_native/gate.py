@@ -36,8 +36,9 @@ def activate(problem: Problem, arrays: Arrays) -> Activated:
     if o.l2norm:
         q, k = q * _inverse_norm(q), k * _inverse_norm(k)
     if o.gate != "log_decay":
-        x, a = _gate_input(problem, arrays, g)
+        x, a = _gate_input(problem, arrays, widened(g))
         g = -a * F.softplus(x, threshold=SOFTPLUS_LINEAR) if o.gate == "softplus" else o.lower_bound * torch.sigmoid(a * x)
+        g = g.to(dtype)
     if o.beta != "given":
         beta = torch.sigmoid(beta) * (2 if o.beta == "double_sigmoid" else 1)
     return Activated(q, k, v, g, beta)

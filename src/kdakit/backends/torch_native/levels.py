@@ -86,6 +86,11 @@ def paired(left, right):
     return torch.bmm(left.double(), right.mT.double()).float()
 
 
+def summed(x):
+    """The sum over the last dimension [.., 1], on a CPU in float64: all gates of a chunk get the same one, with the same error."""
+    return x.sum(-1, keepdim=True, dtype=torch.float64 if x.device.type == "cpu" else None).to(x.dtype)
+
+
 def climb(A, rows, k, prefix, suffix, sizes, flush, keep, far=None):
     """The levels b in `sizes`: rows [M, 2, C, K], columns k [M, C, K], prefix and suffix of blocks of sizes[0]. far [M, C, K]: 1 for the
     rows and channels to be taken, 0 for the others; None for all.
