@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-LONG = 128  # terms of a sum that d_beta is a small difference of
+LONG = 64  # terms of a sum that d_beta is a small difference of, and d_A_log
 
 
 def state(plan, first, S, v, solve, k_prefixed, k_decayed, decay, initial, final, buffer):
