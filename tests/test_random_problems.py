@@ -30,8 +30,8 @@ def shown(verdicts):
     return "\n".join(f"{v.what}: {v.complaint}" for v in verdicts if not v.ok)
 
 
-# Where torch_native may use more than the rule allows, and how much of it: d_A_log, one number in which the gates' gradients cancel, here of
-# a problem in float64, beside which nothing is wider. A machine's BLAS decides on which side of the rule it is.
+# Where torch_native may use more than the rule allows, and how much of it: d_A_log, one number in which the gates' gradients cancel, here
+# of a problem in float64, beside which nothing is wider. A machine's BLAS decides on which side of the rule it is.
 LIMITS = {22000102: 1.5}
 
 # Beyond the rule once: identical keys (1.6, 1.2, 2.1), more tokens in a chunk than channels (1.7, 1.4), float16 gradients below 6e-8.
