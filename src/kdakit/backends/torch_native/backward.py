@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 
 from kdakit.backends.torch_native.intra import Intra, intra_backward
-from kdakit.backends.torch_native.levels import paired, summed
 from kdakit.backends.torch_native.state import state_backward
+from kdakit.backends.torch_native.wide import paired, summed
 
 
 def chunk_backward(plan, first, dS, rows, beta, x: Intra, exact, states, errors, v_new, d_o, d_final, d_initial, buffer):

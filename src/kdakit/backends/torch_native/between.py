@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from kdakit.backends.torch_native.levels import flushed, flushed_product, paired
+from kdakit.backends.torch_native.levels import flushed, flushed_product
+from kdakit.backends.torch_native.wide import paired
 
 
 class Meeting(NamedTuple):

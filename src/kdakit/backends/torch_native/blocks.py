@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from kdakit.backends.torch_native.levels import Level, decayed, decays, flushed, least, paired
+from kdakit.backends.torch_native.levels import Level, decayed, decays, flushed, least
+from kdakit.backends.torch_native.wide import paired
 
 BLOCK = 32
 SPAN = 2.0**-58  # e^-40, or gates of -1.25 a token; with factors that small, gradients may still be as small as 1e-20

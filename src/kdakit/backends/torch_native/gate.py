@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kdakit.backends.torch_native.wide import widened
 from kdakit.gates import L2_EPSILON
 from kdakit.problem import Arrays, Problem
 
@@ -23,11 +24,6 @@ class Activated(NamedTuple):
 
 def compute_dtype(problem: Problem) -> torch.dtype:
     return getattr(torch, problem.compute_dtype)
-
-
-def widened(x: torch.Tensor) -> torch.Tensor:
-    """float64 on a CPU; other devices may not have it."""
-    return x.double() if x.device.type == "cpu" else x
 
 
 def activate(problem: Problem, arrays: Arrays) -> Activated:

@@ -15,8 +15,8 @@ import torch
 
 from kdakit.backends.torch_native import blocks
 from kdakit.backends.torch_native.between import Chunk, meet, meet_backward
-from kdakit.backends.torch_native.gate import widened
 from kdakit.backends.torch_native.levels import Level, by_blocks, climb, climb_backward, decayed, decays, flushed_product, level_sizes
+from kdakit.backends.torch_native.wide import widened
 
 
 class Pairs(NamedTuple):
@@ -40,8 +40,7 @@ class Intra(NamedTuple):
 
 
 def unit_lower_inverse(A_kk):
-    """(I + A_kk)^-1 by substitution; only the strictly lower triangle of A_kk is read. Where keys are alike and strengths near 2, its
-    entries change signs from token to token and their errors do not: on a CPU in float64."""
+    """(I + A_kk)^-1 by substitution; only the strictly lower triangle of A_kk is read."""
     eye = torch.eye(A_kk.shape[-1], dtype=A_kk.dtype, device=A_kk.device)
     return torch.linalg.solve_triangular(A_kk, eye.expand_as(A_kk), upper=False, unitriangular=True)
 
@@ -57,6 +56,7 @@ def intra(rows, beta, g, look: bool, kept=None, keep=False) -> Intra:
     if kept is None:
         if flush:
             flushed_product(A)
+        # Of like keys with strengths near 2 its entries change signs from token to token, and their errors do not.
         inverse = unit_lower_inverse(widened(A[:, 1]) * beta).to(A.dtype)
         if flush:
             flushed_product(inverse)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from kdakit.backends.torch_native.wide import paired
+
 GROUP = 32  # tokens whose blocks of one level share a product: a few more flops, far fewer and larger matrices
 
 
@@ -76,19 +78,6 @@ def flushed_product(x):
 def decays(g, flush: bool):
     """exp(g). The exponential of a large negative number is as slow as a subnormal one."""
     return flushed(g.clamp_min(math.log(least(g.dtype)) - 1).exp_()) if flush else g.exp()
-
-
-def paired(left, right):
-    """left right^T, [M, m, K] and [M, n, K], on a CPU summed in float64. Identical keys have the same products with the same error, which
-    a sequence multiplies by its length where nothing is forgotten; gradients of pairs, rows and columns cancel in those of gates."""
-    if left.dtype != torch.float32 or left.device.type != "cpu":
-        return torch.bmm(left, right.mT)
-    return torch.bmm(left.double(), right.mT.double()).float()
-
-
-def summed(x):
-    """The sum over the last dimension [.., 1], on a CPU in float64: all gates of a chunk get the same one, with the same error."""
-    return x.sum(-1, keepdim=True, dtype=torch.float64 if x.device.type == "cpu" else None).to(x.dtype)
 
 
 def climb(A, rows, k, prefix, suffix, sizes, flush, keep, far=None):
