@@ -1,8 +1,8 @@
 // Backward of a chunk: every product over V, and through the chunk's decayed products to the gradients of q, k, g and beta. One block of
 // sixteen warps per multiprocessor, or two of eight for 64 channels, walks over chunks of all heads; what the next one's products need
 // comes while this one's gradients are made. q, k and g of a lane's four tokens and four channels are read once and stay in registers; one
-// warp finds the next chunk for all; warps are dealt to schedulers so that all have as many products. No atomics: the same call gives the
-// same bits.
+// warp finds the next chunk for all. Warp groups make pairs and products with states by wgmma, while gates and decayed tiles are made; what
+// v_new needs is dealt to warps so that all schedulers have as many products. No atomics: the same call gives the same bits.
 //
 //   fetched: S, dS', d_o, d_v, r, lower      -> hopper_gradient_products.cuh: v_new, d_beta, pairs, gradients of q_decayed, k_in, k_decayed
 //   q, k, g                                  -> hopper_gradient_pairs.cuh: decayed tiles; all pairs, from the farthest to a warp's own
@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Seat<HEAD>::kThreads, Seat<HEAD>::kBlocksAtOnc
   if (chunk_at(0, at).item < items) fetch_states(p, 0, at), fetch_lower(p, 0, at);
   for (int turn = 0; chunk_at(turn, at).item < items; turn ^= 1) {
     copy_async_wait();
+    fence_async();
     __syncthreads();
     at = seat_of<HEAD>(bytes);
     const float* factors = at.floats(at.kAtFactors + turn * 768);
@@ -53,33 +54,32 @@ __global__ void __launch_bounds__(Seat<HEAD>::kThreads, Seat<HEAD>::kBlocksAtOnc
     RawGates<G32> g;
     load_tokens(q, k, g, p, chunk_at(turn, at), at);
     if (at.warp == at.kScout) find_chunk(p, chunk_at(turn, at).item + gridDim.x, items, gridDim.x, turn ^ 1, at);
-    make_v_new(p, chunk_at(turn, at), factors, at);
+    make_v_new(p, chunk_at(turn, at), factors, dealt(at));
     decay_products(p, chunk_at(turn, at), at);
+    fence_async();
     __syncthreads();
-    constexpr int kPairs = Seat<HEAD>::kPairs;
-    float pairs_q[kPairs][2][4] = {}, pairs_k[kPairs][2][4] = {};
-    float largest = make_pairs<0>(p, pairs_q[0], pairs_k[0], at);
-    if (kPairs == 2) largest = fmaxf(largest, make_pairs<1>(p, pairs_q[kPairs - 1], pairs_k[kPairs - 1], at));
-    largest = largest_of_warp(largest);
-    if (at.lane == 0) at.floats(at.kAtLargest)[at.warp] = largest;
+    Pairs<HEAD> pairs;
+    pairs.begin(at);
     if (at.warp == at.kStrengths || at.warp == at.kStrengths + 1)
       write_d_beta(p, chunk_at(turn, at), factors, at.thread - at.kStrengths * 32, at);
     if (at.warp >= at.kDecays && (!Seat<HEAD>::kNarrow || at.warp < at.kDecays + at.kSlices))
       add_decay_products(at.thread - at.kDecays * 32, at);
     Tokens x;
     make_gates<GATE, BOUNDED, G32>(p, turn, g, x, at);
+    const float largest = largest_of_warp(pairs.finish(p, at));
+    if (at.lane == 0) at.floats(at.kAtLargest)[at.warp] = largest;
     __syncthreads();
-    const float power = power_of_largest(at), unit = over_power(power);
+    const float power = power_of_largest(at);
     if (at.thread == 0) *at.floats(at.kAtPower) = power;
-    store_pairs<0>(pairs_q[0], pairs_k[0], unit, at);
-    if (kPairs == 2) store_pairs<1>(pairs_q[kPairs - 1], pairs_k[kPairs - 1], unit, at);
+    pairs.store(over_power(power), at);
+    Results d_q, d_k, d_c;
+    begin_state_products(d_q, d_k, d_c, 0, at);
     refer<BOUNDED>(x, at);
     make_tiles(p, x, q, k, factors, at);
     at = seat_of<HEAD>(bytes);
     q.forget(), k.forget();
     if (!G32) g.forget();
-    Results d_q = {}, d_k = {}, d_c = {};
-    state_products(p, chunk_at(turn, at), d_q, d_k, d_c, unit, at);
+    finish_state_products(p, chunk_at(turn, at), d_q, d_k, d_c, over_power(power_of_largest(at)), at);
     __syncthreads();
     at = seat_of<HEAD>(bytes);
     if (chunk_at(turn ^ 1, at).item < items) fetch_states(p, turn ^ 1, at);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Seat<HEAD>::kThreads, Seat<HEAD>::kBlocksAtOnc
     if (BOUNDED)
       block_row_pairs(d_q, d_k, at), block_column_pairs(d_c, at);
     else
-      row_pairs(d_q, d_k, at), column_pairs(d_c, at);
+      at = seat_of<HEAD>(bytes), row_pairs(d_q, d_k, at), column_pairs(d_c, at);
     __syncthreads();
     at = seat_of<HEAD>(bytes);
     ByToken by_q, by_k, by_c;

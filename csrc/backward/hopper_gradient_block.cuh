@@ -1,7 +1,7 @@
 // A block of the gradient kernel: its threads, its shared memory, and how the next chunk comes into it.
 //
 // A warp for each block of 16 tokens and slice of 32 channels: sixteen, or eight for 64 channels. It has them in two layouts:
-//   as results of mma.sync, lane l: tokens l / 4 and l / 4 + 8, channels 8 t + 2 (l % 4) + {0, 1}, t = 0 .. 3
+//   as results of products, lane l: tokens l / 4 and l / 4 + 8, channels 8 t + 2 (l % 4) + {0, 1}, t = 0 .. 3
 //   by token, lane l: tokens 4 (l / 8) + {0 .. 3}, half of a group of eight, and channels 4 (l % 8) + {0 .. 3}
 // What has an address, a norm or a mask of its own for every token has it for four channels.
 #pragma once
@@ -17,15 +17,17 @@ constexpr int kPatchPitch = 40 * 4, kPatch = 16 * kPatchPitch;  // bytes of a ro
 
 // Of K = V = HEAD, 64 or 128: threads, and places in shared memory. With 64, two blocks share a multiprocessor.
 //
-// Tiles have rows of 2 HEAD bytes, 16-byte unit u of row r at u ^ (r % 8); pairs and float16 `lower` rows of 128 bytes, float32 `lower` of
-// 256. All tiles start at multiples of 1024 bytes, so that steps from row to row are bits of an address.
+// Tiles lie in panels of 64 channels: rows of 128 bytes, 16-byte unit u of row r at u ^ (r % 8), as wgmma reads them; so do pairs and
+// float16 `lower`. Rows of float32 `lower` have 256 bytes. All start at multiples of 1024 bytes, so that steps from row to row are bits of
+// an address.
 template <int HEAD>
 struct Seat {
   static_assert(HEAD == 64 || HEAD == 128, "");
   static constexpr bool kNarrow = HEAD == 64;
   static constexpr int kBlocksAtOnce = kNarrow ? 2 : 1;
   static constexpr int kSlices = HEAD / 32, kWarps = 4 * kSlices, kThreads = 32 * kWarps;
-  static constexpr int kRow = 2 * HEAD, kEight = 8 * kRow, kTile = kChunk * kRow, kState = HEAD * kRow;  // bytes
+  static constexpr int kRow = 2 * HEAD, kTile = kChunk * kRow, kState = HEAD * kRow;  // bytes
+  static constexpr int kPitch = 128, kEight = 8 * kPitch, kPanel = kChunk * kPitch, kStatePanel = HEAD * kPitch;
   static constexpr int kLanes = HEAD / 4;  // that hold a row, four channels each: a warp has one row at once, or two
 
   static constexpr int kAtS = 0, kAtDS = kAtS + kState, kAtDO = kAtDS + kState, kAtDV = kAtDO + kTile, kAtR = kAtDV + kTile;
@@ -56,16 +58,14 @@ struct Seat {
 
   // Until pairs are made: parts of sum_v S dS', [warps][HEAD]; with 64 channels what rounding took from S and dS' lies in the pairs' place.
   static constexpr int kAtParts = kNarrow ? kAtAhead : kAtPairs, kAtLostS = kAtPairs, kAtLostDS = kAtPairs + kState;
-  // Once tiles are used up: a patch per warp in which results of mma.sync change to tokens; then sums per half group.
+  // Once tiles are used up: a patch per warp in which results of products change to tokens; then sums per half group.
   static constexpr int kAtBiasShares = kAtColumns, kAtAShares = kAtColumns + kTile / 2;
   static_assert(kWarps * kPatch <= 3 * kTile, "patches lie in the tiles' place");
 
-  // Two bits a warp: its block of tokens. Warps w, w + 4, .. take turns at one scheduler. Of 16 they have all four blocks, and two or three
-  // of the ten warps that make pairs; of eight blocks b and 3 - b, and two or three of the ten blocks of pairs.
+  // Warp w has tokens 16 (w % 4) + {0 .. 15}, as results of wgmma lie, but for v_new, whose blocks have one to four products: two bits a
+  // warp. Warps w, w + 4, .. take turns at one scheduler; of 16 they have all four blocks, of eight blocks b and 3 - b.
   static constexpr uint32_t kBlocks = kNarrow ? 0x1be4u : 0x8dd27827u;
-  static constexpr int kPairs = kNarrow ? 2 : 1;  // blocks of pairs that a warp makes at most
-  // Warps that make no pairs, or few, do the chunk's small things: two d_beta, HEAD / 32 d_decay; one of those with the fewest columns of
-  // lower finds the next chunk.
+  // Two warps make d_beta, HEAD / 32 d_decay; one of those with the fewest columns of lower finds the next chunk.
   static constexpr int kScout = kNarrow ? 7 : 4, kStrengths = kNarrow ? 6 : 9, kDecays = kNarrow ? 0 : 12;
 
   // And a thread of the block.
@@ -82,14 +82,15 @@ struct Seat {
   __device__ __forceinline__ bool second() const { return lane & 8; }
   // The lane's own four numbers, of its group and channels, in sums or in ahead.
   __device__ __forceinline__ float* own_share() const { return floats(second() ? kAtAhead : kAtSums) + group() * HEAD + channel(); }
-  // Where the lane's first token lies in a tile; token t is at this ^ (t * (kRow + 16)).
+  __device__ __forceinline__ int panel() const { return slice / 2 * kPanel; }  // with the warp's channels
+  // Where the lane's first token lies in a tile; token t is at this ^ (t * (kPitch + 16)).
   __device__ __forceinline__ uint32_t in_tile() const {
-    return token() * kRow + (((4 * slice + lane % 8 / 2) ^ (lane & 8) / 2) << 4) + lane % 2 * 8;
+    return panel() + token() * kPitch + (((4 * (slice & 1) + lane % 8 / 2) ^ (lane & 8) / 2) << 4) + lane % 2 * 8;
   }
   // As results: the first token's row, and where its channels lie in a tile; n-tile t is at this ^ (t << 4), the second token kEight on.
   __device__ __forceinline__ int result_row() const { return 16 * block + lane / 4; }
   __device__ __forceinline__ uint32_t result_in_tile() const {
-    return result_row() * kRow + (((4 * slice) ^ (lane / 4)) << 4) + lane % 4 * 4;
+    return panel() + result_row() * kPitch + (((4 * (slice & 1)) ^ (lane / 4)) << 4) + lane % 4 * 4;
   }
 };
 
@@ -101,7 +102,13 @@ __device__ __forceinline__ Seat<HEAD> seat_of(uint8_t* bytes) {
   const int thread = thread_index() & (Of::kThreads - 1), warp = __shfl_sync(~0u, thread >> 5, 0) & (Of::kWarps - 1);
   Seat<HEAD> at;
   at.smem = shared_address(bytes), at.bytes = bytes, at.thread = thread, at.lane = thread & 31, at.warp = warp;
-  at.block = static_cast<int>(Of::kBlocks >> 2 * warp & 3), at.slice = warp >> 2;
+  at.block = warp & 3, at.slice = warp >> 2;
+  return at;
+}
+// The same with another block of tokens: those whose v_new the warp makes.
+template <int HEAD>
+__device__ __forceinline__ Seat<HEAD> dealt(Seat<HEAD> at) {
+  at.block = static_cast<int>(Seat<HEAD>::kBlocks >> 2 * at.warp & 3);
   return at;
 }
 
@@ -111,9 +118,10 @@ __device__ __forceinline__ void store_four(float* at, const float (&x)[4]) {
 }
 __device__ __forceinline__ void unpack(float (&y)[4], uint2 x) { y[0] = low(x.x), y[1] = high(x.x), y[2] = low(x.y), y[3] = high(x.y); }
 __device__ __forceinline__ void unpack(float (&y)[4], float4 x) { y[0] = x.x, y[1] = x.y, y[2] = x.z, y[3] = x.w; }
-template <int HEAD>
-__device__ __forceinline__ uint32_t tile_at(int row, int unit) { return row * (2 * HEAD) + ((unit ^ (row & 7)) << 4); }
 __device__ __forceinline__ uint32_t pair_at(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }  // [128 rows][64]
+template <int ROWS>
+__device__ __forceinline__ uint32_t tile_at(int row, int unit) { return unit / 8 * (ROWS * 128) + pair_at(row, unit & 7); }
+__device__ __forceinline__ uint32_t wide_at(int row, int unit) { return row * 256 + ((unit ^ (row & 7)) << 4); }  // [64][64] float32
 
 // 1 / x of a power of two, between 2^-126 and 2^126.
 __device__ __forceinline__ float over_power(float x) { return __uint_as_float(0x7f000000u - __float_as_uint(x)); }
@@ -186,7 +194,7 @@ __device__ __forceinline__ void fetch_tokens(int place, const void* tensor, cons
 #pragma unroll
   for (int i = 0; i < kChunk; i += 32) {
     const bool inside = row + i < length;
-    copy_async(at.smem + place + tile_at<HEAD>(row, unit) + i * at.kRow, from + (inside ? (row + i) * stride + unit * 16 : 0),
+    copy_async(at.smem + place + tile_at<kChunk>(row, unit) + i * at.kPitch, from + (inside ? (row + i) * stride + unit * 16 : 0),
                inside ? 16 : 0);
   }
 }
@@ -205,10 +213,11 @@ __device__ __forceinline__ void fetch_states(const HopperGradient& p, int turn, 
     copy_async(at.smem + at.kAtBias + turn * (4 * HEAD) + i * 16, p.in.dt_bias + c.head * HEAD + 4 * i, 16);
   const auto *d_states = static_cast<const uint8_t*>(p.d_states) + item * at.kState + at.thread * 16,
              *states = static_cast<const uint8_t*>(p.states) + item * at.kState + at.thread * 16;
+  constexpr int kStep = Seat<HEAD>::kThreads * 16, kShare = Seat<HEAD>::kRow / Seat<HEAD>::kPitch;  // a panel has a share of each row
 #pragma unroll
-  for (int i = 0; i < at.kState; i += at.kThreads * 16) copy_async(to + at.kAtDS + i, d_states + i, 16);
+  for (int i = 0; i < at.kState; i += kStep) copy_async(to + at.kAtDS + i / kShare, d_states + i, 16);
 #pragma unroll
-  for (int i = 0; i < at.kState; i += at.kThreads * 16) copy_async(to + at.kAtS + i, states + i, 16);
+  for (int i = 0; i < at.kState; i += kStep) copy_async(to + at.kAtS + i / kShare, states + i, 16);
 }
 // And these, once the exponents that lie in their place are used up, and pairs.
 template <int HEAD>
@@ -217,7 +226,7 @@ __device__ __forceinline__ void fetch_lower(const Given<HEAD>& p, int turn, cons
   fetch_tokens(at.kAtR, p.r, p, c, at);
   if (p.lower_float32) {
     const auto* from = static_cast<const uint8_t*>(p.lower) + c.item * 16384 + at.thread * 16;
-    const uint32_t to = at.smem + at.kAtLower + tile_at<128>(at.thread / 16, at.thread % 16);
+    const uint32_t to = at.smem + at.kAtLower + wide_at(at.thread / 16, at.thread % 16);
     copy_async(to, from, 16), copy_async(to + at.kThreads * 16, from + at.kThreads * 16, 16);
     if (Seat<HEAD>::kNarrow) copy_async(to + 8192, from + 8192, 16), copy_async(to + 12288, from + 12288, 16);
   } else {

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint8_t* patch_of(const Seat<HEAD>& at) {
 }
 __device__ __forceinline__ float* in_patch(uint8_t* patch, int t) { return reinterpret_cast<float*>(patch + t * kPatchPitch); }
 
-// Results of mma.sync to a lane's tokens, within the warp.
+// Results of products to a lane's tokens, within the warp.
 template <int HEAD>
 __device__ __forceinline__ void by_token(ByToken& y, const Results& x, const Seat<HEAD>& at) {
   uint8_t *to = at.bytes + at.kAtRowsQ + at.warp * kPatch + at.lane / 4 * kPatchPitch + at.lane % 4 * 8, *from = patch_of(at);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void undo_decays(const HopperGradient& p, const Token
     unpack(s, load_four(exponents_of(at) + t * 128));
     const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
     const float diagonal = at.floats(at.kAtDiagonal)[at.token() + t] * unit;
-    unpack_state_part(part, load_shared_pair(tile ^ (t * (at.kRow + 16))), thirds[t]);
+    unpack_state_part(part, load_shared_pair(tile ^ (t * (at.kPitch + 16))), thirds[t]);
     float rows_q[4], rows_k[4], columns[4];
     unpack(rows_q, y.rows_q), unpack(rows_k, y.rows_k), unpack(columns, y.columns);
     along[t] = along[4 + t] = 0.0f;

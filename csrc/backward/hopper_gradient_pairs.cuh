@@ -225,7 +225,7 @@ __device__ __forceinline__ void make_tiles(const HopperGradient& p, const Tokens
     for (int c = 0; c < 4; ++c) s[c] = x.base[c] + (run[c] += x.g[t][c]);
     store_four(exponents_of(at) + t * 128, s);
     const Factors y(q.of[t], k.of[t], s, norms.q(t), norms.k(t));
-    const uint32_t tile = to ^ (t * (at.kRow + 16));
+    const uint32_t tile = to ^ (t * (at.kPitch + 16));
     store_shared(tile + at.kAtRowsQ, y.rows_q), store_shared(tile + at.kAtRowsK, y.rows_k), store_shared(tile + at.kAtColumns, y.columns);
   }
 }
@@ -256,7 +256,7 @@ struct Steps {
 // Eight tokens of group 0, the four n-tiles of the warp's channels, as B operands; others are kEight bytes a group further.
 template <int HEAD>
 __device__ __forceinline__ uint32_t group_at(uint32_t tile, const Seat<HEAD>& at) {
-  return at.smem + tile + tile_at<HEAD>(at.lane & 7, 4 * at.slice + (at.lane >> 3));
+  return at.smem + tile + tile_at<kChunk>(at.lane & 7, 4 * at.slice + (at.lane >> 3));
 }
 
 // The gradient of k_decayed waits while pairs are added up: two bytes of each number in v_new's place, which is used up, in the warp's own
@@ -343,7 +343,7 @@ __device__ __forceinline__ void column_pairs(Results& d_c, const Seat<HEAD>& at)
 // Sixteen tokens of block 0, the four n-tiles of the channels of a warp, as twice two B operands; a block further are 2 kEight bytes.
 template <int HEAD>
 __device__ __forceinline__ uint32_t block_at(uint32_t tile, const Seat<HEAD>& at) {
-  return at.smem + tile + tile_at<HEAD>(at.lane & 15, 4 * at.slice + (at.lane >> 4));
+  return at.smem + tile + tile_at<kChunk>(at.lane & 15, 4 * at.slice + (at.lane >> 4));
 }
 __device__ __forceinline__ void add_block(Results& x, const uint32_t (&a)[4], const uint32_t (&b)[2][4]) {
 #pragma unroll

@@ -4,6 +4,7 @@
 //   d_q_decayed = scale d_o S^T        d_k_in = -d_v S^T        d_k_decayed = v_new dS'^T        d_decay = sum_v S dS'
 #pragma once
 #include "../prefill/hopper_gate.cuh"
+#include "../prefill/hopper_wgmma.cuh"
 #include "hopper_gradient_block.cuh"
 
 namespace kda::hopper {
@@ -70,7 +71,7 @@ struct Lower {
 template <bool WIDE, int HEAD>
 __device__ __forceinline__ void lower_times_r(Results& acc, int bits, const float* beta, const Seat<HEAD>& at) {
   const Lower<HEAD> lower(WIDE, bits, at);
-  uint32_t depth = at.smem + at.kAtR + tile_at<HEAD>(at.lane & 15, 4 * at.slice + (at.lane >> 4));
+  uint32_t depth = at.smem + at.kAtR + tile_at<kChunk>(at.lane & 15, 4 * at.slice + (at.lane >> 4));
 #pragma unroll 1
   for (int j = 0; j <= at.block; ++j, depth += 2 * at.kEight) {
     uint32_t big[4], small[4], b[2][4];
@@ -148,59 +149,63 @@ __device__ __forceinline__ void write_d_beta(const HopperGradient& p, const Chun
     static_cast<uint16_t*>(p.d_beta)[to] = static_cast<uint16_t>(pack_bf16(d, 0.0f));
 }
 
-// The pairs of the warp's tokens as rows with those of a block as columns, if that is not later: the block `slice`, or by INDEX the second
-// that the warp makes. The diagonal of A_qk goes to shared memory. Returns the largest.
-template <int INDEX, int HEAD>
-__device__ __forceinline__ float make_pairs(const HopperGradient& p, float (&of_q)[2][4], float (&of_k)[2][4], const Seat<HEAD>& at) {
-  const int column = at.slice + INDEX * at.kSlices;
-  if (column > at.block) return 0.0f;
-  const uint32_t columns = at.smem + tile_at<HEAD>(16 * column + (at.lane & 7) + ((at.lane >> 4) << 3), (at.lane >> 3) & 1);
-  const uint32_t rows = at.smem + tile_at<HEAD>(16 * at.block + (at.lane & 15), at.lane >> 4);
-#pragma unroll
-  for (int s = 0; s < HEAD / 16; ++s) {
-    uint32_t a[4], b[4];
-    load_matrices(b, (columns ^ (s << 5)) + at.kAtVNew);
-    load_matrices(a, (rows ^ (s << 5)) + at.kAtDO);
-    mma_bf16(of_q[0], a, b[0], b[1]), mma_bf16(of_q[1], a, b[2], b[3]);
-    load_matrices(a, (rows ^ (s << 5)) + at.kAtDV);
-    mma_bf16(of_k[0], a, b[0], b[1]), mma_bf16(of_k[1], a, b[2], b[3]);
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int r = 0; r < 4; ++r) of_q[n][r] *= p.in.scale;
-  if (column == at.block) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int i = at.lane / 4 + 8 * (r / 2), j = 8 * n + 2 * (at.lane % 4) + r % 2;
-        if (i == j) at.floats(at.kAtDiagonal)[16 * at.block + i] = of_q[n][r];
-        of_q[n][r] = j < i ? of_q[n][r] : 0.0f, of_k[n][r] = j < i ? of_k[n][r] : 0.0f;
-      }
-  }
-  float largest = 0.0f;
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int r = 0; r < 4; ++r) largest = fmaxf(largest, fmaxf(fabsf(of_q[n][r]), fabsf(of_k[n][r])));
-  return largest;
-}
+// Pairs of all tokens: a warp group makes columns of the gradient of A_qk or of A_kk, its warps 16 rows each, as results of wgmma. Those
+// right of the diagonal are made too, and nobody reads them.
+template <int HEAD>
+struct Pairs {
+  using At = Seat<HEAD>;
+  static constexpr int kColumns = At::kNarrow ? 64 : 32, kTiles = kColumns / 8;
+  float x[kColumns / 2];
 
-template <int INDEX, int HEAD>
-__device__ __forceinline__ void store_pairs(const float (&of_q)[2][4], const float (&of_k)[2][4], float unit, const Seat<HEAD>& at) {
-  const int column = at.slice + INDEX * at.kSlices;
-  if (column > at.block) return;
-  const uint32_t to = at.smem + at.kAtPairs + pair_at(at.result_row(), 2 * column) + at.lane % 4 * 4;
+  static __device__ __forceinline__ bool of_q(const At& at) { return at.slice < At::kSlices / 2; }
+  static __device__ __forceinline__ int first(const At& at) { return At::kNarrow ? 0 : (at.slice & 1) * kColumns; }
+
+  __device__ __forceinline__ void begin(const At& at) {
+    static_assert(At::kAtDV == At::kAtDO + At::kTile, "");  // no choice between two addresses: registers would be spilled
+    const uint32_t base = descriptor_base(at.smem), rows = base + ((At::kAtDO + at.slice / (At::kSlices / 2) * At::kTile) >> 4);
+    const uint32_t columns = base + ((At::kAtVNew + first(at) * At::kPitch) >> 4);
+    wgmma_begin();
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = 2 * half;
-      store_shared((to ^ (n << 4)) + half * 1024, pack_bf16(of_q[n][r] * unit, of_q[n][r + 1] * unit));
-      store_shared((to ^ (n << 4)) + half * 1024 + kChunk * 128, pack_bf16(of_k[n][r] * -unit, of_k[n][r + 1] * -unit));
+    for (int s = 0; s < HEAD / 16; ++s) {
+      const int step = s / 4 * At::kPanel + s % 4 * 32;
+      wgmma_shared<0>(x, descriptor(rows, step), descriptor(columns, step), s > 0);
     }
-}
+    wgmma_commit();
+  }
+
+  // The diagonal of A_qk goes to shared memory. Returns the largest of the others.
+  __device__ __forceinline__ float finish(const HopperGradient& p, const At& at) {
+    wgmma_wait<0>();
+    touch(x);
+    const float by = of_q(at) ? p.in.scale : 1.0f;
+    const int to_diagonal = 16 * at.block - first(at), left = to_diagonal + at.lane / 4 - 2 * (at.lane % 4);
+    float largest = 0.0f;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float(&y)[2] = *reinterpret_cast<float(*)[2]>(x + 4 * t + 2 * half);
+        y[0] *= by, y[1] *= by;
+        if (of_q(at) && 8 * t == to_diagonal + 8 * half && at.lane % 4 == at.lane / 8)
+          at.floats(at.kAtDiagonal)[at.result_row() + 8 * half] = at.lane & 4 ? y[1] : y[0];
+        y[0] = 8 * (t - half) < left ? y[0] : 0.0f, y[1] = 8 * (t - half) + 1 < left ? y[1] : 0.0f;
+        largest = fmaxf(largest, fmaxf(fabsf(y[0]), fabsf(y[1])));
+      }
+    return largest;
+  }
+
+  __device__ __forceinline__ void store(float unit, const At& at) const {
+    const float by = of_q(at) ? unit : -unit;
+    const uint32_t to = at.smem + at.kAtPairs + pair_at(at.result_row() + (of_q(at) ? 0 : kChunk), first(at) / 8) + at.lane % 4 * 4;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      if (first(at) + 8 * t >= 16 * at.block + 16) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_shared((to ^ (t << 4)) + half * 1024, pack_bf16(x[4 * t + 2 * half] * by, x[4 * t + 2 * half + 1] * by));
+    }
+  }
+};
 
 // A warp has eight rows of a state, its lanes four channels of four of them at once: all lanes the same, or either half of them its own.
 template <int HEAD>
@@ -214,8 +219,8 @@ __device__ __forceinline__ void load_rows(float (&x)[4][4], const float* state, 
 #pragma unroll
   for (int r = 0; r < 4; ++r) unpack(x[r], __ldg(reinterpret_cast<const float4*>(state + (row + r) * HEAD + 4 * own_channel(at))));
 }
-// Where they lie in a tile [V, K]. V_FIRST: rows are the tile's, row r at ^ (r << 4) + r * kRow. Else columns: of value channel j of the
-// lane's four they are the four at ^ (j << 4) + j * kRow.
+// Where they lie in a tile [V, K]. V_FIRST: rows are the tile's, row r at ^ (r << 4) + r * kPitch. Else columns: of value channel j of the
+// lane's four they are the four at ^ (j << 4) + j * kPitch.
 template <bool V_FIRST, int HEAD>
 __device__ __forceinline__ uint32_t rows_in_tile(int row, const Seat<HEAD>& at) {
   const int channel = own_channel(at);
@@ -226,7 +231,7 @@ __device__ __forceinline__ void load_rows(float (&x)[4][4], uint32_t tile) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float y[4];
-    unpack(y, load_shared_pair((tile ^ (i << 4)) + i * Seat<HEAD>::kRow));
+    unpack(y, load_shared_pair((tile ^ (i << 4)) + i * Seat<HEAD>::kPitch));
 #pragma unroll
     for (int j = 0; j < 4; ++j) (V_FIRST ? x[i][j] : x[j][i]) = y[j];
   }
@@ -245,39 +250,42 @@ __device__ __forceinline__ void put_lost(uint32_t place, const float* state, con
       float y[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) y[j] = V_FIRST ? x[i][j] : x[j][i], y[j] -= low(pack_bf16(y[j], 0.0f));
-      store_shared((tile ^ (i << 4)) + i * at.kRow, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
+      store_shared((tile ^ (i << 4)) + i * at.kPitch, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
     }
   }
 }
 
-// Gradients of q_decayed, k_in and k_decayed, divided by the chunk's power of two. Where S or dS' is the caller's, what rounding takes from
-// it then lies in the tile's place and is multiplied too: where few tokens follow, or gates forget all that was before, it is the only
-// rounding of a gate's gradient.
+// Gradients of q_decayed, k_in and k_decayed: asked for. `add`: to what is there.
 template <int HEAD>
-__device__ __forceinline__ void state_products(const HopperGradient& p, const Chunk& c, Results& d_q, Results& d_k, Results& d_c,
-                                               float unit, const Seat<HEAD>& at) {
-  const uint32_t rows = at.smem + tile_at<HEAD>(16 * at.block + (at.lane & 15), at.lane >> 4);
-  const uint32_t depth = at.smem + tile_at<HEAD>(at.lane & 15, 4 * at.slice + (at.lane >> 4)), beside = depth ^ (2 << 4);
-#pragma unroll 1
-  for (bool lost = false;; lost = true) {
-#pragma unroll 2  // more would want more registers
-    for (int s = 0; s < HEAD / 16; ++s) {
-      uint32_t a[4], b[2][4];
-      const uint32_t from = rows ^ (s << 5), step = s * (2 * at.kEight);
-      load_matrices_transposed(b[0], depth + at.kAtS + step), load_matrices_transposed(b[1], beside + at.kAtS + step);
-      load_matrices(a, from + at.kAtDO);
+__device__ __forceinline__ void begin_state_products(Results& d_q, Results& d_k, Results& d_c, int add, const Seat<HEAD>& at) {
+  using At = Seat<HEAD>;
+  float(&q)[16] = reinterpret_cast<float(&)[16]>(d_q), (&k)[16] = reinterpret_cast<float(&)[16]>(d_k);
+  float(&columns)[16] = reinterpret_cast<float(&)[16]>(d_c);
+  const uint32_t base = descriptor_base(at.smem);
+  const uint32_t states = base + ((at.slice / 2 * At::kStatePanel + (at.slice & 1) * 64) >> 4);  // the warp group's channels
+  touch(q), touch(k), touch(columns);
+  wgmma_begin();
 #pragma unroll
-      for (int t = 0; t < 4; ++t) mma_bf16(d_q[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-      load_matrices(a, from + at.kAtDV);
-#pragma unroll
-      for (int t = 0; t < 4; ++t) mma_bf16(d_k[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-      load_matrices_transposed(b[0], depth + at.kAtDS + step), load_matrices_transposed(b[1], beside + at.kAtDS + step);
-      load_matrices(a, from + at.kAtVNew);
-#pragma unroll
-      for (int t = 0; t < 4; ++t) mma_bf16(d_c[t], a, b[t / 2][t % 2 * 2], b[t / 2][t % 2 * 2 + 1]);
-    }
-    const int callers = c.states & (kInitial | kFinal);
-    if (lost || callers == 0) break;
+  for (int s = 0; s < HEAD / 16; ++s) {
+    const int rows = s / 4 * At::kPanel + s % 4 * 32, depth = s * 2 * At::kEight;
+    wgmma_shared<1>(q, descriptor(base, At::kAtDO + rows), descriptor(states, At::kAtS + depth), s > 0 || add);
+    wgmma_shared<1>(k, descriptor(base, At::kAtDV + rows), descriptor(states, At::kAtS + depth), s > 0 || add);
+    wgmma_shared<1>(columns, descriptor(base, At::kAtVNew + rows), descriptor(states, At::kAtDS + depth), s > 0 || add);
+  }
+  wgmma_commit();
+}
+
+// And made, divided by the chunk's power of two. Where S or dS' is the caller's, what rounding takes from it then lies in the tile's place
+// and is multiplied too: where few tokens follow, or gates forget all that was before, it is the only rounding of a gate's gradient.
+template <int HEAD>
+__device__ __forceinline__ void finish_state_products(const HopperGradient& p, const Chunk& c, Results& d_q, Results& d_k, Results& d_c,
+                                                      float unit, const Seat<HEAD>& at) {
+  const auto wait = [&] {
+    wgmma_wait<0>();
+    touch(reinterpret_cast<float(&)[16]>(d_q)), touch(reinterpret_cast<float(&)[16]>(d_k)), touch(reinterpret_cast<float(&)[16]>(d_c));
+  };
+  wait();
+  if (const int callers = c.states & (kInitial | kFinal); callers != 0) {
     __syncthreads();
     const Seat<HEAD> here = seat_of<HEAD>(at.bytes);
 #pragma unroll 1
@@ -286,7 +294,10 @@ __device__ __forceinline__ void state_products(const HopperGradient& p, const Ch
       const float* state = callers & (i ? kFinal : kInitial) ? i ? c.final : c.initial : nullptr;
       p.in.state_v_first ? put_lost<true>(place, state, here) : put_lost<false>(place, state, here);
     }
+    fence_async();
     __syncthreads();
+    begin_state_products(d_q, d_k, d_c, 1, here);
+    wait();
   }
   const float unit_q = p.in.scale * unit;
 #pragma unroll
@@ -348,11 +359,11 @@ __device__ __forceinline__ void decay_products(const Given<HEAD>& p, const Chunk
   }
   float sum[4] = {};
   const int channel = own_channel(at), row = own_rows(at);
-  const uint32_t from = at.smem + at.warp * at.kEight + row * at.kRow + (((channel >> 1) ^ row) << 4) + (channel & 1) * 8;
+  const uint32_t from = at.smem + tile_at<HEAD>(8 * at.warp + row, channel >> 1) + (channel & 1) * 8;
 #pragma unroll
   for (int i = 0; i < HEAD / 16; ++i) {
     float S[4], dS[4];
-    const uint32_t offset = (from ^ (i << 4)) + i * at.kRow;
+    const uint32_t offset = (from ^ (i << 4)) + i * at.kPitch;
     unpack(S, load_shared_pair(offset + at.kAtS)), unpack(dS, load_shared_pair(offset + at.kAtDS));
     if (exact) {
       float S_lost[4], dS_lost[4];

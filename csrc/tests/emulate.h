@@ -1,7 +1,8 @@
 // A block of CUDA threads on a CPU, one fiber each, so that the kernels themselves can be tested where there is no GPU.
 //
 // A fiber runs until it meets a barrier. Shared memory starts as NaN. Asynchronous copies land when they are waited for, as late as they
-// may. `order` < 0 runs the threads backwards: results that depend on it are a race. Tensor cores truncate their sums.
+// may. `order` < 0 runs the threads backwards, 2 and -2 one warp as far as it gets before the next: results that depend on it are a race.
+// Tensor cores truncate their sums.
 #pragma once
 
 #include <ucontext.h>
@@ -117,11 +118,11 @@ inline void run_block(unsigned block, int threads, int order, const std::functio
     makecontext(&fiber.context, entry, 0);
   }
   for (;;) {
-    int ready = 0, done = 0, blocked = 0;
+    int ready = 0, done = 0, blocked = 0, warp = -1;
     for (int i = 0; i < threads; ++i) {
       const int t = order < 0 ? threads - 1 - i : i;
-      if (fibers[t].at != Fiber::READY) continue;
-      ++ready;
+      if (fibers[t].at != Fiber::READY || (std::abs(order) > 1 && warp >= 0 && warp != t / 32)) continue;
+      ++ready, warp = t / 32;
       threadIdx.x = t;
       swapcontext(&scheduler, &fibers[t].context);
     }

@@ -1,7 +1,8 @@
-// Warp groups' products and the copy engine on a CPU: what the walks along a sequence use of hopper_ptx.cuh, hopper_wgmma.cuh and
-// hopper_tensor.cuh.
+// Warp groups' products and the copy engine on a CPU: what the walks along a sequence and the gradient kernel use of hopper_ptx.cuh,
+// hopper_wgmma.cuh and hopper_tensor.cuh.
 //
-// Copies land when their barrier is waited for, and leave when they are waited for: as late as they may. Products are done at once.
+// Copies land when their barrier is waited for, and leave when they are waited for: as late as they may. Products are done at once; what
+// they read of shared memory must be the same when they are waited for.
 #pragma once
 
 #include <map>
@@ -98,10 +99,30 @@ inline void fewer_registers() {}
 template <int COUNT>
 inline void more_registers() {}
 
+// What a thread's products have read, group by group; the last group is open.
+struct Read {
+  uint32_t at;
+  uint16_t x;
+};
+inline std::vector<std::vector<Read>> reads[1024];
+inline uint16_t read_shared(uint32_t at) {
+  uint16_t x;
+  memcpy(&x, memory + at, 2);
+  return x;
+}
+inline void remember(uint32_t at) {
+  auto &groups = reads[threadIdx.x];
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back({at, read_shared(at)});
+}
 inline void wgmma_begin() {}
-inline void wgmma_commit() {}
+inline void wgmma_commit() { reads[threadIdx.x].emplace_back(); }
 template <int PENDING>
-inline void wgmma_wait() {}
+inline void wgmma_wait() {
+  for (auto &groups = reads[threadIdx.x]; groups.size() > PENDING + 1; groups.erase(groups.begin()))
+    for (const Read &it : groups.front())
+      if (read_shared(it.at) != it.x) fprintf(stderr, "shared memory changes while a product reads it\n"), abort();
+}
 template <int N>
 inline void touch(float (&)[N]) {}
 
@@ -125,9 +146,9 @@ inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
                                : start + n / 8 * groups + n % 8 * 128 + k * 2;
       if (squares)
         at = TRANSPOSED ? start + n / 16 * halves + k / 8 * groups + k % 8 * 32 + n % 16 * 2 : start + n / 8 * groups + n % 8 * 32 + k * 2;
-      uint16_t element;
-      memcpy(&element, memory + (squares ? at ^ (at >> 7 & 1) << 4 : swizzled(at)), 2);
-      sum += double(k % 2 ? pair.y : pair.x) * unpack(element).x;
+      at = squares ? at ^ (at >> 7 & 1) << 4 : swizzled(at);
+      if (lane < 4 && i / 2 % 2 == 0) remember(at);  // four lanes read all of b
+      sum += double(k % 2 ? pair.y : pair.x) * unpack(read_shared(at)).x;
     }
     d[i] = emulate::truncated(sum);
   }
@@ -135,6 +156,21 @@ inline void multiply_group(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
 template <int TRANSPOSED, int COUNT>
 inline void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int add) {
   multiply_group<TRANSPOSED>(d, a, b, add, [](uint32_t x) { return float2{low(x), high(x)}; });
+}
+// a [64, 16] in shared memory, with the swizzle of 128 bytes and rows that are 8 a group.
+template <int TRANSPOSED, int COUNT>
+inline void wgmma_shared(float (&d)[COUNT], uint64_t a, uint64_t b, int add) {
+  const uint32_t start = uint32_t(a & 0x3fff) << 4, groups = uint32_t(a >> 32 & 0x3fff) << 4;
+  if (a >> 62 != 1) fprintf(stderr, "not a swizzle of 128 bytes\n"), abort();
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 16;
+  uint32_t mine[4];
+  for (int i = 0; i < 4; ++i) {
+    const int row = first + lane / 4 + i % 2 * 8, k = 2 * (lane % 4) + i / 2 * 8;
+    const uint32_t at = swizzled(start + row / 8 * groups + row % 8 * 128 + k * 2);
+    remember(at), remember(at + 2);
+    mine[i] = load_shared_word(at);
+  }
+  wgmma<TRANSPOSED>(d, mine, b, add);
 }
 inline void wgmma_half(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {
   multiply_group<0>(d, a, b, add, [](uint32_t x) { return unpack_half(x); });
