@@ -34,15 +34,23 @@ struct LogDecay {
   }
 };
 
-__device__ __forceinline__ float write_strength(const HopperForward& p, int64_t at) {
-  float x = p.beta_float32 ? static_cast<const float*>(p.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
+__device__ __forceinline__ float beta_at(const HopperForward& p, int64_t at) {
+  return p.beta_float32 ? static_cast<const float*>(p.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
+}
+// The same in two steps: asked for, and waited for where it becomes a number.
+__device__ __forceinline__ uint32_t ask_for_beta(const HopperForward& p, int64_t at) {
+  return load_word_or_half(static_cast<const uint8_t*>(p.beta) + (p.beta_float32 ? 4 : 2) * at, p.beta_float32);
+}
+__device__ __forceinline__ float beta_of(const HopperForward& p, uint32_t raw) { return __uint_as_float(p.beta_float32 ? raw : raw << 16); }
+
+// Of the caller's beta.
+__device__ __forceinline__ float write_strength(const HopperForward& p, float x) {
   if (p.beta_kind != Beta::given) x = reciprocal_fast(1.0f + exp2_fast(-x * kLog2e));
   return p.beta_kind == Beta::double_sigmoid ? 2.0f * x : x;
 }
 
 // To a rounding or two, for a backward: the scan's own strengths round to the same numbers.
-__device__ __forceinline__ float exact_strength(const HopperForward& p, int64_t at) {
-  const float x = p.beta_float32 ? static_cast<const float*>(p.beta)[at] : __bfloat162float(static_cast<const __nv_bfloat16*>(p.beta)[at]);
+__device__ __forceinline__ float exact_strength(const HopperForward& p, float x) {
   if (p.beta_kind == Beta::given) return x;
   const float s = 1.0f / (1.0f + expf(-x));
   return p.beta_kind == Beta::double_sigmoid ? 2.0f * s : s;

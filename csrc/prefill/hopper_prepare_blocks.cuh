@@ -147,13 +147,14 @@ __device__ __forceinline__ void prepare_block(const HopperForward& p, uint32_t s
   uint8_t* record = static_cast<uint8_t*>(p.workspace) + (slot * p.HV + head) * R::chunk_bytes + block * R::bytes;
 
   Inputs<128> x;
+  const int row = group * kTokens + lane;
+  const bool has_beta = lane < kTokens && row < span.length;
+  uint32_t raw_beta = 0;
+  if (has_beta)
+    raw_beta = ask_for_beta(p, span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head);
   const uint32_t own = smem + odd * kTokens * 256;
   load_tokens<128, GATE, G32>(p, span, head, group, lane, own + P::rows_q, own + P::rows_k, x);
-  if (lane < kTokens) {
-    const int row = group * kTokens + lane;
-    const int64_t from = span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head;
-    shared.betas[odd * kTokens + lane] = row < span.length ? write_strength(p, from) : 0.0f;
-  }
+  if (lane < kTokens) shared.betas[odd * kTokens + lane] = has_beta ? write_strength(p, beta_of(p, raw_beta)) : 0.0f;
   if (!L2NORM) keep_norms(x, shared, odd, lane);
   exact_diagonal(x, shared, odd, lane);
   float sum[4] = {};

@@ -54,13 +54,17 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   uint8_t* record = static_cast<uint8_t*>(p.workspace) + item * R::record_bytes;
 
   Inputs<HEAD> x;
+  const int row = warp * W::tokens + lane;
+  const bool has_beta = lane < W::tokens && row < span.length;
+  uint32_t raw_beta = 0;
+  if (has_beta)
+    raw_beta = ask_for_beta(p, span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head);
   const uint32_t own = at.smem + at.block * P::tile + (HEAD == 128 ? at.odd * kTokens * 256 : 0);
   load_tokens<HEAD, GATE, G32>(p, span, head, warp, lane, own + P::rows_q, own + P::rows_k, x);
   if (lane < W::tokens) {
-    const int row = warp * W::tokens + lane;
-    const int64_t from = span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head;
-    shared.betas[row] = row < span.length ? write_strength(p, from) : 0.0f;
-    if (RECORD) kept.factors[item * 3 * kChunk + row] = row < span.length ? exact_strength(p, from) : 0.0f;
+    const float beta = beta_of(p, raw_beta);
+    shared.betas[row] = has_beta ? write_strength(p, beta) : 0.0f;
+    if (RECORD) kept.factors[item * 3 * kChunk + row] = has_beta ? exact_strength(p, beta) : 0.0f;
   }
   if (RECORD && lane % 2 == 0)
     kept.factors[(item * 3 + 1 + norm_kind<HEAD>(lane)) * kChunk + warp * W::tokens + norm_token<HEAD>(lane)] =

@@ -166,6 +166,15 @@ __device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
   return x;
 }
 
+// 32 bits of memory, or 16 and zeros. What uses them may come later: whoever asks first waits least.
+__device__ __forceinline__ uint32_t load_word_or_half(const void* from, int word) {
+  uint32_t x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n@!p ld.global.nc.u16 %0, [%1];\n}"
+               : "=r"(x)
+               : "l"(from), "r"(word));
+  return x;
+}
+
 // `threads` of the block meet at barrier 1 to 15.
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

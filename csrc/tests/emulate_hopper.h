@@ -45,6 +45,11 @@ inline Gathered<T> gather(const T &mine) {
   return found;
 }
 
+inline uint32_t load_word_or_half(const void *from, int word) {
+  uint32_t x = 0;
+  memcpy(&x, from, word ? 4 : 2);
+  return x;
+}
 inline int thread_index() { return int(threadIdx.x); }
 inline uint32_t shared_address(const void *p) { return uint32_t(static_cast<const unsigned char *>(p) - memory); }
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? 0.0f : x; }
