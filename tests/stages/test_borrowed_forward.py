@@ -27,7 +27,8 @@ from kdakit.cases import FUSED, Case
 from kdakit.measure import checking
 
 pytestmark = emulated.needs_compiler
-TIMED = Path(__file__).parents[2] / "benchmarks/results/gpu/trials/2026-11-18_h200_training_forward_64.json"
+TRIALS = Path(__file__).parents[2] / "benchmarks/results/gpu/trials"
+TIMED = {64: TRIALS / "2026-11-18_h200_training_forward_64.json", 128: TRIALS / "2026-11-18_h200_early_beta.json"}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # float32 `lower` in the plain kernels' order, betas of 0, packed sequences; float16 `lower` of normalised keys. Of 64 channels states are
 # kept in float32 where gates are computed.
@@ -122,19 +123,23 @@ def test_taken_where_it_is_faster(monkeypatch):
         dict(gate="softplus"),
     ):
         assert not taken(problem_of(**changes)), changes
-    many = dict(gate="softplus", l2norm=True, H=40, HV=40)
-    assert taken(problem_of(**many)) and not taken(problem_of(**many | dict(H=39, HV=39)))
+    for gate in (dict(gate="softplus"), dict(gate="bounded") | bounded, bounded, {}):
+        many = gate | dict(l2norm=True, H=24, HV=24)
+        assert taken(problem_of(**many)) and not taken(problem_of(**many | dict(H=23, HV=23)))
+        assert taken(problem_of(**many | dict(l2norm=False))) == (gate == {})
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     assert taken(problem_of(T=64)) and taken(problem_of(l2norm=True)) and not taken(problem_of(T=0))
     monkeypatch.delenv(borrowed.VARIABLES["forward"])
     options = dict(
-        bounded=bounded | dict(gate="bounded", l2norm=True), softplus=dict(gate="softplus", l2norm=True), given=dict(l2norm=True)
+        bounded=bounded | dict(gate="bounded", l2norm=True), softplus=dict(gate="softplus", l2norm=True), given=dict(l2norm=True),
+        safe=bounded | dict(l2norm=True),
     )
-    timed = [row for row in json.loads(TIMED.read_text())["results"] if row["part"] == "forward by heads"]
-    for row in timed:  # where a GPU has timed both, the faster one
-        sizes = dict(T=row["T"], H=row["H"], HV=row["H"], K=64, V=64)
-        assert taken(problem_of(**sizes, **options.get(row["gate"], {}))) == (row["cuda"] < row["triton"]), row
-    assert len(timed) == 36
+    for D, rows in ((64, 36), (128, 23)):
+        timed = [row for row in json.loads(TIMED[D].read_text())["results"] if row["part"] == "forward by heads"]
+        for row in timed:  # where a GPU has timed both, the faster one, unless they are within a hundredth
+            sizes, ratio = dict(T=row["T"], H=row["H"], HV=row["H"], K=D, V=D), row["cuda"] / row["triton"]
+            assert taken(problem_of(**sizes, **options.get(row["gate"], {}))) == (ratio < 1) or abs(ratio - 1) < 0.01 * (D == 128), row
+        assert len(timed) == rows
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")
     assert not taken(problem_of())
 

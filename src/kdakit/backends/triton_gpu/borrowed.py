@@ -7,9 +7,8 @@
     reverse    the gradient of the state, from each sequence's end       KDAKIT_CUDA_REVERSE
     forward    `prepare` and `scan`, which leave what the backward       KDAKIT_CUDA_TRAINING
                here begins with: where there are heads enough, for
-               64 channels, for given log-decays without a bound of
-               keys that are not normalised here, and for softplus
-               gates of those that are
+               64 channels, for keys that are normalised here, and
+               for given log-decays without a bound of others
 
 The variables: 0: never; 1: wherever it can run (forward: all given log-decays, and other gates of normalised keys), to measure it.
 Where nothing is to be made again the lender's forward keeps its own records (`records`).
@@ -103,13 +102,13 @@ def records(problem: Problem, config: Config, device: Any) -> bool:
 
 
 def fewest(problem: Problem, config: Config) -> float:
-    """Sequences times value heads, the fewest of which the lender's forward, in one piece, is faster than Triton's in parts."""
+    """Sequences times value heads, the fewest of which the lender's forward, in one piece or two, is faster than Triton's in parts."""
     o = problem.options
     if problem.K == 64:
         return 40 if config.bounded else 24 if o.l2norm else 16
     if o.gate == "log_decay" and not config.bounded and not o.l2norm:
         return 0
-    return 40 if o.gate == "softplus" and o.l2norm else math.inf
+    return 24 if o.l2norm else math.inf
 
 
 LENT = {"gradient": "chunk_gradient", "rebuild": "chunk_rebuild", "reverse": "reverse", "forward": "kept_forward"}  # by the lender
