@@ -131,7 +131,9 @@ def test_taken_where_it_is_faster(monkeypatch):
     assert taken(problem_of(T=64)) and taken(problem_of(l2norm=True)) and not taken(problem_of(T=0))
     monkeypatch.delenv(borrowed.VARIABLES["forward"])
     options = dict(
-        bounded=bounded | dict(gate="bounded", l2norm=True), softplus=dict(gate="softplus", l2norm=True), given=dict(l2norm=True),
+        bounded=bounded | dict(gate="bounded", l2norm=True),
+        softplus=dict(gate="softplus", l2norm=True),
+        given=dict(l2norm=True),
         safe=bounded | dict(l2norm=True),
     )
     for D, rows in ((64, 36), (128, 23)):
