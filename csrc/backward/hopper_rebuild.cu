@@ -96,9 +96,7 @@ __global__ void __launch_bounds__(Warp<HEAD>::threads, kRebuildBlocks<HEAD>) reb
   float* factors = p.factors + item * 3 * kChunk;
   if (lane < W::tokens) {
     const int token = warp * W::tokens + lane;
-    const TokenStrides& s = p.in.beta_strides;
-    const int64_t from = span.batch * s.batch + (span.first + token) * s.token + head * s.head;
-    const float strength = token < span.length ? exact_strength(p.in, beta_at(p.in, from)) : 0.0f;
+    const float strength = token < span.length ? exact_strength(p.in, beta_at(p.in, beta_offset(p.in, span, token, head))) : 0.0f;
     betas[token] = strength, factors[row_of(token, bits)] = strength;
   }
   if (HEAD == 64 || lane % 2 == 0)

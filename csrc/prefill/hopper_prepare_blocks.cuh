@@ -150,8 +150,7 @@ __device__ __forceinline__ void prepare_block(const HopperForward& p, uint32_t s
   const int row = group * kTokens + lane;
   const bool has_beta = lane < kTokens && row < span.length;
   uint32_t raw_beta = 0;
-  if (has_beta)
-    raw_beta = ask_for_beta(p, span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head);
+  if (has_beta) raw_beta = ask_for_beta(p, beta_offset(p, span, row, head));
   const uint32_t own = smem + odd * kTokens * 256;
   load_tokens<128, GATE, G32>(p, span, head, group, lane, own + P::rows_q, own + P::rows_k, x);
   if (lane < kTokens) shared.betas[odd * kTokens + lane] = has_beta ? write_strength(p, beta_of(p, raw_beta)) : 0.0f;

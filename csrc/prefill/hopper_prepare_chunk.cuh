@@ -57,8 +57,7 @@ __device__ __forceinline__ void prepare_chunk(const HopperForward& p, [[maybe_un
   const int row = warp * W::tokens + lane;
   const bool has_beta = lane < W::tokens && row < span.length;
   uint32_t raw_beta = 0;
-  if (has_beta)
-    raw_beta = ask_for_beta(p, span.batch * p.beta_strides.batch + (span.first + row) * p.beta_strides.token + head * p.beta_strides.head);
+  if (has_beta) raw_beta = ask_for_beta(p, beta_offset(p, span, row, head));
   const uint32_t own = at.smem + at.block * P::tile + (HEAD == 128 ? at.odd * kTokens * 256 : 0);
   load_tokens<HEAD, GATE, G32>(p, span, head, warp, lane, own + P::rows_q, own + P::rows_k, x);
   if (lane < W::tokens) {

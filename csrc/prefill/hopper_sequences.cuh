@@ -43,6 +43,11 @@ __device__ __forceinline__ Span chunk_span(const HopperForward& p, uint32_t slot
   return {0, first, min(boundary(p, low + 1) - first, static_cast<int64_t>(kChunk))};
 }
 
+// Where beta has a token of a span, and a value head; in elements.
+__device__ __forceinline__ int64_t beta_offset(const HopperForward& p, const Span& span, int token, int head) {
+  return span.batch * p.beta_strides.batch + (span.first + token) * p.beta_strides.token + head * p.beta_strides.head;
+}
+
 // The sequence that holds token `first` of a batch row.
 __device__ __forceinline__ int64_t sequence_of(const HopperForward& p, int64_t batch, int64_t first) {
   if (!p.cu_seqlens) return batch;

@@ -136,11 +136,11 @@ def test_taken_where_it_is_faster(monkeypatch):
         given=dict(l2norm=True),
         safe=bounded | dict(l2norm=True),
     )
-    for D, rows in ((64, 36), (128, 23)):
+    for D, rows, alike in ((64, 36, 0.0), (128, 23, 0.01)):
         timed = [row for row in json.loads(TIMED[D].read_text())["results"] if row["part"] == "forward by heads"]
-        for row in timed:  # where a GPU has timed both, the faster one, unless they are within a hundredth
+        for row in timed:  # where a GPU has timed both, the faster one, unless they are alike
             sizes, ratio = dict(T=row["T"], H=row["H"], HV=row["H"], K=D, V=D), row["cuda"] / row["triton"]
-            assert taken(problem_of(**sizes, **options.get(row["gate"], {}))) == (ratio < 1) or abs(ratio - 1) < 0.01 * (D == 128), row
+            assert taken(problem_of(**sizes, **options.get(row["gate"], {}))) == (ratio < 1) or abs(ratio - 1) < alike, row
         assert len(timed) == rows
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")
     assert not taken(problem_of())
