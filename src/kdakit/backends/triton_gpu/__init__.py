@@ -25,7 +25,8 @@ from types import ModuleType
 from typing import Any
 
 from kdakit.backends.triton_gpu import borrowed
-from kdakit.backends.triton_gpu.config import Chip, Config, as_computed, chip_of, choose, chosen
+from kdakit.backends.triton_gpu.arithmetic import as_computed, overwritten
+from kdakit.backends.triton_gpu.config import Chip, Config, chip_of, choose, chosen
 from kdakit.backends.triton_gpu.runtime.interpreter import interpreter_asked_for
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -47,7 +48,7 @@ def unsupported(problem: Problem, chip: Chip) -> str | None:
         return "computes in float32; use backend='torch_native' for float64"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    return waiting(problem, chip) if problem.needs_grad else None
+    return (overwritten(problem) or waiting(problem, chip)) if problem.needs_grad else None
 
 
 def unshown(problem: Problem, device: Any) -> str | None:

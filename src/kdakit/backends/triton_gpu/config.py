@@ -84,7 +84,7 @@ class Config:
     exact_share: bool = False  # float32: what all gates of a chunk get, to a rounding or two, see `exact_share`
     wide_K: int = 0  # run with zeros up to so many channels, a form that the chip has shown, see `widened`; 0: as it is
     wide_V: int = 0
-    wide_dtype: str = ""  # of q, k, v and o on the way through the kernels, see `as_computed`; "": their own
+    wide_dtype: str = ""  # of q, k, v and o on the way through the kernels, see `arithmetic`; "": their own
 
     @property
     def prepare_precision(self) -> str:
@@ -265,20 +265,6 @@ def by_rows(problem: Problem, config: Config) -> bool:
     """States that a scan leaves on its way become whole rows first, see `store_mark`: where each warp has 16 adjacent ones."""
     of_a_warp = config.staged or (config.block_v == 128 and problem.dtype == "bfloat16")
     return problem.options.state_v_first and (INTERPRETED or (config.ptx and of_a_warp))
-
-
-def as_computed(problem: Problem) -> Problem:
-    """The problem in the dtype that it is computed in. Gradients of bfloat16 heads of up to 16 channels are computed as float32: as many
-    tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little.
-
-    A token of strength b, where gates have left a share s of the K channels, leaves 1 - b (2 - b s) / K of the square of what those held:
-    1 - 2 / K at least with sigmoids, 1 - 4 / K with twice them. So 32 channels have it too where strengths may be more than sigmoids, in
-    the gradient of the initial state alone, and so has float16. Float16 keys as they were given may be alike, strengths of 1 given: there
-    the plain recurrence rounds next to nothing between slow gates, and the rule wants their gradients to 1e-4, finer than such states."""
-    o, KP, state = problem.options, padded(problem.K), problem.has_initial_state
-    strong = state and KP <= 32 and o.beta != "sigmoid"
-    exact = {"bfloat16": KP == 16 or strong, "float16": strong or (state and o.beta == "given" and not o.l2norm)}
-    return problem.replace(dtype="float32") if problem.needs_grad and exact.get(problem.dtype, False) else problem
 
 
 def facts(problem: Problem, chip: Chip, normed: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Head sizes with which a chip has not been seen to be right, run as larger ones with which it has: zeros are added, and cut off again.
 
 Channels of zeros change nothing: k = q = 0 there, so that whatever their gate is, their rows of the state stay 0, and a value channel of
-zeros is a column of its own. And heads so small that bfloat16 is too coarse for their gradients, run as float32 (`config.as_computed`).
+zeros is a column of its own. And heads so small that bfloat16 is too coarse for their gradients, run as float32 (`arithmetic.as_computed`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu import config, shown
+from kdakit.backends.triton_gpu import arithmetic, config, shown
 from kdakit.backends.triton_gpu.config import Chip, Config, choose
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -27,7 +27,7 @@ def config_for(problem: Problem, chip: Chip) -> Config:
 
 def run_as(problem: Problem, chip: Chip) -> tuple[int, int, str]:
     """K, V and dtype to run with: the problem's own where others are not needed or would not help."""
-    exact = config.as_computed(problem)
+    exact = arithmetic.as_computed(problem)
     own = exact.K, exact.V, exact.dtype
     if config.UNCHECKED or config.INTERPRETED or not shown.shown(chip.name) or not shown.missing(exact, chip):
         return own

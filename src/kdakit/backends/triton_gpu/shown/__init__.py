@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kdakit.backends.triton_gpu import config
+from kdakit.backends.triton_gpu import arithmetic, config
 from kdakit.backends.triton_gpu.config import Chip, Config, bounded, padded
 from kdakit.problem import Options, Problem
 
@@ -208,7 +208,7 @@ def summary(chip: Chip) -> dict[str, str]:
         return {"every call": f"no campaign of random problems has been recorded for such a chip; {named}"}
     sizes, told = (16, 32, 64, 128, 256), {}
     for dtype, call in itertools.product(("bfloat16", "float16", "float32"), ("forward", "gradients", "step")):
-        kinds = [config.as_computed(_kind(dtype, call, *of)) for of in itertools.product(sizes, sizes, GATES, (True, False))]
+        kinds = [arithmetic.as_computed(_kind(dtype, call, *of)) for of in itertools.product(sizes, sizes, GATES, (True, False))]
         absent = [kind for kind in kinds if missing(kind, chip)]
         wait = sum(wider(kind, chip) == (0, 0) for kind in absent)
         told[f"{dtype} {call}"] = (
