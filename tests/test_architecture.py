@@ -54,15 +54,16 @@ TRITON_ROOMS = {
     "config": {"runtime", "tiles"},
     "tiles.candidates": {"config"},
     "times": {"config"},
-    "shown": {"config"},
+    "arithmetic": {"config"},
+    "shown": {"config", "arithmetic"},
     "borrowed": {"config"},
     "arguments": {"config", "runtime"},
     "device": set(),
     "kernels": {"device", "arguments", "config", "runtime"},
     "host": {"kernels", "config", "tiles", "runtime", "borrowed"},
     "call": {"host", "config", "runtime"},
-    "widened": {"call", "shown", "config"},
-    "ffi": {"call", "config", "runtime", "times", "widened", "contract"},
+    "widened": {"call", "shown", "config", "arithmetic"},
+    "ffi": {"call", "config", "runtime", "times", "widened", "borrowed", "contract"},
 }
 # They need no Triton themselves, so they import rooms that do when they are called.
 WITHOUT_TRITON = ("triton_gpu/__init__.py", "triton_gpu/widened.py", "ffi/__init__.py")

@@ -156,7 +156,7 @@ BACKENDS = (
 ALIASES = {("jax", "cuda"): "cuda_ffi", ("jax", "triton_gpu"): "triton_ffi"}
 
 # Backends that may use kernels of another one inside their own calls: they do not import each other.
-LENDERS = {"triton_gpu": "cuda"}
+LENDERS = {"triton_gpu": "cuda", "triton_ffi": "cuda"}
 
 
 def names(framework: str | None = None) -> list[str]:

@@ -642,7 +642,7 @@ def test_a_call_that_comes_again_has_its_own_addresses(monkeypatch):
     torch = pytest.importorskip("torch")
     from kdakit import torch_memory
     from kdakit.backends import cuda
-    from kdakit.backends.cuda import op, repeat
+    from kdakit.backends.cuda import calls, op, repeat
     from kdakit.measure import checking
 
     given, taken = [], []
@@ -650,7 +650,8 @@ def test_a_call_that_comes_again_has_its_own_addresses(monkeypatch):
     monkeypatch.setattr(library, "prefill", lambda args, dtype: given.append((type(args).from_buffer_copy(args), dtype)))
     monkeypatch.setattr(op, "call_arguments", lru_cache(op.call_arguments.__wrapped__))
     monkeypatch.setattr(op, "on_device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(op, "current_stream", lambda index: 7)
+    for module in (calls, op, repeat):
+        monkeypatch.setattr(module, "current_stream", lambda index: 7)
     monkeypatch.setattr(torch_memory, "take", lambda size, stream: taken.append((size, stream)) or 4096)
     monkeypatch.setattr(torch_memory, "give_back", lambda address: taken.append(address))
     case = dataclasses.replace(CASES["varlen_fused"], K=128, V=128)
@@ -663,7 +664,7 @@ def test_a_call_that_comes_again_has_its_own_addresses(monkeypatch):
         names = {y.data_ptr(): n for n, y in (x._asdict() | result._asdict()).items() if y is not None}
         whose = lambda value: names.get(value.data if isinstance(value, library.Tensor) else value)
         fields = {n: whose(getattr(args, n)) if n in pointers else getattr(args, n) for n, _ in args._fields_}
-        strides = {n: bytes(getattr(args, n))[8:] for n in op.TENSORS}
+        strides = {n: bytes(getattr(args, n))[8:] for n in calls.TENSORS}
         return fields, strides, args.stream
 
     first, second = new(), new()

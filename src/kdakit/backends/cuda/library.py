@@ -203,6 +203,11 @@ def reverse(args: ReverseArgs) -> None:
     _check(load().kda_reverse_bf16(ctypes.byref(args)))
 
 
+def address(function: str) -> int:
+    """Of one of FUNCTIONS, in this process."""
+    return ctypes.cast(getattr(load(), function), c_void_p).value or 0
+
+
 def _check(status: int) -> None:
     if status:
         library = load()

@@ -9,15 +9,13 @@ They exist once this module is imported. The library is opened by the first call
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 from kdakit.backends.cuda import library
+from kdakit.backends.cuda.calls import FORWARD, GIVEN, TENSORS, Call, current_stream
 from kdakit.backends.cuda.library import BETAS, BFLOAT16, FLOAT16, FLOAT32, GATES, PrefillArgs
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -91,13 +89,8 @@ def call_arguments(problem: Problem, config, wide: bool, *strides: tuple[int, ..
     return args
 
 
-# Fields of PrefillArgs: tensors with strides, and addresses.
-TENSORS = "q", "k", "v", "g", "beta", "o"
-KEPT = "lower", "solved", "checkpoints", "record", "r", "factors"
-FORWARD = "initial_state", "final_state", "cu_seqlens", "A_log", "dt_bias", *KEPT, "workspace"
-GIVEN = "initial_state", "cu_seqlens", "A_log", "dt_bias"
-# A function of addresses that makes a call again; the call's tensors; which of them go to it as float32 copies.
-Repeat = tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]]
+# A call; its tensors; which of them go to it as float32 copies.
+Repeat = tuple[Call, tuple, tuple[int, ...]]
 
 
 def forward_kept(
@@ -121,26 +114,18 @@ def forward_kept(
     space = v.new_empty(args.workspace_size, dtype=torch.uint8)
     written = lower, solved, checkpoints, record, r, factors, space
     tensors += initial, final, cu, A_log, dt_bias, *written
-    again = partial(prefill_again, args, config.dtype, v.device.index)
-    again([_pointer(x) for x in tensors])
+    call = Call("prefill", config.dtype, args, FORWARD, v.device.index)
     mine = (*given, arrays.beta, o, arrays.initial_state, final, arrays.cu_seqlens, arrays.A_log, arrays.dt_bias, *written)
-    return Result(o, final), _repeat(again, tensors, mine)
+    return Result(o, final), _made(call, tensors, mine)
 
 
-def _repeat(again: Callable[[Sequence[int | None]], None], tensors: tuple, given: tuple) -> Repeat | None:
-    """How to repeat a call on `tensors`, which are `given`, or copies of these: None, unless they are copies in another dtype."""
+def _made(call: Call, tensors: tuple, given: tuple) -> Repeat | None:
+    """Made, unless the tensors have no memory. How to repeat it on `tensors`, which are `given`, or copies of these: None, unless they are
+    copies in another dtype."""
+    if not any(x.is_meta for x in tensors if x is not None):
+        call([_pointer(x) for x in tensors])
     copies = tuple(i for i, (x, y) in enumerate(zip(tensors, given, strict=True)) if x is not y)
-    return None if any(tensors[i].dtype == given[i].dtype for i in copies) else (again, given, copies)
-
-
-def prefill_again(template: PrefillArgs, dtype: str, index: int | None, addresses: Sequence[int | None]) -> None:
-    args = PrefillArgs.from_buffer_copy(template)
-    for name, address in zip(TENSORS, addresses, strict=False):
-        getattr(args, name).data = address
-    for name, address in zip(FORWARD, addresses[len(TENSORS) :], strict=True):
-        setattr(args, name, address)
-    args.stream = current_stream(index)
-    library.prefill(args, dtype)
+    return None if any(tensors[i].dtype == given[i].dtype for i in copies) else (call, given, copies)
 
 
 def chunk_gradient(
@@ -168,11 +153,10 @@ def chunk_gradient(
         group=group,
     )
     every = (*tensors.values(), *given.values(), *pointers.values())
-    again = partial(_stage_again, "gradient", forward_args, args, tuple(pointers), d_v.device.index)
-    again([_pointer(x) for x in every])
+    call = Call("gradient", "bf16", forward_args, GIVEN, d_v.device.index, args, tuple(pointers))
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
     own = arrays.q, arrays.k, d_v, arrays.g, arrays.beta, d_v, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
-    return _repeat(again, every, own)
+    return _made(call, every, own)
 
 
 def chunk_rebuild(problem: Problem, arrays: Arrays, *, lower, tiles, decay, factors, first, group: int, q_lost=None) -> Repeat | None:
@@ -186,10 +170,9 @@ def chunk_rebuild(problem: Problem, arrays: Arrays, *, lower, tiles, decay, fact
     pointers = dict(lower=lower, tiles=tiles, decay=decay, factors=factors, first=first, q_lost=q_lost)
     args = library.RebuildArgs(forward_args, lower_dtype=LOWER_DTYPES[lower.dtype], group=group)
     every = (*tensors.values(), *given.values(), *pointers.values())
-    again = partial(_stage_again, "rebuild", forward_args, args, tuple(pointers), lower.device.index)
-    again([_pointer(x) for x in every])
+    call = Call("rebuild", "bf16", forward_args, GIVEN, lower.device.index, args, tuple(pointers))
     own = arrays.q, arrays.k, None, arrays.g, arrays.beta, None, *(getattr(arrays, name) for name in GIVEN), *pointers.values()
-    return _repeat(again, every, own)
+    return _made(call, every, own)
 
 
 def _given(arrays: Arrays) -> tuple[torch.Tensor | None, ...]:
@@ -212,22 +195,6 @@ def _differentiated(problem: Problem, cu_seqlens: torch.Tensor | None, tensors: 
     )  # fmt: skip
 
 
-def _stage_again(
-    stage: str, forward_template: PrefillArgs, template: Any, names: tuple[str, ...], index: int | None,
-    addresses: Sequence[int | None],
-) -> None:  # fmt: skip
-    """A stage of the backward, by its name in `library`, with these addresses."""
-    forward_args, args = PrefillArgs.from_buffer_copy(forward_template), type(template).from_buffer_copy(template)
-    for name, address in zip(TENSORS, addresses, strict=False):
-        getattr(forward_args, name).data = address
-    for name, address in zip(GIVEN, addresses[len(TENSORS) :], strict=False):
-        setattr(forward_args, name, address)
-    for name, address in zip(names, addresses[len(TENSORS) + len(GIVEN) :], strict=True):
-        setattr(args, name, address)
-    forward_args.stream, args.forward = current_stream(index), ctypes.pointer(forward_args)
-    getattr(library, stage)(args)
-
-
 def reverse(
     problem: Problem, arrays: Arrays, *, d_o, d_final, d_states, d_v, y_lost, alone, d_initial, group: int,
     tiles=None, k_solved=None, solved=None, decay=None, factors=None, record=None, after_first=None, d_states_lost=None, q_lost=None,
@@ -248,21 +215,15 @@ def reverse(
         tiles=tiles, solved=solved, decay=decay, factors=factors, d_o=d_o, d_final=d_final, d_states=d_states, d_v=d_v, alone=alone,
         y_lost=y_lost, d_initial=d_initial, after_first=after_first, d_states_lost=d_states_lost, q_lost=q_lost, record=record,
     )  # fmt: skip
-    again = partial(_stage_again, "reverse", forward_args, args, tuple(pointers), d_v.device.index)
+    call = Call("reverse", "bf16", forward_args, GIVEN, d_v.device.index, args, tuple(pointers))
     every = (*unseen.values(), *given.values(), *pointers.values())
-    again([_pointer(x) for x in every])
     pointers |= dict(zip(("d_o", "d_final"), mine, strict=True))
-    return _repeat(again, every, (*unseen.values(), *mine_given.values(), *pointers.values()))
+    return _made(call, every, (*unseen.values(), *mine_given.values(), *pointers.values()))
 
 
 def _dtype_of(k_solved: torch.Tensor | None) -> int:
     """Of a record's, None here, bfloat16."""
     return FLOAT16 if k_solved is not None and k_solved.dtype == torch.float16 else BFLOAT16
-
-
-def current_stream(index: int | None) -> int | None:
-    """The current stream of a device; a Stream object takes 4 us. None: of a CPU."""
-    return None if index is None else torch._C._cuda_getCurrentRawStream(index)
 
 
 def _enqueue(args: PrefillArgs, like: torch.Tensor, dtype: str = "f32") -> None:

@@ -8,6 +8,7 @@ import torch
 
 from kdakit import torch_memory
 from kdakit.backends.cuda import op
+from kdakit.backends.cuda.calls import FORWARD, KEPT, Call, current_stream
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -22,17 +23,18 @@ def planned(problem: Problem, arrays: Arrays, config) -> tuple[Result, Callable[
     wide = arrays.cu_seqlens is not None and arrays.cu_seqlens.dtype == torch.int64
     template = op.call_arguments(problem, config, wide, *[x.stride() for x in (*arrays[:5], o)])
     size, index, shapes = template.workspace_size, o.device.index, (o.shape, None if final is None else final.shape)
+    call = Call("prefill", config.dtype, template, FORWARD, index)
 
     def repeat(again: Arrays) -> Result:
         q, k, v, g, beta, A_log, dt_bias, initial, cu = again[:9]
         with op.on_device(index):
             o = v.new_empty(shapes[0])
             final = None if shapes[1] is None else v.new_empty(shapes[1], dtype=torch.float32)
-            space = torch_memory.take(size, op.current_stream(index))
+            space = torch_memory.take(size, current_stream(index))
             try:
                 tensors = q, k, v, g, beta, o, initial, final, cu, A_log, dt_bias
                 addresses = [None if x is None else x.data_ptr() for x in tensors]
-                op.prefill_again(template, config.dtype, index, [*addresses, *(None for _ in op.KEPT), space])
+                call([*addresses, *(None for _ in KEPT), space])
             finally:
                 torch_memory.give_back(space)
         return Result(o, final)

@@ -16,9 +16,11 @@ Where nothing is to be made again the lender's forward keeps its own records (`r
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +40,23 @@ REPLACED = {
 }
 
 lender: ModuleType | None = None
+_writing: ContextVar[bool] = ContextVar("writing", default=False)
+
+
+@contextlib.contextmanager
+def writing(lends: bool) -> Iterator[None]:
+    """Within, calls on tensors without memory are written down for another framework; lends: for a GPU that has the lender's kernels."""
+    token = _writing.set(lends)
+    try:
+        yield
+    finally:
+        _writing.reset(token)
+
+
+def lends_to(x: Any) -> bool:
+    """Whether a call on tensor x may have the lender's kernels. Without memory it may not, since then Triton's are to be compiled, but for
+    a call that is written down."""
+    return not x.is_meta or _writing.get()
 
 
 def gradient(problem: Problem, config: Config, device: Any) -> Callable[..., Any] | None:

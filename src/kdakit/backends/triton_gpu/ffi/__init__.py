@@ -1,4 +1,5 @@
-"""The Triton kernels behind JAX on NVIDIA GPUs: all launches of a forward or a backward as one XLA custom call.
+"""The Triton kernels behind JAX on NVIDIA GPUs: all launches of a forward or a backward as one XLA custom call. On Hopper those of the CUDA
+library are among them, where PyTorch has them too (`borrowed`).
 
 The host side of the PyTorch backend decides what is launched; it runs once a shape, on PyTorch tensors without memory, while JAX traces.
 So it needs PyTorch, of any build, and Triton beside JAX.
@@ -20,9 +21,10 @@ from kdakit.backends.triton_gpu.ffi import handler
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
-__all__ = ["backward", "default_config", "expected_us", "forward", "operand_dtype", "step", "supports", "unshown"]
+__all__ = ["backward", "borrow", "default_config", "expected_us", "forward", "operand_dtype", "step", "supports", "unshown"]
 
 operand_dtype = triton_gpu.operand_dtype
+borrow = triton_gpu.borrow
 
 
 def supports(problem: Problem, device: Any) -> str | None:
@@ -118,6 +120,11 @@ def _call(program, given) -> tuple:
     return tuple(call(*given, table=program.table, scratch=np.int64(program.scratch)))
 
 
+def _lends(arrays: Arrays) -> bool:
+    """Whether the GPU has kernels that another backend lends, which take parameters in float32 alone."""
+    return _capability() == (9, 0) and all(x is None or str(x.dtype) == "torch.float32" for x in (arrays.A_log, arrays.dt_bias))
+
+
 def _meta(specs, present) -> tuple[list, Arrays]:
     """Tensors without memory for the operands, and the Arrays among them."""
     from kdakit.backends.triton_gpu.ffi import program
@@ -130,7 +137,7 @@ def _meta(specs, present) -> tuple[list, Arrays]:
 
 @lru_cache(maxsize=256)
 def _forward_program(problem: Problem, config: Config, specs, present):
-    from kdakit.backends.triton_gpu import call
+    from kdakit.backends.triton_gpu import borrowed, call
     from kdakit.backends.triton_gpu.ffi import program
 
     operands, arrays = _meta(specs, present)
@@ -139,18 +146,20 @@ def _forward_program(problem: Problem, config: Config, specs, present):
         result, saved = call.forward(problem, arrays, config)
         return [result.o, result.final_state, *saved]
 
-    return program.write(operands, run, program.load)
+    with borrowed.writing(_lends(arrays)):
+        return program.write(operands, run, program.load)
 
 
 @lru_cache(maxsize=256)
 def _backward_program(problem: Problem, config: Config, specs, present, kept: int, has_final: bool):
-    from kdakit.backends.triton_gpu import call
+    from kdakit.backends.triton_gpu import borrowed, call
     from kdakit.backends.triton_gpu.ffi import program
 
     operands, arrays = _meta(specs, present)
     more = operands[sum(present) :]
     saved, d_o, d_final = more[:kept], more[kept], more[kept + 1] if has_final else None
-    return program.write(operands, lambda: call.backward(problem, arrays, saved, d_o, d_final, config), program.load)
+    with borrowed.writing(_lends(arrays)):
+        return program.write(operands, lambda: call.backward(problem, arrays, saved, d_o, d_final, config), program.load)
 
 
 @lru_cache(maxsize=256)

@@ -1,11 +1,15 @@
-// A list of kernel launches as one XLA custom call: what program.py writes into `table`, on XLA's stream.
+// A list of kernel launches and of calls of the CUDA library as one XLA custom call: what program.py writes into `table`, on XLA's stream.
 // Built by handler.py with the headers that ship with jaxlib; the driver is opened at run time, so that no CUDA is needed to build it.
 //
-// table    for each launch: function, 3 numbers of blocks, threads, bytes of shared memory, number of parameters; then of each parameter
-//          (kind, value, offset): BUFFER the value-th of operands, results and scratch, offset bytes on; WORD, LONG, NOTHING
+// table    for each launch: LAUNCH, function, 3 numbers of blocks, threads, bytes of shared memory, number of parameters; then of each
+//          parameter (kind, value, offset): BUFFER the value-th of operands, results and scratch, offset bytes on; WORD, LONG, NOTHING
+//          for each call: CALL, function, words of kda_prefill_args, words of the stage's own arguments or 0, byte of the former where
+//          the stream goes, byte of the latter where the address of the former goes, number of addresses; the words of both; then of each
+//          address (0: in the former, 1: in the latter; byte; buffer; offset)
 #include <dlfcn.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -13,6 +17,7 @@
 
 namespace ffi = xla::ffi;
 
+enum Item : int64_t { LAUNCH = 0, CALL = 1 };
 enum Kind : int64_t { BUFFER = 0, WORD = 1, LONG = 2, NOTHING = 3 };
 
 using Launch = int (*)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared, void *stream,
@@ -28,10 +33,63 @@ static Launch driver() {
 
 static ffi::Error wrong(const std::string &what) { return ffi::Error(ffi::ErrorCode::kInternal, "kdakit: " + what); }
 
+using Buffers = std::vector<char *>;
+static const char kEnds[] = "the table of launches ends in the middle of one", kNowhere[] = "the table names a place that is not there";
+
+// Both return how many words they have read, or 0: `problem` says why.
+static size_t run_launch(void *stream, const Buffers &buffers, const int64_t *head, size_t left, std::string &problem) {
+  Launch launch = driver();
+  if (!launch) return problem = "libcuda.so.1 has no cuLaunchKernel", 0;
+  if (left < 8 || left < 8 + 3 * size_t(head[7])) return problem = kEnds, 0;
+  const int64_t count = head[7], *words = head + 8;
+  std::vector<int64_t> values(count);
+  std::vector<void *> parameters(count);
+  for (int64_t i = 0; i < count; ++i, words += 3) {
+    values[i] = words[1];
+    if (words[0] == BUFFER) {
+      if (words[1] < 0 || words[1] >= int64_t(buffers.size())) return problem = kNowhere, 0;
+      values[i] = reinterpret_cast<int64_t>(buffers[words[1]] + words[2]);
+    } else if (words[0] == NOTHING) {
+      values[i] = 0;
+    }
+    parameters[i] = &values[i];  // of a WORD the first four bytes are read
+  }
+  const int status = launch(reinterpret_cast<void *>(head[1]), head[2], head[3], head[4], head[5], 1, 1, head[6], stream,
+                            parameters.data(), nullptr);
+  if (status) problem = "a launch failed with CUDA's error " + std::to_string(status);
+  return 8 + 3 * count;
+}
+
+static size_t run_call(void *stream, const Buffers &buffers, const int64_t *head, size_t left, std::string &problem) {
+  if (left < 7 || left < 7 + size_t(head[2] + head[3] + 4 * head[6])) return problem = kEnds, 0;
+  const int64_t *words = head + 7, *addresses = words + head[2] + head[3], count = head[6];
+  std::vector<int64_t> arguments[2] = {{words, words + head[2]}, {words + head[2], addresses}};
+  const auto put = [&](int64_t which, int64_t byte, const void *address) {
+    const bool inside = (which == 0 || which == 1) && byte >= 0 && byte % 8 == 0 && byte / 8 < int64_t(arguments[which].size());
+    if (inside) arguments[which][byte / 8] = reinterpret_cast<int64_t>(address);
+    return inside;
+  };
+  bool fits = put(0, head[4], stream) && (head[3] == 0 || put(1, head[5], arguments[0].data()));
+  for (int64_t i = 0; fits && i < count; ++i, addresses += 4)
+    fits = addresses[2] >= 0 && addresses[2] < int64_t(buffers.size()) && put(addresses[0], addresses[1], buffers[addresses[2]] + addresses[3]);
+  if (!fits) return problem = kNowhere, 0;
+  const int status = reinterpret_cast<int (*)(const void *)>(head[1])(arguments[head[3] ? 1 : 0].data());
+  if (status) problem = "a call of the CUDA library failed with status " + std::to_string(status);
+  return 7 + head[2] + head[3] + 4 * count;
+}
+
+// "": all is under way.
+static std::string run(void *stream, const Buffers &buffers, const int64_t *table, size_t size) {
+  std::string problem;
+  for (size_t at = 0; at < size && problem.empty();) {
+    const auto one = table[at] == CALL ? run_call : run_launch;
+    at += one(stream, buffers, table + at, size - at, problem);
+  }
+  return problem;
+}
+
 static ffi::Error launches(void *stream, ffi::ScratchAllocator memory, ffi::RemainingArgs operands, ffi::RemainingRets results,
                            ffi::Span<const int64_t> table, int64_t scratch) {
-  Launch launch = driver();
-  if (!launch) return wrong("libcuda.so.1 has no cuLaunchKernel");
   std::vector<char *> buffers;
   for (size_t i = 0; i < operands.size(); ++i) {
     auto x = operands.get<ffi::AnyBuffer>(i);
@@ -48,31 +106,19 @@ static ffi::Error launches(void *stream, ffi::ScratchAllocator memory, ffi::Rema
     if (!space.has_value()) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kdakit: no memory for a workspace");
     buffers.push_back(reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(*space) + 255) / 256 * 256));
   }
-  const size_t size = table.size();
-  for (size_t at = 0; at < size;) {
-    if (at + 7 > size || at + 7 + 3 * table[at + 6] > size) return wrong("the table of launches ends in the middle of one");
-    const int64_t *head = &table[at], count = head[6], *words = head + 7;
-    std::vector<int64_t> values(count);
-    std::vector<void *> parameters(count);
-    for (int64_t i = 0; i < count; ++i, words += 3) {
-      values[i] = words[1];
-      if (words[0] == BUFFER) {
-        if (words[1] < 0 || words[1] >= int64_t(buffers.size())) return wrong("the table names a buffer that is not there");
-        values[i] = reinterpret_cast<int64_t>(buffers[words[1]] + words[2]);
-      } else if (words[0] == NOTHING) {
-        values[i] = 0;
-      }
-      parameters[i] = &values[i];  // of a WORD the first four bytes are read
-    }
-    const int status = launch(reinterpret_cast<void *>(head[0]), head[1], head[2], head[3], head[4], 1, 1, head[5], stream,
-                              parameters.data(), nullptr);
-    if (status) return wrong("launch " + std::to_string(at) + " failed with CUDA's error " + std::to_string(status));
-    at += 7 + 3 * count;
-  }
-  return ffi::Error::Success();
+  const std::string problem = run(stream, buffers, table.begin(), table.size());
+  return problem.empty() ? ffi::Error::Success() : wrong(problem);
 }
 
 #pragma GCC visibility push(default)
+// The same without XLA; the problem goes to `message`, of `room` bytes.
+extern "C" int kdakit_run_table(void *stream, char *const *buffers, size_t count, const int64_t *table, size_t size, char *message,
+                                size_t room) {
+  const std::string problem = run(stream, Buffers(buffers, buffers + count), table, size);
+  snprintf(message, room, "%s", problem.c_str());
+  return !problem.empty();
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kdakit_xla_launches, launches,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void *>>()

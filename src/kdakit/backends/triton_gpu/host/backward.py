@@ -120,7 +120,7 @@ def room(problem: Problem, config: Config, device: torch.device, checkpoints: to
 def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, out: Replayed, config: Config) -> None:
     """First launch, unless they were kept: the tiles of every chunk again."""
     device = arrays.q.device
-    if not arrays.q.is_meta and (lent := borrowed.rebuild(problem, config, device)) is not None:
+    if borrowed.lends_to(arrays.q) and (lent := borrowed.rebuild(problem, config, device)) is not None:
         own, first = arrays._replace(q=x.q, k=x.k, g=x.g), out.first if corrected(problem) else None
         group = 1 if config.normed else config.group
         made_too = dict(decay=out.decay, factors=out.factors, first=first, q_lost=out.q_lost)
@@ -195,7 +195,7 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     given |= dict(q_lost=y.q_lost)
     written = dict(d_states=d_states, d_states_lost=d_states_lost, after_first=after_first, d_v=d_v, y_lost=y_lost)
     written |= dict(alone=alone, d_initial=d_initial)
-    if not d_o.is_meta and (kernel := borrowed.reverse(problem, config, device)) is not None:
+    if borrowed.lends_to(d_o) and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
         launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
@@ -361,7 +361,7 @@ def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Confi
                 replay(problem, arrays, x, y, checkpoints, config)
             restore(problem, arrays, x, y, d_o, back, config)  # while the replay still runs
     slots = lower.shape[0]
-    if not d_o.is_meta and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
+    if borrowed.lends_to(d_o) and (kernel := borrowed.gradient(problem, config, d_o.device)) is not None:
         y = y._replace(tiles=y.tiles.new_empty(0))  # it has no use for them, and the gradients want room
         d_beta = torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=d_o.device)
         run: Callable[..., None] = borrowed_of_chunks(kernel, problem, arrays, x, y, back, lower, d_o, d_final, d_beta, config)

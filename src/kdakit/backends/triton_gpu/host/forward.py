@@ -127,7 +127,7 @@ def kept(problem: Problem, config: Config, device) -> Kept:
 def borrowed_forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, Kept | Recorded] | None:
     """Both launches of a call that will be differentiated by `borrowed.forward`, and what they keep; None: there is no such forward."""
     device = arrays.q.device
-    if not problem.needs_grad or arrays.q.is_meta:
+    if not problem.needs_grad or not borrowed.lends_to(arrays.q):
         return None
     recorded, kernel = borrowed.records(problem, config, device), borrowed.forward(problem, config, device)
     if recorded and not problem.B * problem.T:

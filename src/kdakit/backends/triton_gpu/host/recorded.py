@@ -17,7 +17,7 @@ from kdakit.problem import Arrays, Problem
 
 def here(problem: Problem, config: Config, d_o) -> bool:
     """Whether the forward of such a call has left records."""
-    return not d_o.is_meta and borrowed.records(problem, config, d_o.device)
+    return borrowed.lends_to(d_o) and borrowed.records(problem, config, d_o.device)
 
 
 def reverse(problem: Problem, arrays: Arrays, y: Recorded, d_o, d_final, config: Config) -> Reversed:

@@ -56,8 +56,20 @@ class Lent(NamedTuple):
 RAN = Seen, Lent
 
 
+class Called(NamedTuple):
+    """A launch of another backend's that did not run: `call`, else `Lent.again`, can be `written()` as numbers."""
+
+    call: Any
+    tensors: tuple
+
+
 def note_lent(repeat: tuple[Callable[[Sequence[int | None]], None], tuple, tuple[int, ...]] | None) -> None:
-    """For whoever is `watching`: the fields of another backend's launch. None: it cannot be repeated, and nor can the call."""
+    """For whoever is `watching` or `tracing`: the fields of another backend's launch. None: it cannot be repeated, and nor can the call."""
+    if (trace := _traced.get()) is not None:
+        if repeat is None or repeat[2]:
+            raise NotImplementedError("another backend's kernel wants a copy of a tensor, which is not handed over")
+        trace.append(Called(*repeat[:2]))
+        return
     if (seen := seen_here.get()) is not None:
         seen.append(None if repeat is None else Lent(*repeat))
 
@@ -190,7 +202,7 @@ def recording() -> Iterator[list]:
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[list[Traced]]:
+def tracing() -> Iterator[list[Traced | Called]]:
     """Within, launches are added to the list instead of run: exactly those that a call of these sizes makes."""
     token = _traced.set(trace := [])
     try:
