@@ -298,6 +298,27 @@ def test_a_plan_repeats_what_is_borrowed(watched, lent, monkeypatch):
     assert call.planned(problem, moved_q, config)[1] is None, "copied first"
 
 
+@pytest.mark.parametrize("records", [True, False])
+def test_a_plan_repeats_a_backward_that_makes_nothing_again(records, watched, lent, monkeypatch):
+    """Nothing reads v where the forward kept states and r: it need not be given to a launch."""
+    case = dataclasses.replace(GIVEN, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | {"disable_recompute": True})
+    if not records:
+        monkeypatch.setattr(borrowed, "lender", None)
+    problem = case.problem("bfloat16", needs_grad=True).replace(has_initial_state=False, output_final_state=False)
+    new = lambda: checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")._replace(initial_state=None)
+    x, config = new(), triton_gpu.default_config(problem, "cpu")
+    assert config.keeps_states and borrowed.records(problem, config, torch.device("cpu")) == records
+    for _ in range(2):  # compiled by the first, found by the second
+        (_, saved), forward_again = call.planned(problem, x, config)
+        grads, repeat = call.planned_backward(problem, x, saved, x.v.clone(), None, config)
+    assert forward_again is not None and repeat is not None
+    lent.clear()
+    y = new()
+    again = repeat((*y, *saved, y.v.clone(), None))
+    assert [type(args) for args in lent] == ([library.ReverseArgs, library.GradientArgs] if records else [])
+    assert [None if z is None else z.shape for z in again] == [None if z is None else z.shape for z in grads]
+
+
 def test_a_plan_widens_parameters_for_who_lends(watched, lent, monkeypatch):
     """A layer in bfloat16 has its gate's parameters so; the library takes float32."""
     case = dataclasses.replace(GIVEN, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED)

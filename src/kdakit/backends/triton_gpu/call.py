@@ -65,10 +65,11 @@ def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch
 
 
 def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> tuple[Arrays, Plan | None]:
-    """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final)."""
+    """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final). Where states were kept, so was all that v is needed for."""
     with watching() as seen:
         found = backward(problem, arrays, saved, d_o, d_final, config)
-    return found, plan_of([*arrays, *saved, d_o, d_final], found, seen, lambda made: Arrays(*made))
+    unread = [arrays.v] if saved and (config.keeps_states or recorded.here(problem, config, d_o)) else []
+    return found, plan_of([*arrays, *saved, d_o, d_final], found, seen, lambda made: Arrays(*made), unread)
 
 
 @lru_cache(maxsize=1024)

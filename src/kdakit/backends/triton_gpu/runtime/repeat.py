@@ -25,14 +25,15 @@ LARGE = 2**22  # bytes: these are not part of it; with as many a GPU is busy for
 Tensors = Sequence[Any]  # or None
 
 
-def plan_of(given: Tensors, made: Tensors, seen: list, shaped: Callable[[list], Any]) -> Plan | None:
+def plan_of(given: Tensors, made: Tensors, seen: list, shaped: Callable[[list], Any], unread: Tensors = ()) -> Plan | None:
     """How to repeat the launches that were seen; None where it cannot be: a tensor that no launch got was copied first, or made of
-    something else; of one that was given twice nobody knows which of the two a launch got; a launch that was seen as None says so."""
+    something else, unless it is one of `unread`; of one that was given twice nobody knows which of the two a launch got; a launch that was
+    seen as None says so."""
     if None in seen:
         return None
     addresses = [x.data_ptr() for x in given if x is not None]
     used = {x.data_ptr() for step in seen if isinstance(step, launch.RAN) for x in step.tensors if x is not None}
-    everything = {*addresses, *(x.data_ptr() for x in made if x is not None)}
+    everything = {*addresses, *(x.data_ptr() for x in made if x is not None)} - {x.data_ptr() for x in unread}
     return Plan(given, made, seen, shaped) if len(set(addresses)) == len(addresses) and used.issuperset(everything) else None
 
 
