@@ -52,7 +52,7 @@ def launched(lends: bool, **options):
 
     with borrowed.writing(lends):
         there = names(forward)
-        return there, names(lambda: call.backward(problem, arrays, kept, empty(1, 1024, 32, 128), None, c))
+        return there, names(lambda: call.of_value_heads(problem, arrays, kept, empty(1, 1024, 32, 128), None, c))
 
 
 def test_what_is_written_down_for_hopper(lender):

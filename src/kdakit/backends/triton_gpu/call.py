@@ -38,6 +38,11 @@ def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, l
 
 
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
+    return backwards.over_groups(problem, of_value_heads(problem, arrays, kept, d_o, d_final, config))
+
+
+def of_value_heads(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
+    """All launches of a backward: d_q and d_k have HV heads, in float32 where these are more than H."""
     if not kept:  # the forward was the token recurrence
         problem = problem.replace(op="chunk", needs_grad=True, output_final_state=False)
         kept = forward(problem, arrays, config)[1]
@@ -67,9 +72,10 @@ def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch
 def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> tuple[Arrays, Plan | None]:
     """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final). Where states were kept, so was all that v is needed for."""
     with watching() as seen:
-        found = backward(problem, arrays, saved, d_o, d_final, config)
+        found = of_value_heads(problem, arrays, saved, d_o, d_final, config)
     unread = [arrays.v] if saved and (config.keeps_states or recorded.here(problem, config, d_o)) else []
-    return found, plan_of([*arrays, *saved, d_o, d_final], found, seen, lambda made: Arrays(*made), unread)
+    shaped = lambda made: backwards.over_groups(problem, Arrays(*made))
+    return shaped(found), plan_of([*arrays, *saved, d_o, d_final], found, seen, shaped, unread)
 
 
 @lru_cache(maxsize=1024)
@@ -90,10 +96,10 @@ def launches(problem: Problem, arrays: Arrays, config: Config) -> list[precompil
         if problem.needs_grad:
             # Not torch.empty_like, which for tensors without memory imports sympy: seconds.
             d_o = torch.empty(arrays.v.shape, dtype=arrays.v.dtype, device="meta")
-            backward(problem, arrays, kept, d_o, None, config)
+            of_value_heads(problem, arrays, kept, d_o, None, config)
             if problem.options.output_final_state:  # a loss may be made of the final state, or not: some kernels have a form for each
                 known = [(kernel, constants) for kernel, _, constants, _ in recorded]
                 first = len(recorded)
-                backward(problem, arrays, kept, d_o, torch.empty(problem.state_shape, device="meta"), config)
+                of_value_heads(problem, arrays, kept, d_o, torch.empty(problem.state_shape, device="meta"), config)
                 recorded[first:] = [x for x in recorded[first:] if (x[0], x[2]) not in known]
     return recorded

@@ -159,7 +159,7 @@ def _backward_program(problem: Problem, config: Config, specs, present, kept: in
     more = operands[sum(present) :]
     saved, d_o, d_final = more[:kept], more[kept], more[kept + 1] if has_final else None
     with borrowed.writing(_lends(arrays)):
-        return program.write(operands, lambda: call.backward(problem, arrays, saved, d_o, d_final, config), program.load)
+        return program.write(operands, lambda: call.of_value_heads(problem, arrays, saved, d_o, d_final, config), program.load)
 
 
 @lru_cache(maxsize=256)

@@ -319,10 +319,9 @@ def borrowed_of_chunks(
 
 
 def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Callable[..., None], d_v, d_beta, config: Config):
-    """`run` and a short launch for sums over chunks: gradients of q, k, g, A_log, dt_bias."""
+    """`run` and a short launch for sums over chunks: gradients of q and k, of every value head, and of g, A_log, dt_bias."""
     device, K, shape = d_v.device, problem.K, (problem.B, problem.T, problem.HV, problem.K)
-    dtype = d_v.dtype
-    wide = torch.float32 if problem.group > 1 else dtype
+    wide = torch.float32 if problem.group > 1 else d_v.dtype
     d_q, d_k = (torch.empty(shape, dtype=wide, device=device) for _ in "qk")
     d_g = torch.empty(arrays.g.shape, dtype=arrays.g.dtype, device=device)
 
@@ -340,13 +339,20 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
         launch = parameter_sums.launch(problem, config, x.layout)
         launch(d_g=d_g, A_shares=A_shares, bias_shares=bias_shares, d_A_log=d_A_log, d_dt_bias=d_dt_bias)
     clear_gradients(problem, arrays, d_q, d_k, d_v, d_g, d_beta)
-    if problem.group > 1 and not d_q.is_meta:  # without memory PyTorch would import sympy for the sums: seconds
-        d_q, d_k = (w.view(problem.B, problem.T, problem.H, problem.group, K).sum(3).to(dtype) for w in (d_q, d_k))
     return d_q, d_k, d_g, d_A_log, d_dt_bias
 
 
+def over_groups(problem: Problem, found: Arrays) -> Arrays:
+    """Gradients of q and k, of every value head in float32, summed over those that share a head."""
+    if problem.group == 1:
+        return found
+    shape, dtype = (problem.B, problem.T, problem.H, problem.group, problem.K), getattr(torch, problem.dtype)
+    d_q, d_k = (x.view(shape).sum(3).to(dtype) for x in (found.q, found.k))
+    return found._replace(q=d_q, k=d_k)
+
+
 def backward(problem: Problem, arrays: Arrays, kept, d_o, d_final, config: Config) -> Arrays:
-    """All launches, on contiguous parameters and cotangents."""
+    """All launches, on contiguous parameters and cotangents; d_q and d_k have HV heads."""
     x = views(arrays)
     lower, solved, checkpoints, *rest = kept
     y = room(problem, config, d_o.device, checkpoints, rest)

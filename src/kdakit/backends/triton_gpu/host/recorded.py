@@ -34,7 +34,7 @@ def reverse(problem: Problem, arrays: Arrays, y: Recorded, d_o, d_final, config:
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> Arrays:
-    """Two launches, and short ones for the gate's parameters, on contiguous parameters and cotangents."""
+    """Two launches, and short ones for the gate's parameters, on contiguous parameters and cotangents; d_q and d_k have HV heads."""
     x, kept = views(arrays), Recorded(*saved)
     back = reverse(problem, arrays, kept, d_o, d_final, config)
     none = kept.record.new_empty(0)
