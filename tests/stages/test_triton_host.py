@@ -298,12 +298,15 @@ def test_a_plan_repeats_what_is_borrowed(watched, lent, monkeypatch):
     assert call.planned(problem, moved_q, config)[1] is None, "copied first"
 
 
-@pytest.mark.parametrize("records", [True, False])
-def test_a_plan_repeats_a_backward_that_makes_nothing_again(records, watched, lent, monkeypatch):
-    """Nothing reads v where the forward kept states and r: it need not be given to a launch."""
+@pytest.mark.parametrize("whose", ["records", "tiles and another's kernels", "tiles"])
+def test_a_plan_repeats_a_backward_that_makes_nothing_again(whose, watched, lent, monkeypatch):
+    """Nothing reads v where the forward kept states and r, nor all that was kept: it need not be given to a launch."""
+    records = whose == "records"
     case = dataclasses.replace(GIVEN, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED | {"disable_recompute": True})
-    if not records:
+    if whose == "tiles":
         monkeypatch.setattr(borrowed, "lender", None)
+    elif not records:
+        monkeypatch.setenv(borrowed.VARIABLES["forward"], "0")
     problem = case.problem("bfloat16", needs_grad=True).replace(has_initial_state=False, output_final_state=False)
     new = lambda: checking.to_torch(case.arrays("bfloat16"), case.dtypes("bfloat16"), "cpu")._replace(initial_state=None)
     x, config = new(), triton_gpu.default_config(problem, "cpu")
@@ -315,7 +318,7 @@ def test_a_plan_repeats_a_backward_that_makes_nothing_again(records, watched, le
     lent.clear()
     y = new()
     again = repeat((*y, *saved, y.v.clone(), None))
-    assert [type(args) for args in lent] == ([library.ReverseArgs, library.GradientArgs] if records else [])
+    assert [type(args) for args in lent] == ([library.ReverseArgs, library.GradientArgs] if whose != "tiles" else [])
     assert [None if z is None else z.shape for z in again] == [None if z is None else z.shape for z in grads]
 
 

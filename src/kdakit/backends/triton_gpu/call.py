@@ -70,10 +70,11 @@ def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch
 
 
 def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> tuple[Arrays, Plan | None]:
-    """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final). Where states were kept, so was all that v is needed for."""
+    """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final). What was saved is never copied, and some of it perhaps for
+    kernels of which another backend has better ones; where states were kept, so was all that v is needed for."""
     with watching() as seen:
         found = of_value_heads(problem, arrays, saved, d_o, d_final, config)
-    unread = [arrays.v] if saved and (config.keeps_states or recorded.here(problem, config, d_o)) else []
+    unread = [*saved, arrays.v] if saved and (config.keeps_states or recorded.here(problem, config, d_o)) else saved
     shaped = lambda made: backwards.over_groups(problem, Arrays(*made))
     return shaped(found), plan_of([*arrays, *saved, d_o, d_final], found, seen, shaped, unread)
 
