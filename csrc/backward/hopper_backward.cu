@@ -154,7 +154,7 @@ kda_status reverse_bf16(const kda_reverse_args &args, const kda_prefill_args &fo
     if (forward.beta_kind != KDA_BETA_GIVEN ? args.factors || args.alone : !args.factors)
       return fail(KDA_INVALID_ARGUMENT, "factors must be given with record and beta_kind = %d, else it and alone must be NULL",
                   KDA_BETA_GIVEN);
-    if (reinterpret_cast<uintptr_t>(args.record) % 256) return fail(KDA_UNSUPPORTED, "record must start at 256 bytes");
+    if (reinterpret_cast<uintptr_t>(args.record) % 128) return fail(KDA_UNSUPPORTED, "record must start at 128 bytes");
   }
   const int64_t slots = hopper::slots_of(forward);
   if (slots > ((int64_t{1} << 31) - 1) / (3 * hopper::kChunk) / forward.value_heads)  // rows of `tiles` are counted in 32 bits

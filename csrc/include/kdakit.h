@@ -121,7 +121,7 @@ typedef struct kda_prefill_args {
 
   /* bfloat16, K = V = 128, with lower, checkpoints, a checkpoint of 1 and a group of at most 1, all three or none: what a backward need not
      make again. With l2norm and a sigmoid as beta, or with KDA_GATE_LOG_DECAY and KDA_BETA_GIVEN. No initial_state. */
-  void *record;   /* [slots, HV, KDA_RECORD_BYTES] at 256 bytes, written: for kda_reverse_args.record; the workspace then holds none */
+  void *record;   /* [slots, HV, KDA_RECORD_BYTES] at 128 bytes, written: for kda_reverse_args.record; the workspace then holds none */
   void *r;        /* [B, T, HV, V] bfloat16, packed, as o then is, written: v - k_in S, see kda_gradient_args */
   float *factors; /* [slots, HV, 3, 64], written: beta, 0 past a sequence's end, 1 / |q|, 1 / |k| */
 } kda_prefill_args;

@@ -36,7 +36,7 @@ kda_status check_record(const kda_prefill_args &args) {
     return fail(KDA_UNSUPPORTED, "o must be packed as [B, T, HV, V] with record");
   if (args.checkpoint != 1 || args.group > 1)
     return fail(KDA_UNSUPPORTED, "record is kept with checkpoint = 1 and group = 0 or 1, got %d and %d", args.checkpoint, args.group);
-  if (reinterpret_cast<uintptr_t>(args.record) % 256) return fail(KDA_UNSUPPORTED, "record must start at 256 bytes");
+  if (reinterpret_cast<uintptr_t>(args.record) % 128) return fail(KDA_UNSUPPORTED, "record must start at 128 bytes");
   for (const void *x : {args.r, static_cast<void *>(args.factors)})
     if (reinterpret_cast<uintptr_t>(x) % 16) return fail(KDA_UNSUPPORTED, "r and factors must start at 16 bytes");
   return KDA_OK;

@@ -60,7 +60,7 @@ def prepare(kernels, problem, arrays, order=1, **kept):
     """Records [slots, HV, bytes] of a call; 16 bytes of guard behind them. kept: fields of kda_prefill_args for a backward."""
     size, slots, HV = record_bytes(kernels, problem.K), slots_of(problem), problem.HV
     space = np.full(slots * HV * size + 512, 0xFF, np.uint8)
-    start = -space.ctypes.data % 256
+    start = (128 - space.ctypes.data) % 256  # XLA's arrays begin at multiples of 128 bytes
     args, _held = call_of(problem, arrays, space.ctypes.data + start, slots * HV * size, **kept)
     kernels.kda_emulate_prepare_bf16(ctypes.byref(args), order)
     assert (space[start + slots * HV * size :] == 0xFF).all() and (space[:start] == 0xFF).all(), "written past an end"

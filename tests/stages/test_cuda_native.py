@@ -169,7 +169,7 @@ def test_kept_records_are_checked(native):
         (dict(beta_kind=0, gate=2, lower_bound=-5.0), "l2norm and beta_kind 1 or 2, or gate 0 and beta_kind 0, got 1, 2, 0"),
         (dict(initial_state=4096), "key_dim = 128, without initial_state, got 128 and a state"),
         (dict(checkpoint=8), "checkpoint = 1 and group = 0 or 1, got 8 and 0"),
-        (dict(record=4112), "record must start at 256 bytes"),
+        (dict(record=4112), "record must start at 128 bytes"),
         (dict(o=library.Tensor(4096, library.BFLOAT16, 0, 1 << 21, 128, 2048)), packed),
         ({}, "CUDA error"),
     ):
@@ -189,7 +189,7 @@ def test_reverse_of_records_is_checked(native):
         ({}, dict(factors=4096), "else it and alone must be NULL"),
         ({}, dict(tiles=4096), "tiles, solved and decay must be NULL with record"),
         ({}, dict(group=4), "record needs key_dim = 128 and group = 0 or 1, got 128 and 4"),
-        ({}, dict(record=4112), "record must start at 256 bytes"),
+        ({}, dict(record=4112), "record must start at 128 bytes"),
         ({}, dict(d_o=None), "d_o must not be NULL"),
         ({}, {}, "CUDA error"),
     ):

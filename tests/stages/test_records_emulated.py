@@ -84,7 +84,7 @@ class Made:
         problem, cu = self.problem, self.arrays.cu_seqlens
         self.cu = np.asarray([0, problem.T] if cu is None else cu, np.int64)
         self.space = np.zeros(self.records.nbytes + 256, np.uint8)
-        start = -self.space.ctypes.data % 256
+        start = (128 - self.space.ctypes.data) % 256  # XLA's arrays begin at multiples of 128 bytes
         self.space[start : start + self.records.nbytes] = self.records.reshape(-1)
         of = lambda x: library.Tensor(
             None if x is None else x.ctypes.data, library.BFLOAT16, 0, problem.T * problem.HV * D, D, problem.HV * D

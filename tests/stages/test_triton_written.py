@@ -119,7 +119,7 @@ def test_a_call_is_carried_out_as_pytorch_makes_it(lender, monkeypatch, carried_
     repeats = small_calls(lower_first=8)
     kinds = {"kda_gradient_bf16": library.GradientArgs, "kda_prefill_bf16": library.PrefillArgs}
     back = {f: ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(of))(lambda p: note(found)(p.contents) or 0) for f, of in kinds.items()}
-    monkeypatch.setattr(library, "address", lambda function: ctypes.cast(back[function], ctypes.c_void_p).value)
+    monkeypatch.setattr(library, "address", lambda function: ctypes.cast(back[function], ctypes.c_void_p).value if function in back else 0)
     for repeat in repeats:
         tensors = [x for x in repeat[1] if x is not None]
         places = {program._storage(x): (i, 0) for i, x in enumerate(tensors)}
@@ -130,6 +130,21 @@ def test_a_call_is_carried_out_as_pytorch_makes_it(lender, monkeypatch, carried_
     at = library.GradientArgs.forward.offset
     same = lambda args: (args[0][:at] + args[0][at + 8 :], args[1]) if args[1] else args  # but for where the forward's arguments lie
     assert len(found) == 2 and list(map(same, found)) == list(map(same, made))
+
+
+def test_what_the_library_refuses_is_said(lender, monkeypatch, carried_out):
+    for stage in ("gradient", "prefill"):
+        monkeypatch.setattr(library, stage, lambda args, *_: None)
+    why = ctypes.create_string_buffer(b"no such thing")
+    refuse, reason = (
+        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda args: 3),
+        ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(why)),
+    )
+    of = {"kda_last_error": reason}
+    monkeypatch.setattr(library, "address", lambda function: ctypes.cast(of.get(function, refuse), ctypes.c_void_p).value)
+    repeat = small_calls(lower_first=0)[1]
+    places = {program._storage(x): (0, 0) for x in repeat[1] if x is not None}
+    assert carried_out(program._called(Called(*repeat[:2]), places), [4096], 0) == "the CUDA library says: no such thing"
 
 
 def test_a_table_that_is_not_whole_is_refused(lender, monkeypatch, carried_out):

@@ -22,6 +22,7 @@ class Written(NamedTuple):
     """A call as numbers, for whoever has addresses and a stream."""
 
     function: int  # its address in this process
+    reason: int  # and that of the function that says why it failed
     forward: bytes  # PrefillArgs
     own: bytes  # of a stage of the backward
     places: list[tuple[int, int]]  # where addresses go: (0, byte of `forward`) or (1, byte of `own`)
@@ -64,11 +65,13 @@ class Call(NamedTuple):
         return f"kda_{self.stage}_{self.dtype}"
 
     def written(self) -> Written:
+        """What a program in C needs to make it."""
         own, forward = self.own, PrefillArgs
         places = [(0, getattr(forward, name).offset) for name in (*TENSORS, *self.fields)]  # `data` comes first in a tensor
         places += [(1, getattr(type(own), name).offset) for name in self.own_fields]
+        functions = library.address(self.function), library.address("kda_last_error")
         images = bytes(self.forward), b"" if own is None else bytes(own)
-        return Written(library.address(self.function), *images, places, forward.stream.offset, own and type(own).forward.offset)
+        return Written(*functions, *images, places, forward.stream.offset, None if own is None else type(own).forward.offset)
 
 
 def current_stream(index: int | None) -> int | None:

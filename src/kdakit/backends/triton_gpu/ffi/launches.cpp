@@ -3,9 +3,9 @@
 //
 // table    for each launch: LAUNCH, function, 3 numbers of blocks, threads, bytes of shared memory, number of parameters; then of each
 //          parameter (kind, value, offset): BUFFER the value-th of operands, results and scratch, offset bytes on; WORD, LONG, NOTHING
-//          for each call: CALL, function, words of kda_prefill_args, words of the stage's own arguments or 0, byte of the former where
-//          the stream goes, byte of the latter where the address of the former goes, number of addresses; the words of both; then of each
-//          address (0: in the former, 1: in the latter; byte; buffer; offset)
+//          for each call: CALL, function, kda_last_error, words of kda_prefill_args, words of the stage's own arguments or 0, byte of the
+//          former where the stream goes, byte of the latter where the address of the former goes, number of addresses; the words of both;
+//          then of each address (0: in the former, 1: in the latter; byte; buffer; offset)
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -61,21 +61,21 @@ static size_t run_launch(void *stream, const Buffers &buffers, const int64_t *he
 }
 
 static size_t run_call(void *stream, const Buffers &buffers, const int64_t *head, size_t left, std::string &problem) {
-  if (left < 7 || left < 7 + size_t(head[2] + head[3] + 4 * head[6])) return problem = kEnds, 0;
-  const int64_t *words = head + 7, *addresses = words + head[2] + head[3], count = head[6];
-  std::vector<int64_t> arguments[2] = {{words, words + head[2]}, {words + head[2], addresses}};
+  if (left < 8 || left < 8 + size_t(head[3] + head[4] + 4 * head[7])) return problem = kEnds, 0;
+  const int64_t *words = head + 8, *addresses = words + head[3] + head[4], count = head[7];
+  std::vector<int64_t> arguments[2] = {{words, words + head[3]}, {words + head[3], addresses}};
   const auto put = [&](int64_t which, int64_t byte, const void *address) {
     const bool inside = (which == 0 || which == 1) && byte >= 0 && byte % 8 == 0 && byte / 8 < int64_t(arguments[which].size());
     if (inside) arguments[which][byte / 8] = reinterpret_cast<int64_t>(address);
     return inside;
   };
-  bool fits = put(0, head[4], stream) && (head[3] == 0 || put(1, head[5], arguments[0].data()));
+  bool fits = put(0, head[5], stream) && (head[4] == 0 || put(1, head[6], arguments[0].data()));
   for (int64_t i = 0; fits && i < count; ++i, addresses += 4)
     fits = addresses[2] >= 0 && addresses[2] < int64_t(buffers.size()) && put(addresses[0], addresses[1], buffers[addresses[2]] + addresses[3]);
   if (!fits) return problem = kNowhere, 0;
-  const int status = reinterpret_cast<int (*)(const void *)>(head[1])(arguments[head[3] ? 1 : 0].data());
-  if (status) problem = "a call of the CUDA library failed with status " + std::to_string(status);
-  return 7 + head[2] + head[3] + 4 * count;
+  const int status = reinterpret_cast<int (*)(const void *)>(head[1])(arguments[head[4] ? 1 : 0].data());
+  if (status) problem = std::string("the CUDA library says: ") + reinterpret_cast<const char *(*)()>(head[2])();
+  return 8 + head[3] + head[4] + 4 * count;
 }
 
 // "": all is under way.

@@ -94,7 +94,7 @@ def _called(one: Called, places: dict[int, tuple[int, int]]) -> list[int]:
     call = one.call.written()
     words = struct.unpack(f"<{(len(call.forward) + len(call.own)) // 8}q", call.forward + call.own)
     addresses = [(*at, *_place(x, places)) for at, x in zip(call.places, one.tensors, strict=True) if x is not None]
-    head = [call.function, len(call.forward) // 8, len(call.own) // 8, call.stream, call.where or 0, len(addresses)]
+    head = [call.function, call.reason, len(call.forward) // 8, len(call.own) // 8, call.stream, call.where or 0, len(addresses)]
     return [CALL, *head, *words, *(word for address in addresses for word in address)]
 
 
