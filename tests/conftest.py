@@ -106,3 +106,24 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not any(name in item.name for name in LONG))
+
+
+@pytest.fixture
+def only_shown(monkeypatch):
+    """only_shown(problem, ..): these, of any number of sequences, are all that an sm_90 has shown."""
+    from kdakit.backends.triton_gpu import config, shown, widened
+
+    def forget():
+        shown._missing.cache_clear()
+        widened.config_for.cache_clear()
+
+    def only(*problems):
+        chip = config.CHIPS["sm_90"]
+        crowds = [problem.replace(H=1, HV=1, B=n, N=n) for problem in problems for n in shown.sequences(chip)]
+        known = {name: 1 for crowd in crowds for name in shown.forms(crowd, config.choose(crowd, chip))}
+        monkeypatch.setattr(shown, "shown", lambda chip: known)
+        monkeypatch.setattr(config, "INTERPRETED", False)
+        forget()
+
+    yield only
+    forget()

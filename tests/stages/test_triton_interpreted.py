@@ -287,24 +287,15 @@ def test_what_no_gpu_has_shown_waits(monkeypatch):
     shown._missing.cache_clear()
 
 
-def test_wider_heads_that_a_chip_has_shown(monkeypatch):
+def test_wider_heads_that_a_chip_has_shown(monkeypatch, only_shown):
     """A size that it has not is run as the least larger one that it has."""
-    from kdakit.backends.triton_gpu import shown, widened
-
-    chip = configs.CHIPS["sm_90"]
     case = Case("narrow", "", T=20, H=1, HV=2, K=12, V=9, gate="raw", beta="logits", A_log=True, dt_bias=True,
                 options=FUSED | {"state_v_first": True})  # fmt: skip
     problem = case.problem("float32", needs_grad=True)
-    crowds = [problem.replace(K=32, V=32, H=1, HV=1, B=n, N=n) for n in (1, 22, 44, 132)]
-    known = {name: 1 for crowd in crowds for name in shown.forms(crowd, configs.choose(crowd, chip))}
-    monkeypatch.setattr(shown, "shown", lambda chip: known)
-    monkeypatch.setattr(configs, "INTERPRETED", False)
-    caches = (shown._missing, widened.config_for)
-    [cache.cache_clear() for cache in caches]
+    only_shown(problem.replace(K=32, V=32))
     wide = triton_gpu.default_config(problem, "cpu")
     assert (wide.wide_K, wide.wide_V) == (32, 32) and triton_gpu.unshown(problem, "cpu") is None
     assert triton_gpu.unshown(problem.replace(K=40), "cpu") is not None
-    [cache.cache_clear() for cache in caches]
     monkeypatch.undo()
     if not INTERPRETED:
         return

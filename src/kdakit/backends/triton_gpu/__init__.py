@@ -142,14 +142,13 @@ def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state
     return _calls(config).planned_backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
-def _calls(config: Config) -> ModuleType:
-    """The module that makes such calls: `call`, or `widened` around it."""
+def _calls(config: Config) -> Any:
+    """What makes such calls: `call`, or `widened` around it."""
     if not config.wide_K:
         return _call()
-    _call()
     from kdakit.backends.triton_gpu import widened
 
-    return widened
+    return widened.InTorch(_call())
 
 
 @lru_cache

@@ -3,21 +3,23 @@ library are among them, where PyTorch has them too (`borrowed`).
 
 The host side of the PyTorch backend decides what is launched; it runs once a shape, on PyTorch tensors without memory, while JAX traces.
 So it needs PyTorch, of any build, and Triton beside JAX.
+
+    call      forward, backward and step
+    wide      the same with wider heads, or in float32
+    gpu       which one JAX has
+    program   the launches of a call as numbers
+    handler   launches.cpp, which carries them out, as a target of XLA's
 """
 
 from __future__ import annotations
 
 import importlib.util
-from functools import lru_cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from kdakit.backends import triton_gpu
-from kdakit.backends.triton_gpu.config import Chip, Config, chip_for, chosen
+from kdakit.backends.triton_gpu.config import Config, chosen
 from kdakit.backends.triton_gpu.ffi import handler
+from kdakit.backends.triton_gpu.ffi.gpu import chip
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -37,135 +39,41 @@ def supports(problem: Problem, device: Any) -> str | None:
         return "gives out no states between chunks; use backend='xla'"
     if problem.varlen == "segment_ids":
         return "takes cu_seqlens, not segment_ids"
-    return triton_gpu.unsupported(problem, _chip()) or handler.unbuildable()
+    return triton_gpu.unsupported(problem, chip()) or handler.unbuildable()
 
 
 def unshown(problem: Problem, device: Any) -> str | None:
-    """Why 'auto' leaves the problem to others: as the PyTorch backend, which also runs some head sizes as wider ones."""
-    from kdakit.backends.triton_gpu import widened
-
-    if widened.run_as(problem, _chip()) != (problem.K, problem.V, problem.dtype):
-        return "such heads have been shown to be right as wider ones only, or in float32, which is for PyTorch; use backend='xla'"
-    return triton_gpu.waiting(problem, _chip())
-
-
-@lru_cache(maxsize=1)
-def _capability() -> tuple[int, int]:
-    """Of the first device."""
-    major, minor = str(getattr(jax.devices()[0], "compute_capability", "9.0")).split(".")
-    return int(major), int(minor)
-
-
-def _chip() -> Chip:
-    return chip_for(*_capability())
+    """Why 'auto' leaves the problem to others: as the PyTorch backend."""
+    return triton_gpu.waiting(problem, chip())
 
 
 def default_config(problem: Problem, device: Any) -> Config:
-    return triton_gpu.keeping_if_shown(chosen(problem, _chip()), problem, _chip())
+    from kdakit.backends.triton_gpu import widened
+
+    return widened.config_for(problem, chip())
 
 
 def expected_us(problem: Problem, device: Any) -> float | None:
     """Microseconds of a forward call, where they are known."""
     from kdakit.backends.triton_gpu import times
 
-    return None if problem.needs_grad else times.expected_us(problem, _chip().name, default_config(problem, device))
+    return None if problem.needs_grad else times.expected_us(problem, chip().name, chosen(problem, chip()))
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
-    given, present = _given(arrays)
-    made = _call(_forward_program(problem, config, _specs(given), present), given)
-    o, rest = made[0], made[1:]
-    if problem.options.output_final_state:
-        return Result(o, rest[0]), list(rest[1:])
-    return Result(o, None), list(rest)
+    return _calls(config).forward(problem, arrays, config)
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Config) -> Arrays:
-    if not saved:  # the forward was the token recurrence
-        again = problem.replace(op="chunk", needs_grad=True, output_final_state=False)
-        saved = forward(again, arrays, config)[1]
-    given, present = _given(arrays)
-    final = None if d_final_state is None or not problem.options.output_final_state else d_final_state
-    more = [*saved, d_o, *([] if final is None else [final])]
-    program = _backward_program(problem, config, _specs([*given, *more]), present, len(saved), final is not None)
-    made = iter(_call(program, [*given, *more]))
-    wanted = [name for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state") if getattr(arrays, name) is not None]
-    gradients = dict(zip(wanted, made, strict=True))
-    if problem.group > 1:
-        shape = (problem.B, problem.T, problem.H, problem.group, problem.K)
-        gradients |= {n: gradients[n].reshape(shape).sum(3).astype(getattr(arrays, n).dtype) for n in ("q", "k")}
-    return Arrays(**{name: gradients.get(name) for name in Arrays._fields})
+    return _calls(config).backward(problem, arrays, saved, d_o, d_final_state, config)
 
 
 def step(problem: Problem, arrays: Arrays, config: Config) -> Result:
-    given, present = _given(arrays)
-    made = _call(_step_program(problem, config, _specs(given), present), given)
-    return Result(made[0], made[1] if problem.options.output_final_state else None)
+    return _calls(config).step(problem, arrays, config)
 
 
-def _given(arrays: Arrays) -> tuple[list, tuple[bool, ...]]:
-    """The arrays that are there, and which of the fields they are."""
-    fields = arrays._replace(cu_seqlens_cpu=None)
-    return [x for x in fields if x is not None], tuple(x is not None for x in fields)
+def _calls(config: Config) -> Any:
+    """What makes such calls: `call`, or `wide` around it."""
+    from kdakit.backends.triton_gpu.ffi import call, wide
 
-
-def _specs(given) -> tuple[tuple[tuple[int, ...], str], ...]:
-    return tuple((tuple(x.shape), str(x.dtype)) for x in given)
-
-
-def _call(program, given) -> tuple:
-    handler.register()
-    results = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in program.results]
-    call = jax.ffi.ffi_call(handler.TARGET, results, vmap_method="sequential")
-    return tuple(call(*given, table=program.table, scratch=np.int64(program.scratch)))
-
-
-def _lends(arrays: Arrays) -> bool:
-    """Whether the GPU has kernels that another backend lends, which take parameters in float32 alone."""
-    return _capability() == (9, 0) and all(x is None or str(x.dtype) == "torch.float32" for x in (arrays.A_log, arrays.dt_bias))
-
-
-def _meta(specs, present) -> tuple[list, Arrays]:
-    """Tensors without memory for the operands, and the Arrays among them."""
-    from kdakit.backends.triton_gpu.ffi import program
-
-    program.use_driver(_capability())
-    made = [program.empty(*spec) for spec in specs]
-    rest = iter(made)
-    return made, Arrays(*(next(rest) if there else None for there in present))
-
-
-@lru_cache(maxsize=256)
-def _forward_program(problem: Problem, config: Config, specs, present):
-    from kdakit.backends.triton_gpu import borrowed, call
-    from kdakit.backends.triton_gpu.ffi import program
-
-    operands, arrays = _meta(specs, present)
-
-    def run():
-        result, saved = call.forward(problem, arrays, config)
-        return [result.o, result.final_state, *saved]
-
-    with borrowed.writing(_lends(arrays)):
-        return program.write(operands, run, program.load)
-
-
-@lru_cache(maxsize=256)
-def _backward_program(problem: Problem, config: Config, specs, present, kept: int, has_final: bool):
-    from kdakit.backends.triton_gpu import borrowed, call
-    from kdakit.backends.triton_gpu.ffi import program
-
-    operands, arrays = _meta(specs, present)
-    more = operands[sum(present) :]
-    saved, d_o, d_final = more[:kept], more[kept], more[kept + 1] if has_final else None
-    with borrowed.writing(_lends(arrays)):
-        return program.write(operands, lambda: call.of_value_heads(problem, arrays, saved, d_o, d_final, config), program.load)
-
-
-@lru_cache(maxsize=256)
-def _step_program(problem: Problem, config: Config, specs, present):
-    from kdakit.backends.triton_gpu import call
-    from kdakit.backends.triton_gpu.ffi import program
-
-    operands, arrays = _meta(specs, present)
-    return program.write(operands, lambda: call.step(problem, arrays, config)[:2], program.load)
+    return wide.InJax(call) if config.wide_K else call
