@@ -358,6 +358,29 @@ def test_steps_are_planned(name, states, lends, watched, lent, monkeypatch):
     assert [(g.shape, g.dtype) for g in again[:5]] == [(g.shape, g.dtype) for g in grads[:5]] == [(y.shape, y.dtype) for y in x[:5]]
 
 
+@pytest.mark.parametrize("lends", [True, False])
+def test_steps_of_a_sum_are_planned(lends, watched, lent, monkeypatch):
+    """The cotangents of o.sum() and state.sum() are one number, seen everywhere: copied first, each time."""
+    if not lends:
+        monkeypatch.setattr(borrowed, "lender", None)
+    problem = GIVEN.problem("bfloat16", needs_grad=True).replace(output_final_state=True)
+    x = checking.to_torch(GIVEN.arrays("bfloat16"), GIVEN.dtypes("bfloat16"), "cpu")
+    config = triton_gpu.default_config(problem, "cpu")
+    d_o, d_final = torch.ones((), dtype=x.v.dtype).expand(x.v.shape), torch.ones(()).expand(problem.state_shape)
+    for _ in range(2):  # compiled by the first, found by the second
+        saved = call.planned(problem, x, config)[0][1]
+        grads, repeat = call.planned_backward(problem, x, saved, d_o, d_final, config)
+    assert repeat is not None
+    watched.started.clear()
+    lent.clear()
+    again = repeat((*x, *saved, d_o, d_final))
+    assert [g if g is None else (g.shape, g.dtype) for g in again] == [g if g is None else (g.shape, g.dtype) for g in grads]
+    assert watched.started and bool(lent) == lends
+    for one in (d_o, d_final):  # whoever reads them, reads all of their elements
+        assert all(one.data_ptr() not in given for _, _, given in watched.started)
+        assert not any(addresses(args, {"cotangent": one}) for args in lent)
+
+
 def test_a_plan_widens_parameters_for_who_lends(watched, lent, monkeypatch):
     """A layer in bfloat16 has its gate's parameters so; the library takes float32."""
     case = dataclasses.replace(GIVEN, gate="raw", beta="logits", A_log=True, dt_bias=True, options=FUSED)

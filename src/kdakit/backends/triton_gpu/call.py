@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from kdakit.backends.triton_gpu.runtime.layout import contiguous_parameters, vie
 from kdakit.backends.triton_gpu.runtime.repeat import Plan, plan_of
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
+
+Repeat = Callable[[Sequence[torch.Tensor | None]], Any]  # of other tensors
 
 
 def forward(problem: Problem, arrays: Arrays, config: Config) -> tuple[Result, list]:
@@ -46,8 +49,7 @@ def of_value_heads(problem: Problem, arrays: Arrays, kept, d_o, d_final, config:
     if not kept:  # the forward was the token recurrence
         problem = problem.replace(op="chunk", needs_grad=True, output_final_state=False)
         kept = forward(problem, arrays, config)[1]
-    arrays, d_o = contiguous_parameters(arrays), d_o.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
+    arrays, d_o, d_final = contiguous_parameters(arrays), _packed(d_o), _packed(d_final)
     with on_device(arrays.q):
         host = recorded if recorded.here(problem, config, d_o) else backwards
         return host.backward(problem, arrays, kept, d_o, d_final, config)
@@ -69,14 +71,24 @@ def planned(problem: Problem, arrays: Arrays, config: Config, final_state: torch
     return (result, saved) if problem.needs_grad else result, plan
 
 
-def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> tuple[Arrays, Plan | None]:
+def planned_backward(problem: Problem, arrays: Arrays, saved, d_o, d_final, config: Config) -> tuple[Arrays, Repeat | None]:
     """A backward, and how to repeat it with (*arrays, *saved, d_o, d_final). What was saved is never copied, and some of it perhaps for
-    kernels of which another backend has better ones; where states were kept, so was all that v is needed for."""
+    kernels of which another backend has better ones; where states were kept, so was all that v is needed for. Cotangents that are not
+    packed, as that of a sum, are copied first by the plan too."""
+    given = d_o, d_final
+    d_o, d_final = map(_packed, given)
     with watching() as seen:
         found = of_value_heads(problem, arrays, saved, d_o, d_final, config)
     unread = [*saved, arrays.v] if saved and (config.keeps_states or recorded.here(problem, config, d_o)) else saved
     shaped = lambda made: backwards.over_groups(problem, Arrays(*made))
-    return shaped(found), plan_of([*arrays, *saved, d_o, d_final], found, seen, shaped, unread)
+    plan = plan_of([*arrays, *saved, d_o, d_final], found, seen, shaped, unread)
+    if plan is None or (d_o is given[0] and d_final is given[1]):
+        return shaped(found), plan
+    return shaped(found), lambda tensors: plan((*tensors[:-2], *map(_packed, tensors[-2:])))
+
+
+def _packed(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 @lru_cache(maxsize=1024)
