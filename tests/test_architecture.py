@@ -34,7 +34,7 @@ ALLOWED = {
     "mesh_axes": set(),
     "quarantine": {"problem", "reference"},
     "values": {"problem"},
-    "backends": DEFINITION | {"mesh_axes", "torch_memory"},
+    "backends": DEFINITION | {"chunked", "mesh_axes", "torch_memory"},
     "layers": {"torch", "torch_operators", "jax", "layers", "gates", "backends"},
     "models": {"layers", "models"},
     "training": {"models", "parallel", "training"},

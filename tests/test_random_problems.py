@@ -64,6 +64,13 @@ def test_jax(backend, seeds):
         assert not shown([judge(number, backend) for number in drawn])
 
 
+@pytest.mark.parametrize("number", (984001783, 984001413))
+def test_one_channel_that_strengths_of_two_overwrite(number):
+    """In chunks of 16 tokens `xla` has gradients of gates off by up to 4.7 times what is allowed."""
+    pytest.importorskip("jax")
+    assert not shown([judge(number, "xla")])
+
+
 def test_a_number_is_a_problem():
     for number in (0, 7, 4_000_001, 123_456):
         one, two = draw(number), draw(number)

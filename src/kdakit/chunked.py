@@ -36,6 +36,13 @@ class Intra(NamedTuple):
     decay: Any  # [.., K]     exp(G_C)
 
 
+def as_chunked(problem: Problem) -> Problem:
+    """The problem in chunks of no more tokens than there are key channels, but for states that the caller wants of longer ones. As many
+    tokens may overwrite all that was before them; in a longer chunk what is left of it is a difference of what was written."""
+    o = problem.options
+    return problem if o.return_intermediate_states else problem.replace(chunk_size=min(o.chunk_size, 1 << (problem.K.bit_length() - 1)))
+
+
 def pairwise_log_decay(g):
     """g [.., C, K] -> [.., C, C, K]: at (i, j) the sum of g over j < m <= i; -inf above the diagonal."""
     C = g.shape[-2]

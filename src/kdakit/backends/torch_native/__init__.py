@@ -13,10 +13,11 @@ from kdakit.backends.torch_native.blocks import spiked
 from kdakit.backends.torch_native.gate import Activated, activate, activate_backward, compute_dtype
 from kdakit.backends.torch_native.intra import intra
 from kdakit.backends.torch_native.output import output
-from kdakit.backends.torch_native.plan import as_chunked, chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
+from kdakit.backends.torch_native.plan import chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
 from kdakit.backends.torch_native.state import state
 from kdakit.backends.torch_native.step import recurrence
 from kdakit.backends.torch_native.wide import widened
+from kdakit.chunked import as_chunked
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 

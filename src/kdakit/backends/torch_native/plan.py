@@ -49,13 +49,6 @@ def covering_chunk(length: int, chunk_size: int) -> int:
     return min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
 
-def as_chunked(problem: Problem) -> Problem:
-    """The problem in chunks of no more tokens than there are key channels, but for states that the caller wants of longer ones. As many
-    tokens may overwrite all that was before them; in a longer chunk what is left of it is a difference of what was written."""
-    o = problem.options
-    return problem if o.return_intermediate_states else problem.replace(chunk_size=min(o.chunk_size, 1 << (problem.K.bit_length() - 1)))
-
-
 def chunk_tokens(problem: Problem) -> int:
     """A single short chunk may be shorter than the call says, unless all its intermediates are kept. (Packed sequences: see PackedPlan.)"""
     o = problem.options

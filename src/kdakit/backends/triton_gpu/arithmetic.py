@@ -13,7 +13,8 @@ def overwritten(problem: Problem) -> str | None:
     hold, and what a chunk's tokens leave of each other is a difference. A gate's gradient is then off by 4.6 times what is allowed with
     one channel, by 2.2, 1.4, 1.1 times it with two to four, by 0.7 with eight (double sigmoids, float32)."""
     if problem.needs_grad and problem.K <= FEW_CHANNELS and problem.options.beta != "sigmoid":
-        return f"trains up to {FEW_CHANNELS} key channels with sigmoids as strengths alone; use backend='torch_native' for others"
+        others = "for others use backend='torch_native', in JAX 'xla'"
+        return f"trains up to {FEW_CHANNELS} key channels with sigmoids as strengths alone; {others}"
     return None
 
 

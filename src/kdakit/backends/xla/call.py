@@ -28,6 +28,7 @@ from kdakit.backends.xla.plan import (
 )
 from kdakit.backends.xla.state import state_backward, state_forward
 from kdakit.backends.xla.step import recurrence
+from kdakit.chunked import as_chunked
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
@@ -49,7 +50,7 @@ class Saved(NamedTuple):
 
 def forward(problem: Problem, arrays: Arrays, config: Config | None = None) -> tuple[Result, Saved | None]:
     """The call's results and, if its gradient is needed, what its backward uses."""
-    o = problem.options
+    o, problem = problem.options, as_chunked(problem)
     plan = make_plan(problem, config or default_config(problem, "cpu"), arrays.cu_seqlens)
     initial = _initial_states(problem, arrays)
     tokens, resets = _padded(problem, plan, arrays)
@@ -77,6 +78,7 @@ def forward(problem: Problem, arrays: Arrays, config: Config | None = None) -> t
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config | None = None) -> Arrays:
     """Gradients of sum(o * d_o) + sum(final_state * d_final_state), each in its input's dtype; None where there is no input."""
+    problem = as_chunked(problem)
     config = config or default_config(problem, "cpu")
     if saved is None:
         saved = forward(problem.replace(needs_grad=True, disable_recompute=False), arrays, config)[1]

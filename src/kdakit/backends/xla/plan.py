@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from kdakit.chunked import as_chunked
 from kdakit.problem import Arrays, Problem
 
 BLOCK = 16  # tokens per block inside a chunk; every chunk size is a multiple
@@ -26,10 +27,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which token sits where. The arrays exist with cu_seqlens only."""
+    """Which token sits where. The arrays exist with cu_seqlens and for chunks of less than a block; slots with cu_seqlens only."""
 
     T: int
-    C: int  # tokens per chunk
+    C: int  # places per chunk
     G: int  # chunks per window
     windows: int
     source: Any = None  # [windows, G * C]  token of each place
@@ -51,34 +52,46 @@ class Slots:
 def default_config(problem: Problem, device: Any) -> Config:
     """Windows whose arrays are about an eighth of a megabyte on a CPU, where what a window computes should stay in a core's second-level
     cache: often a single chunk. Wide ones on accelerators."""
-    elements = problem.B * problem.HV * problem.options.chunk_size * max(problem.K, problem.V, 1)
+    elements = problem.B * problem.HV * max(BLOCK, as_chunked(problem).options.chunk_size) * max(problem.K, problem.V, 1)
     budget, least = (1 << 15, 1) if "cpu" in str(device).lower() else (1 << 24, 4)
     return Config(window=max(least, budget // max(elements, 1)))
 
 
 def make_plan(problem: Problem, config: Config, cu_seqlens=None) -> Plan:
-    """A chunk no larger than T needs, but for the block size; slots as `Problem.chunks` counts them, made up to whole windows."""
+    """A chunk no larger than T needs; of less than a block's tokens it has a block's places, of which the others stay empty. Slots as
+    `Problem.chunks` counts them, made up to whole windows."""
     T, N = problem.T, problem.N
-    C = min(problem.options.chunk_size, max(BLOCK, 1 << max(T - 1, 0).bit_length()))
+    size = min(problem.options.chunk_size, max(BLOCK, 1 << max(T - 1, 0).bit_length()))  # tokens of a chunk
+    C = max(size, BLOCK)
     windows = max(1, -(-problem.chunks // config.window))
     G = max(1, -(-problem.chunks // windows))
+    rows = lambda x: x.reshape(windows, -1)
     if cu_seqlens is None:
-        return Plan(T, C, G, windows)
-    counts = -(-jnp.diff(cu_seqlens) // C)  # [N]  chunks of each sequence
+        if size == C:
+            return Plan(T, C, G, windows)
+        slot, tokens = jnp.arange(windows * G), jnp.arange(T)
+        source, valid = _places(size * slot, jnp.minimum(size * (slot + 1), T), C)
+        return Plan(T, C, G, windows, rows(source), rows(valid), tokens // size * C + tokens % size, tokens < T)
+    counts = -(-jnp.diff(cu_seqlens) // size)  # [N]  chunks of each sequence
     ends = jnp.cumsum(counts)
     slot = jnp.arange(windows * G, dtype=cu_seqlens.dtype)
     sequence = edges_passed(ends, windows * G)
     real, used = jnp.minimum(sequence, N - 1), sequence < N
     within = slot - (ends - counts)[real]  # the slot's number in its sequence
-    source = (cu_seqlens[real] + C * within)[:, None] + jnp.arange(C, dtype=slot.dtype)
-    valid = used[:, None] & (source < cu_seqlens[real + 1][:, None])
+    first = cu_seqlens[real] + size * within
+    source, valid = _places(first, jnp.where(used, jnp.minimum(first + size, cu_seqlens[real + 1]), 0), C)
     tokens = jnp.arange(T, dtype=cu_seqlens.dtype)
     owner = edges_passed(cu_seqlens[1:], T)
     position = tokens - cu_seqlens[owner]
-    place = ((ends - counts)[owner] + position // C) * C + position % C
-    rows = lambda x: x.reshape(windows, -1)
+    place = ((ends - counts)[owner] + position // size) * C + position % size
     slots = Slots(rows(sequence), rows(~used | (within == 0)), rows(~used | (within == counts[real] - 1)))
     return Plan(T, C, G, windows, rows(source), rows(valid), place, tokens < cu_seqlens[-1], slots)
+
+
+def _places(first, end, C: int):
+    """Chunks of the tokens from `first` to `end`: the token of each of C places, and whether there is one."""
+    source = first[:, None] + jnp.arange(C, dtype=first.dtype)
+    return source, source < end[:, None]
 
 
 def edges_passed(edges, size: int):
