@@ -14,7 +14,7 @@ import pytest
 
 from kdakit import accuracy
 from kdakit.cases import CASES, FUSED, Case
-from kdakit.measure import checking
+from kdakit.measure import checking, random_problems
 from kdakit.problem import DIFFERENTIABLE, Arrays
 
 jax = pytest.importorskip("jax")
@@ -368,3 +368,12 @@ def test_gradients_where_every_gate_is_open(label):
 
     verdict = judge(parse(label), "pallas_tpu")
     assert verdict.ok and verdict.used["g"] > 0, verdict.complaint
+
+
+def test_few_channels_that_a_token_overwrites_are_left_to_others():
+    """984001783 has d_g of two channels off by 6.7 times what is allowed, of eight by 1.2."""
+    problem = random_problems.parse("984001783:K=8").problem()
+    for one in (problem, problem.replace(beta="given", K=1), problem.replace(needs_grad=False), problem.replace(op="recurrent")):
+        assert "use backend='xla'" in str(pallas_tpu.supports(one, "cpu"))
+    for other in (problem.replace(K=9), problem.replace(beta="sigmoid"), problem.replace(op="recurrent", needs_grad=False)):
+        assert pallas_tpu.supports(other, "cpu") is None
