@@ -157,9 +157,9 @@ inline float truncated(double x) {
   return std::fabs(double(cut)) > std::fabs(x) ? std::nextafter(cut, 0.f) : cut;
 }
 
-inline void check_aligned(const void *address, const char *what) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 == 0) return;
-  fprintf(stderr, "%s of an address, %p, that is not aligned to 16 bytes\n", what, address);
+inline void check_aligned(const void *address, const char *what, int bytes = 16) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
+  fprintf(stderr, "%s of an address, %p, that is not aligned to %d bytes\n", what, address, bytes);
   abort();
 }
 

@@ -58,6 +58,7 @@ static void prepare_kept(const HopperForward &p, const Kept &kept, int64_t slots
 extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order) {
   const HopperForward p = forward_of(*args);
   const Kept kept = kept_of(*args);
+  emulate::check_aligned(p.workspace, "a record", 128);
   if (kept.r) return prepare_record(p, kept, slots_of(*args), order);
   if (kept.lower)
     return p.head == 64 ? prepare_kept<64>(p, kept, slots_of(*args), order) : prepare_kept<128>(p, kept, slots_of(*args), order);
@@ -67,6 +68,7 @@ extern "C" void kda_emulate_prepare_bf16(const kda_prefill_args *args, int order
 // The records of blocks, those of a chunk one after the other.
 extern "C" void kda_emulate_prepare_blocks_bf16(const kda_prefill_args *args, int order) {
   const HopperForward p = forward_of(*args);
+  emulate::check_aligned(p.workspace, "a record", 128);
   of_form(p, [&](auto form) {
     using F = decltype(form);
     const auto kernel = [&] { prepare_blocks_kernel<F::gate, F::bounded, F::gate_float32, F::l2norm>(p); };

@@ -4,6 +4,7 @@ and whole calls, in which all but short launches are such kernels.
 The interpreter must be chosen before Triton is imported: one test runs this file in a process that has it."""
 
 import ctypes
+import math
 import os
 from itertools import pairwise
 from types import SimpleNamespace
@@ -224,7 +225,15 @@ def calls(monkeypatch):
     from kdakit.backends.triton_gpu import borrowed
 
     preparing, scanning, reversing, chunks = (emulated.load(name) for name in ("hopper", "scan", "reverse", "gradient"))
-    calls = []
+    calls, empty = [], torch.empty
+
+    def placed(shape, **how):
+        """On a CPU a tensor begins at a multiple of 64 bytes, a record has to at one of 128."""
+        if how.get("dtype") != torch.uint8:
+            return empty(shape, **how)
+        size = math.prod(shape)
+        room = empty(size + 128, **how)
+        return room[(start := -room.data_ptr() % 128) : start + size].view(shape)
 
     def prefill(args, dtype):
         calls.append("record" if args.record else "forward")
@@ -240,6 +249,7 @@ def calls(monkeypatch):
         calls.append("gradient")
         chunks.kda_emulate_gradient_bf16(ctypes.byref(args), 1, 1)
 
+    monkeypatch.setattr(torch, "empty", placed)
     monkeypatch.setenv(borrowed.VARIABLES["forward"], "1")
     for name, run in dict(prefill=prefill, reverse=reverse, gradient=gradient, workspace_size=lambda args, dtype: 0).items():
         monkeypatch.setattr(library, name, run)
