@@ -12,14 +12,12 @@ from kdakit.problem import Problem
 
 __all__ = [
     "Config", "Saved", "backward", "default_config", "folds", "forward", "interpreted", "mixes", "operand_dtype", "pooled", "step",
-    "supports",
+    "supports", "unshown",
 ]  # fmt: skip
 
 folds = True  # no vmap of a kernel whose steps run in order
 MOST, MOST_BACKWARD = 32, 16  # heads of a step; a backward's 32 spill what 16 do not
-# With strengths of up to 2 a token may write as much as so few channels hold, and what is left of it in a chunk is a difference. Double
-# sigmoids, float32: a gate's gradient is off by 6.7, 2.8, 1.2, 0.6 times what is allowed with 2, 4, 8, 16 channels.
-FEW_CHANNELS = 8
+FEW_CHANNELS = 8  # see `overwritten`
 # Heads fill the latencies of each other's products: a forward's step on a v6e takes about so many bundles, and so many more for each head.
 STEP_BUNDLES, HEAD_BUNDLES = 1100, 225
 
@@ -31,9 +29,21 @@ def supports(problem: Problem, device) -> str | None:
     wide = [name for name in ("dtype", "gate_dtype", "beta_dtype", "state_dtype") if getattr(problem, name) == "float64"]
     if wide:
         return "TPUs have no float64"
-    if problem.K <= FEW_CHANNELS and problem.options.beta != "sigmoid" and (problem.op == "chunk" or problem.needs_grad):
-        return f"takes chunks of up to {FEW_CHANNELS} key channels with sigmoids as strengths alone; for others use backend='xla'"
-    return None
+    return overwritten(problem, "double_sigmoid")
+
+
+def unshown(problem: Problem, device) -> str | None:
+    """Why 'auto' leaves the problem to others."""
+    return overwritten(problem, "given")
+
+
+def overwritten(problem: Problem, beta: str) -> str | None:
+    """Why chunks of so few channels are not for such strengths: of up to 2, a token may write as much as all channels hold, and what is
+    left of it in a chunk is a difference. With double sigmoids, in float32, a gate's gradient is off by 6.7, 2.8, 1.2, 0.6 times what is
+    allowed with 2, 4, 8, 16 channels."""
+    if problem.K > FEW_CHANNELS or problem.options.beta != beta or (problem.op != "chunk" and not problem.needs_grad):
+        return None
+    return f"strengths of up to 2 overwrite what up to {FEW_CHANNELS} key channels hold; use backend='xla'"
 
 
 def mixes(problem: Problem, config: Config) -> bool:

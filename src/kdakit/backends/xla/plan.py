@@ -17,7 +17,7 @@ from jax import lax
 from kdakit.chunked import as_chunked
 from kdakit.problem import Arrays, Problem
 
-BLOCK = 16  # tokens per block inside a chunk; every chunk size is a multiple
+BLOCK = 16  # places per block inside a chunk; every chunk has a multiple
 
 
 @dataclass(frozen=True)
