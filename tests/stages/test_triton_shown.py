@@ -1,6 +1,7 @@
 """What a chip has shown, and the tile sizes: nothing ships for sm_90 that an H200 has not run. Plain Python over data."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -149,6 +150,30 @@ def test_the_file(tmp_path):
         patched.setattr(shown, "FOLDER", tmp_path)
         assert shown.shown("sm_90") == {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1}
     shown.shown.cache_clear()
+
+
+def test_problems_that_launch_what_the_table_lacks(monkeypatch):
+    """Each adds a kernel that fewer than three have tried, and the three of each are found."""
+    from kdakit.backends.triton_gpu import unsupported
+    from kdakit.backends.triton_gpu.arithmetic import as_computed
+    from kdakit.cli import random_search
+    from kdakit.measure.random_problems import draw
+
+    monkeypatch.setattr(config, "UNCHECKED", True)
+    monkeypatch.setattr(config, "chip_of", lambda device: CHIP)
+    known = {name: 7 for name in shown.shown("sm_90") if not name.startswith("products float16")}
+    monkeypatch.setattr(shown, "shown", lambda chip: known)
+
+    def forms(number):
+        exact = as_computed(draw(number).problem())
+        return set(shown.forms(exact, config.choose(exact, CHIP)))
+
+    tried = [n for n in range(1, 4000, 2) if unsupported(draw(n).problem(), CHIP) is None]
+    found = list(random_search.unshown(tried, None))
+    lacking = Counter(name for n in tried for name in forms(n) if name not in known)
+    taken = Counter(name for n in found for name in forms(n))
+    assert lacking and len(found) < len(tried) / 10 and all(forms(n) - set(known) for n in found)
+    assert all(taken[name] >= min(count, 3) for name, count in lacking.items())
 
 
 def test_what_a_campaign_takes_out(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 SHRUNK = 3  # failures that are made smaller
 SHRINK_SECONDS = 60.0
 SAVE_EVERY = 5.0  # seconds
+ENOUGH = 3  # problems with a kernel, see `unshown`
 
 
 def run(args) -> int:
@@ -93,7 +95,26 @@ def wanted_numbers(args, backend: str):
     dtypes = pick("dtype", args.dtype, DTYPES)
     on_gpu = backend == "triton_gpu" and checking.interpreted(backend) is None
     grad = not args.no_grad
-    return numbers(args.seed, args.random, on_gpu, lambda drawn: drawn.dtype in dtypes and (grad or not drawn.grad))
+    found = numbers(args.seed, args.random, on_gpu, lambda drawn: drawn.dtype in dtypes and (grad or not drawn.grad))
+    return unshown(found, args.device) if args.unshown else found
+
+
+def unshown(drawn: Iterable[int], device: Any) -> Iterator[int]:
+    """Those numbers that launch a Triton kernel which fewer than ENOUGH problems have been right with, or been taken here before them."""
+    from kdakit.backends.triton_gpu import arithmetic, config, shown, unsupported
+    from kdakit.measure.random_problems import draw
+
+    chip = config.chip_of(device or "cuda")
+    seen = Counter(shown.shown(chip.name))
+    for number in drawn:
+        problem = draw(number).problem()
+        if unsupported(problem, chip) is not None:
+            continue
+        exact = arithmetic.as_computed(problem)
+        needed = shown.forms(exact, config.choose(exact, chip))
+        if any(seen[form] < ENOUGH for form in needed):
+            seen.update(needed)
+            yield number
 
 
 def shrunk(verdict: Verdict, device: Any) -> Verdict:

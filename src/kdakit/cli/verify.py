@@ -33,6 +33,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--minutes", type=float, metavar="M", help="with --random: stop after so many")
     parser.add_argument("--device", metavar="DEVICE", help="with --random: cpu, cuda, cuda:1 .. (default: the first accelerator)")
     parser.add_argument("--record", metavar="FOLDER", help="with --random: add what was right to the chip's table of shown forms in FOLDER")
+    parser.add_argument(
+        "--unshown", action="store_true", help="with --random: of the N only those that launch kernels the chip's table has in fewer than three"
+    )
     parser.add_argument("--table", metavar="FILE", help="rewrite the generated error table of a Markdown file")
 
 

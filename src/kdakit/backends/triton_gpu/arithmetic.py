@@ -19,16 +19,19 @@ def overwritten(problem: Problem) -> str | None:
 
 
 def as_computed(problem: Problem) -> Problem:
-    """The problem in the dtype that it is computed in. Gradients of bfloat16 heads of up to 16 channels are computed as float32: as many
-    tokens forget all that was before them, and in a chunk of four times as many, d_v must cancel, of which bfloat16 keeps too little.
+    """The problem in the dtype that it is computed in. Gradients of half precision with heads of up to 16 channels are computed as float32:
+    as many tokens forget all that was before them, and in a longer chunk d_v must cancel, of which bfloat16 keeps too little.
 
     A token of strength b, where gates have left a share s of the K channels, leaves 1 - b (2 - b s) / K of the square of what those held:
-    1 - 2 / K at least with sigmoids, 1 - 4 / K with twice them. So 32 channels have it too where strengths are given, and with twice a
-    sigmoid in the gradient of the initial state; there float16 has it as well. Float16 keys as they were given may be alike, strengths of
-    1 given: there the plain recurrence rounds next to nothing between slow gates, and the rule wants their gradients to 1e-4, finer than
+    1 - 2 / K at least with sigmoids, 1 - 4 / K with twice them. So 32 channels have it too where strengths are given in bfloat16, and with
+    twice a sigmoid in the gradient of the initial state. Float16 keys as they were given may be alike, strengths of 1 given: there the
+    plain recurrence rounds next to nothing between slow gates, and the rule wants the gradient of their initial state to 1e-4, finer than
     such states."""
     o, KP, state = problem.options, padded(problem.K), problem.has_initial_state
-    strong = state and KP <= 32 and o.beta != "sigmoid"
-    given = KP <= 32 and o.beta == "given"
-    exact = {"bfloat16": KP == 16 or strong or given, "float16": strong or (state and o.beta == "given" and not o.l2norm)}
+    strong = KP == 32 and o.beta != "sigmoid" and state
+    given = o.beta == "given"
+    exact = {
+        "bfloat16": KP == 16 or strong or (KP == 32 and given),
+        "float16": KP == 16 or strong or (state and given and not o.l2norm),
+    }
     return problem.replace(dtype="float32") if problem.needs_grad and exact.get(problem.dtype, False) else problem

@@ -228,10 +228,13 @@ def turned(problem: Problem, config: Config) -> bool:
 
 
 def exact_decay(problem: Problem) -> bool:
-    """A chunk's gates get sum_v S dS' of states in two parts of bfloat16. The recurrence multiplies them in float32, and where gates are
-    slow that sum is most of their gradients; where they are computed here, a few with the steepest slopes have all of it, and nothing
-    averages what rounding takes. Not with 128 channels or more: there the speed counts, or states are most of what is moved."""
-    return problem.dtype == "bfloat16" and problem.options.gate != "log_decay" and padded(problem.K) < 128
+    """A chunk's gates get sum_v S dS' of states in two parts of half precision. The recurrence multiplies them in float32, and where gates
+    are slow that sum is most of their gradients; where they are computed here, a few with the steepest slopes have all of it, and nothing
+    averages what rounding takes: gradients of their parameters were off by 2.2 times what is allowed in float16. Not in bfloat16 with 128
+    channels or more, nor with given log-decays: there the speed counts, or states are most of what is moved."""
+    if problem.dtype == "bfloat16":
+        return problem.options.gate != "log_decay" and padded(problem.K) < 128
+    return problem.dtype == "float16"
 
 
 def exact_ends(problem: Problem) -> bool:
@@ -332,6 +335,8 @@ def choose(problem: Problem, chip: Chip) -> Config:
     KP = padded(problem.K)
     # Levels down to pairs of tokens make long programs, which in chunks of 64 spill their registers and take half a minute to compile.
     chunk = 64 if problem.dtype == "bfloat16" and KP <= 128 else 32
+    if problem.needs_grad and problem.dtype != "bfloat16":
+        chunk = min(chunk, KP)  # as many tokens may overwrite all that was before them
     if chip.shared_memory < 100_000:
         chunk = min(chunk, 32)
     if problem.options.return_intermediate_states:
