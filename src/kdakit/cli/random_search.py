@@ -147,13 +147,14 @@ def command(verdict: Verdict) -> str:
 
 def write(args, backend: str, verdicts: list[Verdict], begun: float, smaller: list[Verdict] = ()) -> None:  # type: ignore[assignment]
     """Everything so far, in one piece."""
-    from kdakit.measure import machine
+    from kdakit.measure import machine, records
 
     rows = [row(v) for v in verdicts]
     counts = Counter(f"{v.dtype} {v.call}" for v in verdicts if v.ok and not v.refused)
     settings = {"random": args.random, "seed": args.seed, "backend": backend, "seconds": round(time.monotonic() - begun, 1)}
     settings |= {"commit": os.environ.get("COMMIT", "")}
-    text = {"kind": "random", **machine.describe(), "settings": settings, "failed": sum(not v.ok for v in verdicts), "right": counts,
+    described = machine.describe("cpu" if args.device == "cpu" else records.device())
+    text = {"kind": "random", **described, "settings": settings, "failed": sum(not v.ok for v in verdicts), "right": counts,
             "smaller": [row(v) for v in smaller], "results": rows}  # fmt: skip
     part = Path(f"{args.json}.part")
     part.write_text("{\n" + ",\n".join(f" {json.dumps(n)}: {_lines(x)}" for n, x in text.items()) + "\n}\n")

@@ -33,9 +33,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--minutes", type=float, metavar="M", help="with --random: stop after so many")
     parser.add_argument("--device", metavar="DEVICE", help="with --random: cpu, cuda, cuda:1 .. (default: the first accelerator)")
     parser.add_argument("--record", metavar="FOLDER", help="with --random: add what was right to the chip's table of shown forms in FOLDER")
-    parser.add_argument(
-        "--unshown", action="store_true", help="with --random: of the N only those that launch kernels the chip's table has in fewer than three"
-    )
+    parser.add_argument("--unshown", action="store_true", help="with --random: of the N those with kernels new to the chip's table")
     parser.add_argument("--table", metavar="FILE", help="rewrite the generated error table of a Markdown file")
 
 
@@ -67,9 +65,9 @@ def run(args) -> int:
     if args.table and not passed:
         print(f"left {args.table} as it is: the table is written when everything passes")
     elif args.table:
-        from kdakit.measure import generated, machine, results
+        from kdakit.measure import generated, machine, records, results
 
-        text, made = error_markdown(outcomes), results.wrap(results.provenance(machine.describe()))
+        text, made = error_markdown(outcomes), results.wrap(results.provenance(machine.describe(records.device())))
         if args.case:  # the rows of other cases, and where they come from, stay
             old = generated.read(args.table, "errors")
             sources = [part for part in old.split("\n\n") if not part.startswith(("#", "|"))]
@@ -128,7 +126,7 @@ def summary(outcomes: list[Outcome], refusals: list[Refusal]) -> str:
 
 
 def as_json(args, outcomes: list[Outcome], refusals: list[Refusal]) -> dict[str, Any]:
-    from kdakit.measure import machine
+    from kdakit.measure import machine, records
 
     def finite(x: float) -> float | None:
         return x if x < float("inf") else None
@@ -139,7 +137,8 @@ def as_json(args, outcomes: list[Outcome], refusals: list[Refusal]) -> dict[str,
     plain = ("backend", "case", "dtype", "ok", "raised", "seconds")
     results = [{name: getattr(o, name) for name in plain} | {"outputs": outputs(o)} for o in outcomes]
     settings = {"op": args.op, "seed": args.seed, "grad": not args.no_grad}
-    return {"kind": "verify", **machine.describe(), "settings": settings, "results": results, "missing": [r._asdict() for r in refusals]}
+    described = machine.describe(records.device())
+    return {"kind": "verify", **described, "settings": settings, "results": results, "missing": [r._asdict() for r in refusals]}
 
 
 def error_markdown(outcomes: list[Outcome]) -> str:
