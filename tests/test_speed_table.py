@@ -75,6 +75,25 @@ def test_a_row_comes_from_the_newest_suite_that_has_it():
     assert note.index("2026-02-01") < note.index("2026-01-01")
 
 
+def test_rows_of_another_day_than_most_say_so():
+    most = record({("fwd h96", "cuda"): 1.0, ("fwd h64", "cuda"): 1.0}, date="2026-01-01")
+    _, rows, note = table(most, record({("fwdbwd h96", "triton_gpu"): 4.0}, date="2026-02-01"))
+    assert list(rows) == ["forward, 8192 tokens, 96 heads", "forward, 8192 tokens, 64 heads", "forward + backward, 96 heads (2026-02-01)"]
+    assert "Of 2026-01-01 unless a row says otherwise: 2026-02-01, " in note
+
+
+def test_jobs_that_a_newer_record_has_are_left_out():
+    """Of any suite that has the job; what is no suite stays, in the order it was given in."""
+    old = record({("fwd h96", "cuda"): 1.0, ("fwd h64", "cuda"): 1.0}, date="2026-01-01", suite="cuda")
+    gone = {"entry": "fwd h96", "contestant": "fla", "reason": "it is not installed"}
+    new = record({("fwd h96", "cuda"): 0.5}, date="2026-02-01") | {"missing": [gone]}
+    other = {"kind": "bench", "date": "2026-01-01", "results": []}
+    again = record({("fwd h64", "cuda"): 1.0}, date="2025-12-01")
+    kept = results.current([old | {"missing": [gone]}, other, new, again])
+    assert [[r["entry"] for r in record["results"]] for record in kept] == [["fwd h64"], [], ["fwd h96"]]
+    assert [record.get("missing") for record in kept] == [[], None, [gone]]
+
+
 def test_every_row_is_an_entry_of_the_suite():
     assert set(speed.ENTRIES) <= set(SUITES["gpu"])
     timed = {name for entry in SUITES["gpu"].values() for name in entry.contestants}

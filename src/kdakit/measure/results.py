@@ -21,7 +21,23 @@ def section(name: str, records: list[dict[str, Any]]) -> str:
         return speed.markdown(records)
     if name == "whole":
         return f"## Measured\n\n{markdown(records)}" if records else ""
-    return markdown(records)
+    return markdown(current(records))
+
+
+def current(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records without those jobs of suites that a newer one has timed; of two of one day the last given counts."""
+    job = lambda row: (row.get("entry"), label(row))
+    timed: set[tuple[str, str]] = set()
+    kept = {}
+    for place in sorted(range(len(records)), key=lambda place: records[place]["date"])[::-1]:
+        record = records[place]
+        if record["kind"] == "suite":
+            mine = {job(row) for row in record["results"]}
+            record = record | {part: [row for row in record[part] if job(row) not in timed] for part in ("results", "missing")}
+            timed |= mine
+        if record["kind"] != "suite" or record["results"]:
+            kept[place] = record
+    return [kept[place] for place in sorted(kept)]
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
