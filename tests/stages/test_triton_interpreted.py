@@ -564,7 +564,8 @@ def test_small_heads_are_trained_in_float32():
     problem = case.problem("bfloat16", needs_grad=True)
     assert triton_gpu.default_config(problem, "cpu").wide_dtype == "float32"
     assert all(" float32 K16 " in name for name in triton_gpu.forms(problem, "cpu"))
-    for other in (problem.replace(needs_grad=False), problem.replace(K=33), problem.replace(dtype="float16", has_initial_state=False)):
+    float16 = problem.replace(dtype="float16", K=17, has_initial_state=False)
+    for other in (problem.replace(needs_grad=False), problem.replace(K=33), float16):
         assert triton_gpu.default_config(other, "cpu").wide_K == 0
     found = gradients(case, "bfloat16", tensors(case, "bfloat16"))
     assert found["q"].dtype == found["o"].dtype == torch.bfloat16 and found["initial_state"].dtype == torch.float32
@@ -1091,7 +1092,7 @@ def test_gradients_of_slow_gates(monkeypatch, K, most):
 def test_decays_over_chunks_in_float32(grad):
     """Nothing is written, so that a state, or its gradient, only decays, by little: each of six chunks rounds once or twice, where a
     product of 32 decays is off by 1e-7, for all value channels alike."""
-    case = Case("decays", "", T=192, H=1, HV=1, K=16, V=16, options={"chunk_size": 32})
+    case = Case("decays", "", T=192, H=1, HV=1, K=17, V=16, options={"chunk_size": 32})
     gates = -(10.0 ** np.random.default_rng(0).uniform(-6, -3, (1, case.T, 1, case.K)))
     arrays, (d_o, d_final) = case.arrays("float32"), case.cotangents("float32")
     arrays = arrays._replace(g=round_to(gates, "float32"), beta=0 * arrays.beta)

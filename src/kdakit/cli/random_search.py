@@ -155,7 +155,7 @@ def write(args, backend: str, verdicts: list[Verdict], begun: float, smaller: li
     settings |= {"commit": os.environ.get("COMMIT", "")}
     described = machine.describe("cpu" if args.device == "cpu" else records.device())
     text = {"kind": "random", **described, "settings": settings, "failed": sum(not v.ok for v in verdicts), "right": counts,
-            "smaller": [row(v) for v in smaller], "results": rows}  # fmt: skip
+            "smaller": [row(v) for v in smaller], "missing": [], "results": rows}  # fmt: skip
     part = Path(f"{args.json}.part")
     part.write_text("{\n" + ",\n".join(f" {json.dumps(n)}: {_lines(x)}" for n, x in text.items()) + "\n}\n")
     part.replace(args.json)
