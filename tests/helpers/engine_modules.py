@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-VLLM = ("vllm/models/kimi_k3/nvidia/ops/third_party/kda/", "vllm/third_party/flash_linear_attention/")
+MODELS = ("kimi_k3", "glm5next")
+VLLM = (*(f"vllm/models/{model}/nvidia/ops/third_party/kda/" for model in MODELS), "vllm/third_party/flash_linear_attention/")
 
 
 def find_vllm(into: Path) -> Path | None:
@@ -21,7 +22,7 @@ def find_vllm(into: Path) -> Path | None:
     for folder in (Path(p) for p in os.environ.get("KDAKIT_TEST_WHEELS", "").split(os.pathsep) if p):
         if (folder / VLLM[0]).is_dir():
             return folder
-        for wheel in folder.glob("vllm-0.32*.whl"):
+        for wheel in sorted(folder.glob("vllm-0.3[23]*.whl"))[::-1]:
             archive = zipfile.ZipFile(wheel)
             archive.extractall(into, [n for n in archive.namelist() if n.startswith(VLLM) and n.endswith(".py")])
             return into
@@ -37,8 +38,8 @@ def stub(name: str, folder: Path | None = None, **content) -> types.ModuleType:
     return module
 
 
-def load_vllm(folder: Path) -> types.ModuleType:
-    """`vllm.models.kimi_k3.nvidia.ops.third_party.kda` with real kernels and nothing else of vLLM."""
+def load_vllm(folder: Path) -> tuple[types.ModuleType, types.ModuleType]:
+    """`vllm.models.MODEL.nvidia.ops.third_party.kda` of Kimi-K3 and of GLM-5-Next, with real kernels and nothing else of vLLM."""
     stub("vllm", folder / "vllm")
     platform = types.SimpleNamespace(
         is_arch_support_pdl=lambda: False, is_rocm=lambda: False, is_cuda=lambda: torch.cuda.is_available(), is_xpu=lambda: False,
@@ -55,16 +56,18 @@ def load_vllm(folder: Path) -> types.ModuleType:
     stub("vllm.utils.torch_utils", async_tensor_h2d=lambda x, dtype=None, device=None, **_: torch.tensor(x, dtype=dtype, device=device))
     stub("vllm.logger", init_logger=lambda name: __import__("logging").getLogger(name))
     stub("vllm.envs")
-    parts = "models", "kimi_k3", "nvidia", "ops", "third_party"
-    for i in range(1, len(parts) + 1):
-        stub(".".join(("vllm", *parts[:i])), folder.joinpath("vllm", *parts[:i]))
+    for model in MODELS:
+        parts = "models", model, "nvidia", "ops", "third_party"
+        for i in range(1, len(parts) + 1):
+            stub(".".join(("vllm", *parts[:i])), folder.joinpath("vllm", *parts[:i]))
     stub("vllm.third_party", folder / "vllm/third_party")
     stub("vllm.third_party.flash_linear_attention", folder / "vllm/third_party/flash_linear_attention")
     stub("vllm.third_party.flash_linear_attention.ops", folder / "vllm/third_party/flash_linear_attention/ops")
     if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter knows functions of triton.language by that name alone
         functions = dict(exp=exp, exp2=exp2, log=log, log2=log2, gather=tl.gather, make_tensor_descriptor=None)
         stub("vllm.third_party.flash_linear_attention.ops.op", **functions)
-    return importlib.import_module("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
+    kimi, glm = (importlib.import_module(f"vllm.models.{model}.nvidia.ops.third_party.kda") for model in MODELS)
+    return kimi, glm
 
 
 @triton.jit

@@ -27,22 +27,37 @@ needs_kernels = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="
 def vllm(tmp_path_factory):
     folder = engine_modules.find_vllm(tmp_path_factory.mktemp("vllm"))
     if folder is None:
-        pytest.skip("needs vLLM 0.32's wheel in a folder of KDAKIT_TEST_WHEELS (pip download --no-deps vllm==0.32.0)")
+        pytest.skip("needs vLLM's wheel in a folder of KDAKIT_TEST_WHEELS (pip download --no-deps vllm==0.33.0)")
     return engine_modules.load_vllm(folder)
 
 
 @pytest.fixture
 def plugged(vllm):
-    """vLLM's module with our calls in it, and its own beside them."""
+    """vLLM's module for Kimi-K3 with our calls in it, and its own beside them."""
     from kdakit.stacks import vllm as plugin
 
     names = ("chunk_kda_with_fused_gate", "fused_recurrent_kda", "fused_recurrent_kda_packed_decode")
-    theirs = {name: getattr(vllm, name) for name in names}
-    plugin.replace(vllm)
+    yield from replaced(vllm[0], names, plugin.replace)
+
+
+@pytest.fixture
+def plugged_glm(vllm):
+    """The same for GLM-5-Next."""
+    from kdakit.stacks import vllm as plugin
+    from kdakit.stacks import vllm_glm5next as glm
+
+    yield from replaced(vllm[1], glm.NAMES, lambda module: glm.replace(module, plugin._replaced))
+
+
+def replaced(module, names, replace):
+    from kdakit.stacks import vllm as plugin
+
+    theirs = {name: getattr(module, name) for name in names}
+    replace(module)
     counts.reset()
-    yield vllm, theirs
+    yield module, theirs
     plugin.disable()
-    assert {name: getattr(vllm, name) for name in names} == theirs
+    assert {name: getattr(module, name) for name in names} == theirs
 
 
 def draw(rng, *shape, dtype=DTYPE):
@@ -129,6 +144,89 @@ def test_vllm_prefill(plugged, lower_bound):
     same(final, want_final, torch.bfloat16)
 
 
+@needs_kernels
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_vllm_glm5next(plugged_glm, drafts):
+    """One token a row with slots [N], and drafts with slots [N, T]; parts of wider rows, and vLLM's shape of A_log."""
+    module, theirs = plugged_glm
+    rng, N, T = np.random.default_rng(drafts), 5, drafts + 1
+    total = N * T
+    q, k, v = (x.unflatten(-1, (H, K)) for x in draw(rng, 1, total, 3 * H * K).split(H * K, -1))
+    named = dict(
+        g=draw(rng, 1, total, H, K), beta=draw(rng, 1, total, H), sigmoid_beta=True, compute_gate=True, lower_bound=-4.0,
+        a_log=draw(rng, 1, 1, H, 1, dtype=torch.float32), g_bias=draw(rng, H * K, dtype=torch.float32),
+    )  # fmt: skip
+    memory, states = padded_pool(rng, total + 2, torch.float32)
+    slots = torch.arange(1, total + 1, device=DEVICE, dtype=torch.int32).view(N, T)
+    slots[2, T - 1], slots[4] = 0, -1
+    named |= dict(cu_seqlens=torch.arange(N + 1, device=DEVICE, dtype=torch.int32) * T)
+    for accepted in range(1, T + 1) if drafts else (None,):
+        count = None if accepted is None else torch.full((N,), accepted, device=DEVICE, dtype=torch.int32)
+        results = []
+        for call in (theirs["fused_recurrent_kda"], module.fused_recurrent_kda):
+            pool, out = memory.clone(), torch.zeros(1, total, H, V, dtype=DTYPE, device=DEVICE)
+            more = dict(ssm_state_indices=slots if drafts else slots[:, 0], num_accepted_tokens=count, out=out)
+            found, _ = call(q, k, v, initial_state=states(pool), **named, **more)
+            assert found is out
+            results.append((out, pool))
+        (want, pool), (out, ours) = results
+        same(out, want, DTYPE)
+        same(ours, pool, torch.float32)
+    assert stacks.report()["vllm"]["taken"] == {"glm5next.fused_recurrent_kda": T if drafts else 1}
+
+
+def test_vllm_glm5next_functions(monkeypatch):
+    """Against our own calls; what is not as the layer calls it is vLLM's, and a layer that was imported earlier has what its functions'
+    module has."""
+    import sys
+    import types
+
+    from kdakit.serving.torch import pages
+    from kdakit.stacks import vllm as plugin
+    from kdakit.stacks import vllm_glm5next as glm
+    from kdakit.torch import chunk_kda
+
+    made = {name: lambda *args, **named: "vllm" for name in glm.NAMES}
+    module, layer = types.SimpleNamespace(**made), types.SimpleNamespace(**made)
+    monkeypatch.setitem(sys.modules, glm.MODULE, module)
+    monkeypatch.setitem(sys.modules, glm.LAYER, layer)
+    counts.reset()
+    rng, N = np.random.default_rng(3), 3
+    A_log, bias = draw(rng, 1, 1, H, 1, dtype=torch.float32), draw(rng, H * K, dtype=torch.float32)
+    cu = torch.tensor([0, 40, 40, 90], device=DEVICE, dtype=torch.int32)
+    x = {name: draw(rng, 1, 90, H, K) for name in "qkvg"}
+    beta, state = draw(rng, 1, 90, H, dtype=torch.float32).sigmoid(), draw(rng, N, H, V, K, dtype=torch.float32)
+    glm.enable(plugin._replaced)
+    try:
+        for safe_gate, lower_bound in ((True, -5.0), (False, None)):
+            named = dict(initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True, cu_seqlens=cu)
+            o, final = layer.chunk_kda_with_fused_gate(
+                x["q"], x["k"], x["v"], raw_g=x["g"], beta=beta, A_log=A_log, g_bias=bias, safe_gate=safe_gate, **named
+            )
+            want = chunk_kda(**x, beta=beta, A_log=A_log.flatten(), dt_bias=bias, use_gate_in_kernel=True, lower_bound=lower_bound,
+                             state_v_first=True, **named)  # fmt: skip
+            assert torch.equal(o, want[0]) and torch.equal(final, want[1])
+        memory, states = padded_pool(rng, 6, torch.float32)
+        slots, before = torch.tensor([4, 0, 1], device=DEVICE, dtype=torch.int32), memory.clone()
+        gates = dict(beta=draw(rng, 1, N, H), sigmoid_beta=True, a_log=A_log, g_bias=bias, compute_gate=True)
+        token, starts = {name: t[:, :N] for name, t in x.items()}, torch.arange(N + 1, device=DEVICE, dtype=torch.int32)
+        where = dict(initial_state=states(memory), ssm_state_indices=slots, cu_seqlens=starts)
+        o, pool = layer.fused_recurrent_kda(**token, **gates, **where)
+        assert pool is where["initial_state"] and o.shape == (1, N, H, V) and not o[0, 1].any()
+        want = before.clone()
+        flags = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
+        again = pages.decode(pages.Pages(states(want), True, 1), slots, **token, beta=gates["beta"], A_log=A_log.flatten(), dt_bias=bias,
+                             cu_seqlens=starts, **flags)  # fmt: skip
+        assert torch.equal(o, again) and torch.equal(memory, want) and not torch.equal(memory, before)
+        assert layer.fused_recurrent_kda(**token, **gates, **where | {"ssm_state_indices": None}) == "vllm"
+        assert layer.fused_recurrent_kda(**token, **gates, **where, inplace_final_state=False) == "vllm"
+        found = stacks.report()["vllm"]
+        assert found["taken"] == {"glm5next.chunk_kda_with_fused_gate": 2, "glm5next.fused_recurrent_kda": 1} and found["passed on"]
+    finally:
+        plugin.disable()
+    assert module.fused_recurrent_kda() == layer.fused_recurrent_kda() == layer.chunk_kda_with_fused_gate() == "vllm"
+
+
 class FakeKernel:
     """The part of SGLang's TritonKDAKernel that a plugin sees."""
 
@@ -198,7 +296,7 @@ def test_unknown_versions_are_left_alone(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "kdakit.stacks"):
         plugin.plugin()
         plugin.plugin()
-    assert [r.getMessage() for r in caplog.records] == ["vllm 0.99.0 is not known to kdakit, which knows 0.32.*: it is left alone"]
+    assert [r.getMessage() for r in caplog.records] == ["vllm 0.99.0 is not known to kdakit, which knows 0.32.*, 0.33.*: it is left alone"]
     assert not plugin.enabled()
 
 
@@ -216,7 +314,7 @@ def test_plugins_wait_to_be_asked(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the kernels run in this process")
 def test_in_the_interpreter(vllm):
-    words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "vllm_packed or vllm_speculative")
+    words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "vllm_packed or vllm_speculative or vllm_glm5next")
     run = fresh.run(*words, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stdout[-3000:]
     assert "passed" in run.stdout and "skipped" not in run.stdout

@@ -1,13 +1,14 @@
-"""kdakit inside vLLM: Kimi-Linear's and Kimi-K3's prefill and decode on our kernels, on vLLM's own pool.
+"""kdakit inside vLLM: Kimi-Linear's, Kimi-K3's and GLM-5-Next's prefill and decode on our kernels, on vLLM's own pool.
 
-vLLM 0.32 takes three functions from `vllm.models.kimi_k3.nvidia.ops.third_party.kda` whenever a layer runs:
+vLLM 0.32 and 0.33 take three functions from `vllm.models.kimi_k3.nvidia.ops.third_party.kda` whenever a layer runs:
 
     chunk_kda_with_fused_gate          prefill; states gathered before and put back after, [N, H, V, K]
     fused_recurrent_kda                speculative decoding: a slot for every token, counts of accepted tokens
     fused_recurrent_kda_packed_decode  one token a row, q, k and v in one row
 
-Its pool is [pages, H, V, K] with padded pages, and slots <= 0 are nobody's. The plugin (entry point group vllm.general_plugins) acts where
-KDAKIT_VLLM=1 is set, or after kdakit.enable("vllm"). A version that is not known is left alone.
+and two others for GLM-5-Next (`vllm_glm5next.py`). Its pool is [pages, H, V, K] with padded pages, and slots <= 0 are nobody's. The plugin
+(entry point group vllm.general_plugins) acts where KDAKIT_VLLM=1 is set, or after kdakit.enable("vllm"). A version that is not known is
+left alone.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from kdakit import torch as ours
 from kdakit.problem import Arrays
 from kdakit.serving.torch import pages
-from kdakit.stacks import asked_for, wanted
+from kdakit.stacks import asked_for, vllm_glm5next, wanted
 from kdakit.stacks.engines import Replaced, refusal, split_row
 
 MODULE = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 FIRST = 1  # vLLM's slot 0 is nobody's
-_replaced = Replaced("vllm", "vllm", ("0.32",))
+_replaced = Replaced("vllm", "vllm", ("0.32", "0.33"))
 
 
 def plugin() -> None:
@@ -40,10 +41,12 @@ def enabled() -> bool:
 def enable() -> None:
     if not enabled() and wanted("vllm") and _replaced.known():
         replace(importlib.import_module(MODULE))
+        vllm_glm5next.enable(_replaced)
 
 
 def disable() -> None:
     _replaced.undo()
+    vllm_glm5next.settle()
 
 
 def replace(module: Any) -> None:
