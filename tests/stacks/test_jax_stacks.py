@@ -32,6 +32,19 @@ def test_tokamax(heads_first):
     np.testing.assert_allclose(final, want_final, rtol=1e-5, atol=1e-5)
 
 
+def test_tokamax_implementations(monkeypatch):
+    """Every backend of ours by its name; tokamax's own names let kdakit choose."""
+    from kdakit import dispatch
+    from kdakit.jax import tokamax
+
+    asked = []
+    monkeypatch.setattr(tokamax.ours, "chunk_kda", lambda *x, backend, **named: asked.append(backend) or x[:2])
+    wanted = [*dispatch.names("jax"), ("xla", "mosaic"), None, "mosaic", ()]
+    for implementation in wanted:
+        tokamax.kimi_delta_attention(*inputs()[:5], implementation=implementation)
+    assert asked == [*dispatch.names("jax"), "xla", "auto", "auto", "auto"]
+
+
 def test_sglang_jax(monkeypatch):
     from kdakit.jax import naive_recurrent_kda
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kdakit import dispatch
 from kdakit import jax as ours
 
 
@@ -22,7 +23,7 @@ def kimi_delta_attention(
     """(o, final_state). implementation: a backend of kdakit or several, of which the first is taken; None, and tokamax's own names, let
     kdakit choose."""
     named = implementation[0] if isinstance(implementation, (list, tuple)) and implementation else implementation
-    backend = named if named in ("pallas_tpu", "cuda_ffi", "xla") else "auto"
+    backend = named if named in dispatch.names("jax") else "auto"
     if heads_first:
         q, k, v, g, beta = (jnp.moveaxis(x, 0, 2) for x in (q, k, v, g, beta))
     o, final = ours.chunk_kda(

@@ -231,7 +231,7 @@ def exact_decay(problem: Problem) -> bool:
     """A chunk's gates get sum_v S dS' of states in two parts of half precision. The recurrence multiplies them in float32, and where gates
     are slow that sum is most of their gradients; where they are computed here, a few with the steepest slopes have all of it, and nothing
     averages what rounding takes: gradients of their parameters were off by 2.2 times what is allowed in float16. Not in bfloat16 with 128
-    channels or more, nor with given log-decays: there the speed counts, or states are most of what is moved."""
+    channels or more, nor in it with given log-decays: there the speed counts, or states are most of what is moved."""
     if problem.dtype == "bfloat16":
         return problem.options.gate != "log_decay" and padded(problem.K) < 128
     return problem.dtype == "float16"
