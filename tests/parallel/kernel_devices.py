@@ -13,12 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kdakit.jax import chunk_kda, fused_recurrent_kda
+from kdakit.measure import checking
 from kdakit.parallel.heads import parameter_specs
 from kdakit.parallel.jax import sharded_chunk_kda, split
 
 KERNELS = dict(backend="pallas_tpu")
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+QUICK = checking.quick_options()
 SHORT = calls.OPTIONS | dict(chunk_size=16)
 ACROSS = re.compile(r"all-gather|all-to-all|collective-permute|reduce-scatter")  # sums of a parameter's gradient are no exchange
 

@@ -29,7 +29,7 @@ from kdakit.backends.pallas_tpu.interpreter import interpret_mode  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import input_operand, make_launch, token_operand  # noqa: E402
 from kdakit.backends.pallas_tpu.launch import run as launch  # noqa: E402
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+QUICK = checking.quick_options()
 SMALL = Case("small", "two steps of tokens, two rows", B=2, T=24, H=2, HV=2, K=16, V=8, options={"chunk_size": 16})
 SAVING = FUSED | {"chunk_size": 16, "disable_recompute": True}
 GATED = replace(SMALL, why="softplus, saving more", B=1, gate="raw", beta="logits", A_log=True, dt_bias=True, options=SAVING)

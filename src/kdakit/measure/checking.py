@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 from functools import lru_cache
@@ -208,10 +209,15 @@ def _jax_functions(backend: str, call_options: tuple[tuple[str, Any], ...], op: 
         seeds = {"o": d_o, "final_state": d_final_state}
         return out, pullback({n: seeds[n].astype(x.dtype) if n in seeds else jnp.zeros_like(x) for n, x in out.items()})[0]
 
-    # An interpreted kernel is a large program that runs once or twice: compiling it dearly does not pay.
-    quick = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-    options = quick if interpreted(backend) else COMPILER_OPTIONS
+    options = quick_options() if interpreted(backend) else COMPILER_OPTIONS
     return jax.jit(forward, compiler_options=options), jax.jit(with_gradients, compiler_options=options)
+
+
+def quick_options() -> dict[str, Any]:
+    """XLA's for an interpreted kernel, a large program that runs once or twice: compiling it dearly does not pay. An option that XLA does
+    not know is an error, and after JAX 0.10 it has no fusion emitters to do without."""
+    emitters = {"xla_cpu_use_fusion_emitters": False} if importlib.metadata.version("jax").startswith("0.10.") else {}
+    return {"xla_backend_optimization_level": 0} | emitters
 
 
 class Expected(NamedTuple):
