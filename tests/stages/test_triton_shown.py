@@ -139,9 +139,9 @@ def test_gradients_of_a_given_beta_wait_without_a_table(monkeypatch):
 
 
 def test_the_file(tmp_path):
-    text = shown.dump("sm_90", ["a campaign"], {"17": "g 1.20"}, {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1})
+    text = shown.dump("sm_90", ["3.6.0"], ["a campaign"], {"17": "g 1.20"}, {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1})
     assert json.loads(text) == {
-        "chip": "sm_90", "sources": ["a campaign"], "exceeded": {"17": "g 1.20"},
+        "chip": "sm_90", "triton": ["3.6.0"], "sources": ["a campaign"], "exceeded": {"17": "g 1.20"},
         "forms": {"gradient": {"bfloat16 K64": 3}, "scan": {"float32 K16 V16": 1}},
     }  # fmt: skip
     (tmp_path / "sm_90.json").write_text(text)
@@ -150,6 +150,24 @@ def test_the_file(tmp_path):
         patched.setattr(shown, "FOLDER", tmp_path)
         assert shown.shown("sm_90") == {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1}
     shown.shown.cache_clear()
+
+
+def test_another_compiler_is_said_once(monkeypatch):
+    """Its machine code is another: calls run, with one warning, and `kdakit doctor` says so. A patch release counts as the same."""
+    import warnings
+
+    monkeypatch.setattr(config, "UNCHECKED", False)
+    monkeypatch.setattr(config, "INTERPRETED", False)
+    one = problem("bfloat16", 128, 128)
+    for version, said in (("3.6.1", 0), ("3.9.0", 1)):
+        monkeypatch.setattr(shown, "compiler", lambda version=version: version)
+        shown.warn_of_another_compiler.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert shown.waits(one, CHIP) is shown.waits(one, CHIP) is None
+        assert len(caught) == said and ("compiler" in shown.summary(CHIP)) == bool(said)
+    assert "as Triton 3.6.0 compiles them, here is Triton 3.9.0; `kdakit verify" in str(caught[0].message)
+    shown.warn_of_another_compiler.cache_clear()
 
 
 def test_problems_that_launch_what_the_table_lacks(monkeypatch):

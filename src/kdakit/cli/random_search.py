@@ -183,7 +183,8 @@ def record(args, backend: str, verdicts: list[Verdict]) -> None:
 
     chip = chip_of(args.device or "cuda").name
     file = Path(args.record) / f"{chip}.json"
-    before = json.loads(file.read_text()) if file.exists() else {"sources": [], "exceeded": {}, "forms": {}}
+    before = json.loads(file.read_text()) if file.exists() else {"triton": [], "sources": [], "exceeded": {}, "forms": {}}
+    compilers = list(dict.fromkeys([*before["triton"], shown.compiler()]))
     counts = Counter({f"{kernel} {rest}": n for kernel, found in before["forms"].items() for rest, n in found.items()})
     counts.update(form for v in verdicts if v.ok for form in v.forms)
     failed = [v for v in verdicts if not v.ok]
@@ -195,7 +196,7 @@ def record(args, backend: str, verdicts: list[Verdict]) -> None:
     exceeded |= {v.label: told(v) for v in failed if v.beyond <= shown.WRONG}
     kept = {form: n for form, n in counts.items() if form not in wrong}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(shown.dump(chip, [*before["sources"], source], exceeded, kept))
+    file.write_text(shown.dump(chip, compilers, [*before["sources"], source], exceeded, kept))
     print(f"{file}: {len(kept)} forms, {len(wrong)} taken out")
 
 

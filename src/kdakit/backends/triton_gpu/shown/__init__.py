@@ -8,8 +8,10 @@ strides and options that only mask or skip are not part of it: the random proble
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
+import warnings
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -144,6 +146,7 @@ def waits(problem: Problem, chip: Chip) -> str | None:
         return None
     if not shown(chip.name):
         return _without_a_table(problem, chip)
+    warn_of_another_compiler(chip.name)
     absent = missing(problem, chip)
     if not absent or wider(problem, chip) != (0, 0):
         return None
@@ -181,13 +184,47 @@ def shown(chip: str) -> dict[str, int]:
     return {f"{kernel} {rest}": count for kernel, found in table["forms"].items() for rest, count in found.items()}
 
 
+@lru_cache
+def warn_of_another_compiler(chip: str) -> None:
+    """Once: the same kernels, but other machine code, which no chip has shown."""
+    if (reason := another_compiler(chip)) is not None:
+        advice = "`kdakit verify --backend triton_gpu --random 200` compares them here"
+        warnings.warn(f"kdakit: {reason}; {advice}", RuntimeWarning, stacklevel=2)
+
+
+def another_compiler(chip: str) -> str | None:
+    """What is to be said of the Triton that is here; None: the chip has shown what it compiles."""
+    known, here = compilers(chip), compiler()
+    if not known or not here or _minor(here) in map(_minor, known):
+        return None
+    return f"kernels have been compared with float64 on {chip} as Triton {', '.join(known)} compiles them, here is Triton {here}"
+
+
+def compiler() -> str:
+    """The version of Triton that is here, under whatever name it was installed; '' without one."""
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return ""
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def compilers(chip: str) -> list[str]:
+    """Versions of Triton that compiled what a chip has shown."""
+    file = FOLDER / f"{chip}.json"
+    return json.loads(file.read_text())["triton"] if file.exists() else []
+
+
 def exceeded(chip: str) -> dict[str, str]:
     """{random problem: what exceeded the accuracy rule, and by how much} of a chip."""
     file = FOLDER / f"{chip}.json"
     return json.loads(file.read_text())["exceeded"] if file.exists() else {}
 
 
-def dump(chip: str, sources: list[str], beyond: dict[str, str], counts: dict[str, int]) -> str:
+def dump(chip: str, triton: list[str], sources: list[str], beyond: dict[str, str], counts: dict[str, int]) -> str:
     """A chip's file: a line per problem that exceeded the rule, and per form, by kernel."""
     kernels: dict[str, list[str]] = {}
     for name in sorted(counts):
@@ -197,6 +234,7 @@ def dump(chip: str, sources: list[str], beyond: dict[str, str], counts: dict[str
     named = ",\n".join(f"  {json.dumps(label)}: {json.dumps(beyond[label])}" for label in sorted(beyond))
     head = [
         f' "chip": {json.dumps(chip)},',
+        f' "triton": {json.dumps(triton)},',
         f' "sources": {json.dumps(sources, indent=2)},',
         f' "exceeded": {{\n{named}\n }},',
         ' "forms": {',
@@ -217,6 +255,8 @@ def summary(chip: Chip) -> dict[str, str]:
         told[f"{dtype} {call}"] = (
             f"of {len(kinds)} kinds of problem {len(kinds) - len(absent)} as they are, {len(absent) - wait} with wider heads, {wait} wait"
         )
+    if (reason := another_compiler(chip.name)) is not None:
+        told["compiler"] = reason
     if beyond := exceeded(chip.name):
         told["random problems"] = f"{len(beyond)} were beyond the accuracy rule, by less than {WRONG:g} times: {', '.join(beyond.values())}"
     return told
