@@ -53,13 +53,19 @@ SECOND = 2**15  # the most programs along a grid's second axis
 def load_rows(p_q, p_k, p_g, first: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr,
               ALIGN: tl.constexpr, FLIP: tl.constexpr):  # fmt: skip
     """Of 32 tokens from the chunk's token `first` on, q above k (FLIP: k above q) [8 J, 8, c], and g [8 J, 4, c]. What is not there is the
-    last token that is: a mask would cost more."""
+    last token that is: a mask would cost more.
+
+    A thread is to have 8 channels, the next ones along the first axis: Triton orders axes by how much lies together along them. That the
+    first has 2 is not so, and nothing else looks. Triton 3.6 takes that order by itself, and makes the same code; 3.9 takes another, moves
+    all tiles between threads and spills 3824 bytes of each, with this 624. Of fewer channels 3.6 makes other code with it."""
     o_k = channel_index(J, KP // J)
     o_t = tl.minimum(first + token_index(J, 4), length - 1)
     p_g += o_t * s_gt * ALIGN + o_k
     o_t = tl.minimum(first + token_index(J, 8), length - 1)
     m_q = (tl.arange(0, 8) < 4)[None, :, None] != FLIP
     p_q = tl.where(m_q, p_q + (o_t * s_qt * ALIGN + o_k), p_k + (o_t * s_kt * ALIGN + o_k))
+    if KP == 128:
+        p_g, p_q = tl.max_contiguous(p_g, [2, 1, 8]), tl.max_contiguous(p_q, [2, 1, 8])
     if K == KP:
         b_g, b_qk = tl.load(p_g), tl.load(p_q)
     else:
