@@ -69,6 +69,13 @@ def padded_pool(rng, count, dtype):
     return memory, lambda m: m[:, : H * V * K].unflatten(1, (H, V, K))
 
 
+def drafted_slots(N, T):
+    """A slot for each of T tokens of N rows, the last of one row nobody's and one row as a whole, and where rows start."""
+    slots = torch.arange(1, N * T + 1, device=DEVICE, dtype=torch.int32).view(N, T)
+    slots[2, T - 1], slots[4] = 0, -1
+    return slots, torch.arange(N + 1, device=DEVICE, dtype=torch.int32) * T
+
+
 def same(found, want, dtype):
     bound = {torch.float32: 2e-5 if DEVICE == "cpu" else 2e-3, torch.bfloat16: 1.6e-2}[dtype]
     error = (found.double() - want.double()).abs().max()
@@ -111,9 +118,7 @@ def test_vllm_speculative(plugged, drafts):
     raw_g, raw_beta = draw(rng, 1, total, H, K), draw(rng, 1, total, H)
     A_log, dt_bias = draw(rng, H, dtype=torch.float32), draw(rng, H * K, dtype=torch.float32)
     memory, states = padded_pool(rng, total + 2, torch.float32)
-    slots = torch.arange(1, total + 1, device=DEVICE, dtype=torch.int32).view(N, T)
-    slots[2, T - 1], slots[4] = 0, -1
-    cu = torch.arange(N + 1, device=DEVICE, dtype=torch.int32) * T
+    slots, cu = drafted_slots(N, T)
     for accepted in range(1, T + 1):
         count = torch.full((N,), accepted, device=DEVICE, dtype=torch.int32)
         results = []
@@ -157,9 +162,8 @@ def test_vllm_glm5next(plugged_glm, drafts):
         a_log=draw(rng, 1, 1, H, 1, dtype=torch.float32), g_bias=draw(rng, H * K, dtype=torch.float32),
     )  # fmt: skip
     memory, states = padded_pool(rng, total + 2, torch.float32)
-    slots = torch.arange(1, total + 1, device=DEVICE, dtype=torch.int32).view(N, T)
-    slots[2, T - 1], slots[4] = 0, -1
-    named |= dict(cu_seqlens=torch.arange(N + 1, device=DEVICE, dtype=torch.int32) * T)
+    slots, cu = drafted_slots(N, T)
+    named |= dict(cu_seqlens=cu)
     for accepted in range(1, T + 1) if drafts else (None,):
         count = None if accepted is None else torch.full((N,), accepted, device=DEVICE, dtype=torch.int32)
         results = []

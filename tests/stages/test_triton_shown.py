@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,6 +176,7 @@ def test_problems_that_launch_what_the_table_lacks(monkeypatch):
     from kdakit.backends.triton_gpu import unsupported
     from kdakit.backends.triton_gpu.arithmetic import as_computed
     from kdakit.cli import random_search
+    from kdakit.measure.choices import UsageError
     from kdakit.measure.random_problems import draw
 
     monkeypatch.setattr(config, "UNCHECKED", True)
@@ -190,14 +192,15 @@ def test_problems_that_launch_what_the_table_lacks(monkeypatch):
     found = list(random_search.unshown(tried, None))
     lacking = Counter(name for n in tried for name in forms(n) if name not in known)
     taken = Counter(name for n in found for name in forms(n))
+    args = SimpleNamespace(unshown=True, dtype=None, no_grad=False, seed=0, random=1, device="cpu")
+    with pytest.raises(UsageError, match="--unshown looks for Triton's kernels on a GPU"):
+        random_search.wanted_numbers(args, "torch_native")
     assert lacking and len(found) < len(tried) / 10 and all(forms(n) - set(known) for n in found)
     assert all(taken[name] >= min(count, 3) for name, count in lacking.items())
 
 
 def test_what_a_campaign_takes_out(tmp_path, monkeypatch, capsys):
     """A problem a little beyond the rule is named; forms of one that went wrong, by its numbers or otherwise, wait."""
-    from types import SimpleNamespace
-
     from kdakit.cli import random_search
     from kdakit.measure.trial import Verdict
 
@@ -217,3 +220,8 @@ def test_what_a_campaign_takes_out(tmp_path, monkeypatch, capsys):
     random_search.record(SimpleNamespace(device="cuda", record=tmp_path, random=1, seed=1), "triton_gpu", [verdict("2", "a", g=0.25)])
     table = json.loads((tmp_path / "sm_90.json").read_text())
     assert table["forms"] == {"scan": {"a": 2}} and table["exceeded"] == {}
+    kept = (tmp_path / "sm_90.json").read_text()
+    monkeypatch.setattr(shown, "compiler", lambda: "99.1.0")
+    random_search.record(SimpleNamespace(device="cuda", record=tmp_path, random=1, seed=1), "triton_gpu", [verdict("7", "d")])
+    other = json.loads((tmp_path / "sm_90_triton_99.1.0.json").read_text())
+    assert other["triton"] == ["99.1.0"] and other["forms"] == {"scan": {"d": 1}} and (tmp_path / "sm_90.json").read_text() == kept

@@ -89,12 +89,14 @@ def wanted_numbers(args, backend: str):
     """Numbers that share compiled programs where a compiler takes seconds for each."""
     from kdakit.cases import DTYPES
     from kdakit.measure import checking
-    from kdakit.measure.choices import pick
+    from kdakit.measure.choices import UsageError, pick
     from kdakit.measure.random_problems import numbers
 
     dtypes = pick("dtype", args.dtype, DTYPES)
     on_gpu = backend == "triton_gpu" and checking.interpreted(backend) is None
     grad = not args.no_grad
+    if args.unshown and not on_gpu:
+        raise UsageError(f"--unshown looks for Triton's kernels on a GPU: use --backend triton_gpu there, got {backend}")
     found = numbers(args.seed, args.random, on_gpu, lambda drawn: drawn.dtype in dtypes and (grad or not drawn.grad))
     return unshown(found, args.device) if args.unshown else found
 
@@ -177,14 +179,17 @@ def row(v: Verdict) -> dict[str, Any]:
 
 def record(args, backend: str, verdicts: list[Verdict]) -> None:
     """Adds the forms of problems that were right to the chip's table. Those of a problem that went wrong lose their place in it; one whose
-    error is a little beyond the rule is named there."""
+    error is a little beyond the rule is named there. What another Triton compiled goes into a table of its own, which nothing reads."""
     from kdakit.backends.triton_gpu import shown
     from kdakit.backends.triton_gpu.config import chip_of
 
     chip = chip_of(args.device or "cuda").name
     file = Path(args.record) / f"{chip}.json"
-    before = json.loads(file.read_text()) if file.exists() else {"triton": [], "sources": [], "exceeded": {}, "forms": {}}
-    compilers = list(dict.fromkeys([*before["triton"], shown.compiler()]))
+    before, here = _table(file), shown.compiler()
+    if before["triton"] and not shown.alike(here, before["triton"]):
+        file = file.with_name(f"{chip}_triton_{here}.json")
+        before = _table(file)
+    compilers = list(dict.fromkeys([*before["triton"], here]))
     counts = Counter({f"{kernel} {rest}": n for kernel, found in before["forms"].items() for rest, n in found.items()})
     counts.update(form for v in verdicts if v.ok for form in v.forms)
     failed = [v for v in verdicts if not v.ok]
@@ -198,6 +203,10 @@ def record(args, backend: str, verdicts: list[Verdict]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(shown.dump(chip, compilers, [*before["sources"], source], exceeded, kept))
     print(f"{file}: {len(kept)} forms, {len(wrong)} taken out")
+
+
+def _table(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {"triton": [], "sources": [], "exceeded": {}, "forms": {}}
 
 
 def told(v: Verdict) -> str:

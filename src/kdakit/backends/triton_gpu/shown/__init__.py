@@ -195,7 +195,7 @@ def warn_of_another_compiler(chip: str) -> None:
 def another_compiler(chip: str) -> str | None:
     """What is to be said of the Triton that is here; None: the chip has shown what it compiles."""
     known, here = compilers(chip), compiler()
-    if not known or not here or _minor(here) in map(_minor, known):
+    if not known or not here or alike(here, known):
         return None
     return f"kernels have been compared with float64 on {chip} as Triton {', '.join(known)} compiles them, here is Triton {here}"
 
@@ -208,8 +208,10 @@ def compiler() -> str:
         return ""
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+def alike(version: str, known: list[str]) -> bool:
+    """Whether one of them is the same but for its patch."""
+    minor = lambda x: x.split(".")[:2]
+    return any(minor(version) == minor(x) for x in known)
 
 
 def compilers(chip: str) -> list[str]:
