@@ -209,19 +209,23 @@ def test_in_parts_with_kept_tiles(split, monkeypatch):
 
 
 @interpreter
-@pytest.mark.parametrize("name, changes", [("varlen", {}), ("v_first", {}), ("chunk16", {"return_intermediate_states": True})])
-def test_in_halves_of_channels(name, changes):
-    """The state in two halves is the state, with what a scan leaves on its way; and a backward begins with it."""
-    case = FEW[name]
-    grad = name == "v_first"
-    problem, arrays = case.problem("bfloat16", needs_grad=grad).replace(**changes), tensors(case, "bfloat16")
-    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, staged=False, block_v=16, checkpoint=1)
+@pytest.mark.parametrize("name, dtype, read", [("varlen", "bfloat16", 32), ("odd_sizes", "bfloat16", 24), ("chunk16", "bfloat16", 32),
+                                               ("odd_sizes", "float16", 24), ("v_first", "float16", 32)])  # fmt: skip
+def test_in_halves_of_channels(name, dtype, read):
+    """The state in two halves is the state, with what a scan leaves on its way, and so are its gradient and what a backward makes again. Of
+    32 channels 24 are read where there are no more."""
+    case, states = FEW[name], name == "chunk16"
+    problem, arrays = case.problem(dtype, needs_grad=not states).replace(return_intermediate_states=states), tensors(case, dtype)
+    blocks = dict(block_v=16, replay_block_v=16, reverse_block_v=16)
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), split=False, staged=False, **blocks)
+    assert configs.read_channels(problem, dataclasses.replace(config, in_halves=True)) == read
     found = []
     for in_halves in (False, True):
-        result, saved = triton_gpu.forward(problem, arrays, dataclasses.replace(config, in_halves=in_halves))
-        gradients = triton_gpu.backward(problem, arrays, saved, result.o, result.final_state, config) if grad else []
+        c = dataclasses.replace(config, in_halves=in_halves)
+        result, saved = triton_gpu.forward(problem, arrays, c)
+        gradients = [] if states else triton_gpu.backward(problem, arrays, saved, result.o, result.final_state, c)
         found.append([x for x in (*result, *gradients) if x is not None])
-    assert len(found[0]) == len(found[1]) == 2 + len(changes) + (len([x for x in arrays[:8] if x is not None]) if grad else 0)
+    assert len(found[0]) == len(found[1]) == 2 + (1 if states else sum(x is not None for x in arrays[:8]))
     for want, got in zip(*found, strict=True):
         assert accuracy.error(got.double().numpy(), want.double().numpy()) < 2**-7
 

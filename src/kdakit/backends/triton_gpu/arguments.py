@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, end_chunks, exact_q, exact_steps, padded, turned
+from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, end_chunks, exact_q, exact_steps, padded, read_channels, turned
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -27,6 +27,7 @@ def sizes(problem: Problem, config: Config) -> dict[str, Any]:
         K=problem.K,
         V=problem.V,
         KP=padded(problem.K),
+        KR=read_channels(problem, config),
         VP=padded(problem.V),
         C=config.chunk,  # tokens of a chunk
         HALF=config.half,  # rows of a chunk that the prepare kernel makes at a time, see device.program.row_tokens

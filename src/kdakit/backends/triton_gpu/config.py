@@ -44,7 +44,7 @@ class Config:
     vector: int = 4  # adjacent channels per thread of the prepare kernel
     prepare_registers: int = 0  # per thread at most; 0: the compiler's choice
     staged: bool = False  # the scan of `scan_staged`
-    in_halves: bool = False  # the scan of `scan_wide`
+    in_halves: bool = False  # states as in `scan_wide`, `replay_wide` and `reverse_wide`
     split: bool = False  # so few heads that long sequences are scanned in parts
     part_block: int = 64  # rows of b or M per program of the scan of parts
     part_warps: int = 4
@@ -165,6 +165,13 @@ def chip_for(major: int, minor: int) -> Chip:
 def padded(size: int) -> int:
     """The next power of two, at least 16: the smallest side of a matrix product."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def read_channels(problem: Problem, config: Config) -> int:
+    """Of a row's channels in the workspace, padded to a power of two, so many are read: where the state is in two halves, three quarters
+    may be enough."""
+    KP = padded(problem.K)
+    return KP * 3 // 4 if config.in_halves and problem.K <= KP * 3 // 4 else KP
 
 
 def chunk_slots(problem: Problem, C: int) -> int:

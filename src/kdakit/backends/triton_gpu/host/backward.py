@@ -31,7 +31,7 @@ from kdakit.backends.triton_gpu.host.forward import (
     states_specs,
 )
 from kdakit.backends.triton_gpu.kernels import gradient as gradient_plain
-from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed
+from kdakit.backends.triton_gpu.kernels import gradient_normed, parameter_sums, rebuild_normed, replay_wide, reverse_wide
 from kdakit.backends.triton_gpu.kernels import products as products_kernel
 from kdakit.backends.triton_gpu.kernels import rebuild as rebuild_plain
 from kdakit.backends.triton_gpu.kernels import replay as replay_kernel
@@ -148,7 +148,8 @@ def rebuild(problem: Problem, arrays: Arrays, x: Views, lower, out: Replayed, co
 def replay(problem: Problem, arrays: Arrays, x: Views, out: Replayed, checkpoints, config: Config) -> None:
     """Second launch, unless they were kept: the states before every chunk and v - k_in S again."""
     if out.tiles.shape[0] * problem.HV:
-        replay_kernel.launch(problem, config, x.layout)(
+        kernel = replay_wide if config.in_halves else replay_kernel
+        kernel.launch(problem, config, x.layout)(
             v=x.v,
             cu_seqlens=arrays.cu_seqlens,
             checkpoints=checkpoints,
@@ -198,8 +199,8 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     if borrowed.lends_to(d_o) and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
-        launch = reverse_kernel.launch_reverse(problem, config, x.layout, d_final is not None)
-        launch(cu_seqlens=arrays.cu_seqlens, **given, **written)
+        how = reverse_wide.launch if config.in_halves else reverse_kernel.launch_reverse
+        how(problem, config, x.layout, d_final is not None)(cu_seqlens=arrays.cu_seqlens, **given, **written)
     return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial)
 
 

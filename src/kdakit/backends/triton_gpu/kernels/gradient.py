@@ -272,8 +272,8 @@ def gradient_kernel(
     p_d_A_log, p_d_dt_bias,
     T, N, NT, H, HV, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh,
-    K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BOUNDED: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, EXACT_SHARE: tl.constexpr, TURNED: tl.constexpr, GRADIENT_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr, PTX: tl.constexpr, HIP: tl.constexpr,
 ):  # fmt: skip
@@ -320,7 +320,7 @@ def gradient_kernel(
     if HAS_DT_BIAS:
         p_dt_bias += i_h * K
 
-    for i_k in tl.range(0, KP, BK, num_stages=1):
+    for i_k in tl.range(0, KR, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_d_bias, b_d_A = slice_gradient(
             p_q, p_k, p_g, p_dt_bias, p_factors, p_pairs, p_d_tiles, p_scales, p_d_q_lost, i_c == 0, p_d_decay + i_p * KP,

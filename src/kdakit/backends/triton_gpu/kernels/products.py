@@ -231,10 +231,10 @@ def products_kernel(
     p_d_final, p_before_last, p_after_first,
     p_d_v, p_d_beta, p_pairs, p_d_tiles, p_scales, p_d_q_lost, p_alone, p_y_lost, p_r_lost, p_d_decay,
     T, N, NT, HV, scale, s_bb, s_bt, s_bh,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_FINAL: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr, STAGES: tl.constexpr,
-    BY_TOKEN: tl.constexpr, TURNED: tl.constexpr, EXACT_SHARE: tl.constexpr, EXACT_FINAL: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, VP: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, BETA: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_LOST: tl.constexpr, PRECISION: tl.constexpr, GRADIENT_DTYPE: tl.constexpr,
+    STAGES: tl.constexpr, BY_TOKEN: tl.constexpr, TURNED: tl.constexpr, EXACT_SHARE: tl.constexpr, EXACT_FINAL: tl.constexpr,
     ENDS: tl.constexpr,
 ):  # fmt: skip
     """With X = inverse Diag(beta), v_new = X r, y the gradient of beta r, of which d_v holds beta y, and where a given beta is tiny p_alone
@@ -319,7 +319,7 @@ def products_kernel(
     b_d_beta = write_strength_backward(b_given, tl.sum(b_Pk * b_T, 1), BETA, p_d_v.dtype.element_ty)
     tl.store(p_d_beta + i_row + o_i * HV, round_to(b_d_beta, p_d_beta.dtype.element_ty), mask=m_i)
 
-    for i_k in range(0, KP, BK):
+    for i_k in range(0, KR, BK):
         o_k = i_k + tl.arange(0, BK)
         b_dq, b_dk, b_dkh, b_d_decay = state_products(
             p_states, p_d_states, p_d_o, p_d_v, p_r, o_row, m_i, o_rc, m_c, o_k, V, KP, BV, BK, R, PRECISION, STAGES, EXACT_SHARE

@@ -96,9 +96,9 @@ def rebuild_span(
 def rebuild_chunk(
     p_q, p_k, p_g, p_beta, p_dt_bias, p_lower, p_tile, p_k_solved, p_decay, p_factors, p_first, p_q_lost, a, scale, lower_bound,
     start, eos, first, s_qt, s_kt, s_gt, s_bt,
-    K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    ALIGN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_DT_BIAS: tl.constexpr,
+    HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """k_in, q_decayed, k_solved, decay and factors (beta, 1 / |q|, 1 / |k|) of the chunk that begins at token `start`, from its inputs and
     its inverse."""
@@ -129,7 +129,7 @@ def rebuild_chunk(
             tl.store(p_norms + o_c, tl.full([R], 1.0, tl.float32), mask=o_c < C)
             tl.store(p_norms + C + o_c, tl.full([R], 1.0, tl.float32), mask=o_c < C)
         tl.debug_barrier()  # they are read back
-    for i_k in tl.range(0, KP, BK, num_stages=1):
+    for i_k in tl.range(0, KR, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
         b_e, b_log = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
         b_prefix, b_suffix, c, b_decay0 = octet_decays(b_e)
@@ -163,8 +163,8 @@ def rebuild_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu_seqlens, p_lower, p_tiles, p_k_solved, p_decay, p_factors, p_first,
     p_q_lost, T, N, NT, H, HV, scale, lower_bound,
     s_qb, s_qt, s_qh, s_kb, s_kt, s_kh, s_gb, s_gt, s_gh, s_bb, s_bt, s_bh,
-    K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, ALIGN: tl.constexpr,
-    VARLEN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    ALIGN: tl.constexpr, VARLEN: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, L2NORM: tl.constexpr, HAS_A_LOG: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr, HAS_FIRST: tl.constexpr, PRECISION: tl.constexpr, SOLVE_DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a chunk (see `prepare_kernel`) from its inputs and its saved inverse. Grid: (slots * HV,), heads fastest."""
@@ -186,7 +186,7 @@ def rebuild_kernel(
         p_beta + i_b * s_bb + i_h * s_bh, p_dt_bias, p_lower + i_p * C * C, p_tiles + i_p * 3 * C * KP, p_k_solved + i_p * 3 * C * KP,
         p_decay + i_p * KP, p_factors + i_p * 3 * C, p_first, p_q_lost, gate_slope(p_A_log, i_h, p_q.dtype.element_ty.is_fp32(), HAS_A_LOG),
         scale, lower_bound, start, eos, i_c == 0, s_qt, s_kt, s_gt, s_bt,
-        K, KP, BK, C, HALF, GROUP, ALIGN, GATE, BETA, L2NORM, HAS_DT_BIAS, HAS_FIRST, PRECISION, SOLVE_DTYPE, PTX,
+        K, KP, KR, BK, C, HALF, GROUP, ALIGN, GATE, BETA, L2NORM, HAS_DT_BIAS, HAS_FIRST, PRECISION, SOLVE_DTYPE, PTX,
     )  # fmt: skip
 
 

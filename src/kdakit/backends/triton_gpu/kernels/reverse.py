@@ -19,12 +19,23 @@ from kdakit.problem import Problem
 
 
 @triton.jit
+def exponents(b_max):
+    """[R] maxima -> as bits the powers of 2 that rows are divided by to fill float16's range."""
+    bits = b_max.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
+
+
+@triton.jit
+def scaled_by(a, bits):
+    """Rows of a in float32, divided by the powers of 2 of `exponents`, in float16."""
+    return (a * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+
+
+@triton.jit
 def scaled_product(a, b, PRECISION: tl.constexpr):
     """a @ b for a in float32 and b in float16: rows of a are brought to float16's range by powers of 2."""
-    bits = tl.max(tl.abs(a), 1).to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
-    a = a * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]
-    return product(a.to(tl.float16), b, PRECISION) * bits.to(tl.float32, bitcast=True)[:, None]
+    bits = exponents(tl.max(tl.abs(a), 1))
+    return product(scaled_by(a, bits), b, PRECISION) * bits.to(tl.float32, bitcast=True)[:, None]
 
 
 @kernel

@@ -51,14 +51,14 @@ def store_half(
 def wide_scan_kernel(
     p_v, p_tiles, p_squares, p_decay, p_cu_seqlens, p_o, p_initial, p_final, p_states, p_chunk_offsets, p_checkpoints, p_slots,
     p_known, p_marks, T, N, NT, HV, s_vb, s_vt, s_vh, EVERY, CHECKPOINT, FIRST, CAPACITY, s_page,
-    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
-    ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_STATES: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, VP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """As `scan_kernel`, and v as in `staged_scan_kernel`. Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
 
-    S^T is S0 and S1 [BV, KP / 2]; r = v - k_in0 S0 - k_in1 S1, and so on.
+    S^T is S0 [BV, KP / 2] and S1 [BV, KR - KP / 2]; r = v - k_in0 S0 - k_in1 S1, and so on.
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -67,7 +67,7 @@ def wide_scan_kernel(
     i_v, i_nh = (i_p % NV).to(tl.int32), i_p // NV
     i_n, i_h = i_nh // HV, i_nh % HV
     i_b, bos, length, i_slot = sequence_of(p_cu_seqlens, i_n, T, NT, C, VARLEN)
-    o_c, o_k0, o_k1, o_v = tl.arange(0, C), tl.arange(0, KH), KH + tl.arange(0, KH), i_v * BV + tl.arange(0, BV)
+    o_c, o_k0, o_k1, o_v = tl.arange(0, C), tl.arange(0, KH), KH + tl.arange(0, KR - KH), i_v * BV + tl.arange(0, BV)
     o_t = row_tokens(C, HALF, GROUP)
     o_out = trade_rows(o_t[:, None])  # [C, 1]
     m_v = o_v < V
@@ -81,6 +81,9 @@ def wide_scan_kernel(
     i_chunks, i_slot = i_slot, i_slot * HV + i_h
     p_tile = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k0[None, :]  # [C, KH]
     p_square = p_squares + i_slot * C * C + o_c[:, None] * C + o_c[None, :]  # [C, C]
+    if KR < KP:
+        p_half = p_tiles + i_slot * 3 * C * KP + o_c[:, None] * KP + o_k1[None, :]  # [C, KR - KH]
+        p_half_decay = p_decay + i_slot * KP + o_k1
     p_decay += i_slot * KP + o_k0
     b_minus = tl.where(o_c[:, None] == o_c[None, :], -1.0, 0.0).to(DTYPE)
     if HAS_STATES:
@@ -106,21 +109,24 @@ def wide_scan_kernel(
             mark = mark_at(p_marks + i_chunks + i_c, True, FIRST, CAPACITY)
             if mark >= 0:
                 store_mark(p_final, mark, s_page, i_h, i_v, o_k0, b_S0, PAGE, K, V, V_FIRST, BV, KH, PTX, False)
-                store_mark(p_final, mark, s_page, i_h, i_v, o_k1, b_S1, PAGE, K, V, V_FIRST, BV, KH, PTX, False)
+                store_mark(p_final, mark, s_page, i_h, i_v, o_k1, b_S1, PAGE, K, V, V_FIRST, BV, KR - KH, PTX, False)
         if HAS_CHECKPOINTS:
             if (beyond == 0) & (i_c > 0):
-                p_point = p_checkpoints + ((i_point * HV + i_h) * VP + o_v[:, None]) * KP + o_k0[None, :]
+                p_row = p_checkpoints + ((i_point * HV + i_h) * VP + o_v[:, None]) * KP
+                p_point = p_row + o_k0[None, :]
                 tl.store(p_point, round_to(b_S0, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
-                tl.store(p_point + KH, round_to(b_S1, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
+                p_point = p_row + o_k1[None, :] if KR < KP else p_point + KH
+                tl.store(p_point, round_to(b_S1, p_checkpoints.dtype.element_ty), mask=m_v[:, None])
             beyond += 1
             i_point += (beyond == CHECKPOINT).to(tl.int64)
             beyond = tl.where(beyond == CHECKPOINT, 0, beyond)
         b_v = tl.load(p_v + o_v[None, :], mask=(o_t < length - i_c * C)[:, None] & m_v[None, :], other=0.0)  # [C, BV]
-        b_k0, b_k1 = tl.load(p_tile), tl.load(p_tile + KH)  # [C, KH]: k_in
-        b_q0, b_q1 = tl.load(p_tile + C * KP), tl.load(p_tile + C * KP + KH)  # q_decayed
-        b_s0, b_s1 = tl.load(p_tile + 2 * C * KP), tl.load(p_tile + 2 * C * KP + KH)  # k_solved
+        p_tile1, p_decay1 = (p_half, p_half_decay) if KR < KP else (p_tile + KH, p_decay + KH)
+        b_k0, b_k1 = tl.load(p_tile), tl.load(p_tile1)  # k_in
+        b_q0, b_q1 = tl.load(p_tile + C * KP), tl.load(p_tile1 + C * KP)  # q_decayed
+        b_s0, b_s1 = tl.load(p_tile + 2 * C * KP), tl.load(p_tile1 + 2 * C * KP)  # k_solved
         b_A_solved = tl.load(p_square)  # [C, C]
-        b_d0, b_d1 = tl.load(p_decay), tl.load(p_decay + KH)  # [KH]
+        b_d0, b_d1 = tl.load(p_decay), tl.load(p_decay1)
         b_r = product(tl.trans(b_v), b_minus, PRECISION)  # [BV, C]
         b_Sn = round_to(b_S0, DTYPE)
         b_r = product_add(b_Sn, tl.trans(b_k0), b_r, PRECISION)
@@ -139,6 +145,9 @@ def wide_scan_kernel(
         p_tile += tl.cast(3 * C * KP, tl.int64) * HV
         p_square += tl.cast(C * C, tl.int64) * HV
         p_decay += tl.cast(KP, tl.int64) * HV
+        if KR < KP:
+            p_half += tl.cast(3 * C * KP, tl.int64) * HV
+            p_half_decay += tl.cast(KP, tl.int64) * HV
     store_half(p_final, p_slots, i_n, i_h, HV, *of_page, o_v, o_k0, b_S0, K, V, PAGED, PAGE, V_FIRST, HAS_FINAL)
     store_half(p_final, p_slots, i_n, i_h, HV, *of_page, o_v, o_k1, b_S1, K, V, PAGED, PAGE, V_FIRST, HAS_FINAL)
 

@@ -47,11 +47,13 @@ def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
     whole = "staged" if c.staged else "halves" if c.in_halves else "scan"
     scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else (whole, c.block_v)
     states = ("states",) if c.keeps_states else ()
+    read = (config.read_channels(problem, c),) if config.read_channels(problem, c) < padded(problem.K) else ()
+    halves = ("halves",) if c.in_halves else ()
     # States in two parts; bfloat16's were shown under one name, whether they have them or not.
     parts = ("two",) if problem.needs_grad and problem.dtype == "float16" and config.exact_decay(problem) else ()
     made = [
         _name("prepare", problem, "K", gate, keys, order, c.solve_dtype, use, f"w{c.prepare_warps}", f"r{c.prepare_registers}", c.vector),
-        _name("scan", problem, "KV", keys, order, use, *states, *parts, *scan, f"w{c.scan_warps}", f"s{c.scan_stages}", limit),
+        _name("scan", problem, "KV", keys, order, use, *states, *parts, *read, *scan, f"w{c.scan_warps}", f"s{c.scan_stages}", limit),
     ]
     if not problem.needs_grad:
         return tuple(made)
@@ -59,17 +61,17 @@ def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
     turned = ("turned",) if config.turned(problem, c) else ()
     joint = ("joint", *(() if c.gradient_warps == 8 else (f"w{c.gradient_warps}",)), f"r{c.gradient_registers}")
     if not c.keep:
-        made += [_name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *(() if c.normed else slices))]
+        made += [_name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *read, *(() if c.normed else slices))]
     if not c.keeps_states:
         replayed = c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}"
-        made += [_name("replay", problem, "KV", order, c.solve_dtype, *parts, *replayed, limit)]
+        made += [_name("replay", problem, "KV", order, c.solve_dtype, *parts, *halves, *read, *replayed, limit)]
     return (
         *made,
-        _name("reverse", problem, "KV", order, c.solve_dtype, *parts, c.reverse_block_v, f"w{c.reverse_warps}", f"s{c.reverse_stages}",
-              limit),
-        _name("products", problem, "KV", order, c.solve_dtype, "joint" if c.by_token else "split", *turned, *parts, c.slice_v,
+        _name("reverse", problem, "KV", order, c.solve_dtype, *parts, *halves, *read, c.reverse_block_v, f"w{c.reverse_warps}",
+              f"s{c.reverse_stages}", limit),
+        _name("products", problem, "KV", order, c.solve_dtype, "joint" if c.by_token else "split", *turned, *parts, *read, c.slice_v,
               c.product_slice_k, f"w{c.product_warps}", f"s{c.product_stages}", limit),
-        _name("gradient", problem, "K", gate, *(joint if c.by_token else (keys, order, *slices))),
+        _name("gradient", problem, "K", gate, *read, *(joint if c.by_token else (keys, order, *slices))),
     )  # fmt: skip
 
 
