@@ -44,7 +44,8 @@ TIMED, TIMED_STACK = "K128 V128 C64 bfloat16", 400  # on sm_90, where it is time
 def test_kernels_compile(target):
     rows = compiled(target)
     needed = FORWARD_KERNELS | BACKWARD_KERNELS
-    needed |= {"parts_kernel", "combine_kernel", "staged_scan_kernel", "wide_scan_kernel"} if target == "sm_90" else set()
+    needed |= {"parts_kernel", "combine_kernel", "staged_scan_kernel"} if target == "sm_90" else set()
+    needed |= {"wide_scan_kernel", "wide_replay_kernel", "wide_reverse_kernel"} if target == "sm_90" else set()
     needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
     needed |= PLAIN_KERNELS if target in PLAIN else set()
     trained = {"scan_kernel", "reverse_kernel", "replay_kernel", "products_kernel"}
@@ -300,6 +301,10 @@ def compile_all(target: str, every: bool = False) -> None:
         compile_launches(*problem_of(*ODD, T=128), False, None if FULL else "prepare_normed_kernel")
         if not FULL:  # of the largest heads what no others launch
             compile_launches(*problem_of("bfloat16", 256, 256, True, 96, T=128), False, "wide_scan_kernel")
+            for D, options in ((256, {}), (256, dict(l2norm=False, scale=0.125)), (192, {})):  # the second: a tile more a stage
+                problem, arrays = problem_of("bfloat16", D, D, True, 96, T=128)
+                for kernel in ("wide_replay_kernel", "wide_reverse_kernel"):
+                    compile_launches(problem.replace(needs_grad=True, **options), arrays, False, kernel)
         problem, arrays = problem_of("bfloat16", 128, 128, True, 96, T=128)  # keys as they are, scale a power of 2: see config.exact_q
         compile_launches(problem.replace(needs_grad=True, l2norm=False, scale=0.125), arrays, False, "reverse_kernel")
         if FULL:  # tiles and states that are kept

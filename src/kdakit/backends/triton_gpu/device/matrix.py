@@ -52,6 +52,19 @@ def product_add(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def exponents(b_max):
+    """[R] maxima -> as bits the powers of 2 that rows are divided by to fill float16's range."""
+    bits = b_max.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
+
+
+@triton.jit
+def scaled_by(a, bits):
+    """Rows of a in float32, divided by the powers of 2 of `exponents`, in float16."""
+    return (a * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+
+
+@triton.jit
 def in_parts(b_x):
     """float32 -> three bfloat16 parts that sum to it."""
     b_hi = round_to(b_x, tl.bfloat16)

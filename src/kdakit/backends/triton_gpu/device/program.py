@@ -86,6 +86,15 @@ def state_offsets(i_state, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: 
 
 
 @triton.jit
+def zero_here(i, PTX: tl.constexpr):
+    """0, for the int32 i, of which the compiler does not know that it is: addresses with it are made here, and not before a loop, where
+    they would wait in registers for a branch that few chunks take."""
+    if PTX:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [i], dtype=tl.int32, is_pure=False, pack=1)
+    return i * 0
+
+
+@triton.jit
 def sequence_of(p_cu_seqlens, i_n, T, NT, C: tl.constexpr, VARLEN: tl.constexpr):
     """Of sequence n: batch row, first token, number of tokens, and the slot of its first chunk."""
     if VARLEN:

@@ -9,8 +9,9 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, chunk_slots
+from kdakit.backends.triton_gpu.device.halves import keep_part, load_part, store_part
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off
-from kdakit.backends.triton_gpu.device.program import first_slot, locate_chunk, row_tokens, state_offsets
+from kdakit.backends.triton_gpu.device.program import first_slot, locate_chunk, row_tokens, zero_here
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -21,25 +22,11 @@ from kdakit.problem import Problem
 def first_state(p_checkpoint, p_initial, i_nh, i_c, o_v, o_k, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
                 V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr):  # fmt: skip
     """S^T [BV, len(o_k)] that a segment starts from: the checkpoint, or where the sequence begins the caller's, or 0."""
-    m_v = (o_v < V)[:, None]
-    b_S = tl.load(p_checkpoint + o_v[:, None] * KP + o_k[None, :], mask=m_v & (i_c > 0), other=0.0).to(tl.float32)
+    m_S = ((o_v < V) & (i_c > 0))[:, None]
+    b_S = tl.load(p_checkpoint + o_v[:, None] * KP + o_k[None, :], mask=m_S, other=0.0).to(tl.float32)
     if HAS_INITIAL:
-        m_first = m_v & (o_k < K)[None, :] & (i_c == 0)
-        b_S += tl.load(p_initial + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_first, other=0.0).to(tl.float32)
+        b_S += load_part(p_initial, i_nh, o_v, o_k, (o_v < V) & (i_c == 0), K, V, V_FIRST)
     return b_S
-
-
-@triton.jit
-def keep_state(p_states, p_lost, i_at, b_S, o_v, o_k, V: tl.constexpr, KP: tl.constexpr):
-    """Stores S [len(o_v), len(o_k)] of the state that begins at i_at, and what rounding takes from it if that is asked for; returns it as
-    an operand."""
-    DTYPE: tl.constexpr = p_states.dtype.element_ty
-    b_Sn = round_to(b_S, DTYPE)
-    o_S, m_v = o_v[:, None] * KP + o_k[None, :], (o_v < V)[:, None]
-    tl.store(p_states + i_at + o_S, b_Sn, mask=m_v)
-    if p_lost is not None:
-        tl.store(p_lost + i_at + o_S, rounded_off(b_S, DTYPE), mask=m_v)
-    return b_Sn
 
 
 @triton.jit
@@ -51,24 +38,17 @@ def next_state(p_solved, p_decay, b_r, b_S, o_c, o_k, KP: tl.constexpr, PRECISIO
     return product_add(b_r, b_solved, b_S * tl.load(p_decay + o_k)[None, :], PRECISION)
 
 
-@triton.jit
-def keep_end(p_before_last, i, b_S, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Stores the state that comes i-th before the sequence's last."""
-    p_S = p_before_last + tl.cast(i, tl.int64) * (K * V)
-    tl.store(p_S + state_offsets(0, o_v, o_k, K, V, V_FIRST), b_S, mask=(o_v < V)[:, None] & (o_k < K)[None, :])
-
-
 @kernel
 def wide_replay_kernel(
     p_v, p_cu_seqlens, p_checkpoints, p_initial, p_tiles, p_k_solved, p_decay, p_factors, p_states, p_states_lost,
     p_before_last, p_r, p_r_lost, T, N, NT, HV, CHECKPOINT, POINTS, s_vb, s_vt, s_vh,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
     GROUP: tl.constexpr, BV: tl.constexpr, ALIGN: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    HAS_LOST: tl.constexpr, ENDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_LOST: tl.constexpr, ENDS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """As `replay_kernel`, of which this has the grid. Per chunk, with S0 and S1 the halves of S^T before it:
 
-        stores S0, S1        stores r = v - k_in0 S0 - k_in1 S1        S0 <- Diag(decay0) S0 + k_solved0^T beta r, and so S1
+    stores S0, S1        stores r = v - k_in0 S0 - k_in1 S1        S0 <- Diag(decay0) S0 + k_solved0^T beta r, and so S1
     """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -102,7 +82,6 @@ def wide_replay_kernel(
         p_r_lost += i_nh * C * VP
     i_last = -1
     if p_before_last is not None:
-        p_before_last += i_nh * (ENDS * K * V)
         i_last = tl.cdiv(length, C) - 1
     for i in tl.range(0, chunks, num_stages=STAGES):
         i_at = i_p + tl.cast(i, tl.int64) * HV
@@ -113,19 +92,21 @@ def wide_replay_kernel(
         b_k1 = tl.load(p_tile + o_c[:, None] * KP + o_k1[None, :])
         b_beta = tl.load(p_factors + i_at * 3 * C + o_c)
         b_r = tl.trans(b_v).to(tl.float32)  # [BV, C]
-        b_r -= product(keep_state(p_states, p_states_lost, i_at * VP * KP, b_S0, o_v, o_k0, V, KP), tl.trans(b_k0), PRECISION)
-        b_r -= product(keep_state(p_states, p_states_lost, i_at * VP * KP, b_S1, o_v, o_k1, V, KP), tl.trans(b_k1), PRECISION)
+        b_r -= product(keep_part(p_states, p_states_lost, i_at * VP * KP, b_S0, o_v, o_k0, V, KP), tl.trans(b_k0), PRECISION)
+        b_r -= product(keep_part(p_states, p_states_lost, i_at * VP * KP, b_S1, o_v, o_k1, V, KP), tl.trans(b_k1), PRECISION)
         tl.store(p_r + o_v[None, :], round_to(tl.trans(b_r), DTYPE), mask=m_cv)
-        if HAS_LOST:
-            m_last = m_cv & (length - i * C <= C)
-            tl.store(p_r_lost + o_t[:, None] * VP + o_v[None, :], rounded_off(tl.trans(b_r), DTYPE), mask=m_last)
+        if HAS_LOST:  # noqa: SIM102 - the one is known when this is compiled
+            if length - i * C <= C:
+                o_here = (o_t + zero_here(i, PTX))[:, None] * VP + o_v[None, :]
+                tl.store(p_r_lost + o_here, rounded_off(tl.trans(b_r), DTYPE), mask=m_cv)
         b_r = round_to(b_r * b_beta[None, :], DTYPE)
         b_S0 = next_state(p_solved, p_decay + i_at * KP, b_r, b_S0, o_c, o_k0, KP, PRECISION)
         b_S1 = next_state(p_solved, p_decay + i_at * KP, b_r, b_S1, o_c, o_k1, KP, PRECISION)
         if p_before_last is not None:  # noqa: SIM102 - the one is known when this is compiled
             if (i + 1 <= i_last) & (i + 1 + ENDS > i_last):
-                keep_end(p_before_last, i_last - i - 1, b_S0, o_v, o_k0, K, V, V_FIRST)
-                keep_end(p_before_last, i_last - i - 1, b_S1, o_v, o_k1, K, V, V_FIRST)
+                i_end, o_here = i_nh * ENDS + i_last - i - 1, o_v + zero_here(i, PTX)
+                store_part(p_before_last, i_end, b_S0, o_here, o_k0, K, V, V_FIRST)
+                store_part(p_before_last, i_end, b_S1, o_here, o_k1, K, V, V_FIRST)
         p_v += tl.cast(C, tl.int64) * s_vt * ALIGN
         p_r += tl.cast(C, tl.int64) * HV * V
 

@@ -10,25 +10,12 @@ import triton.language as tl
 from kdakit.backends.triton_gpu.arguments import arguments
 from kdakit.backends.triton_gpu.config import Config, exact_q, padded
 from kdakit.backends.triton_gpu.device.gate import tiny_strength
-from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off, stored_operand
+from kdakit.backends.triton_gpu.device.matrix import exponents, product, product_add, round_to, rounded_off, scaled_by, stored_operand
 from kdakit.backends.triton_gpu.device.program import first_slot, row_tokens, state_offsets
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
-
-
-@triton.jit
-def exponents(b_max):
-    """[R] maxima -> as bits the powers of 2 that rows are divided by to fill float16's range."""
-    bits = b_max.to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
-
-
-@triton.jit
-def scaled_by(a, bits):
-    """Rows of a in float32, divided by the powers of 2 of `exponents`, in float16."""
-    return (a * (0x7F000000 - bits).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
 
 
 @triton.jit

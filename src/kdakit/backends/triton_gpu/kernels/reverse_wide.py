@@ -8,32 +8,15 @@ import triton
 import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments
-from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.config import Config, exact_q
 from kdakit.backends.triton_gpu.device.gate import tiny_strength
-from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, rounded_off
-from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
-from kdakit.backends.triton_gpu.kernels.replay_wide import keep_state
-from kdakit.backends.triton_gpu.kernels.reverse import exponents, scaled_by
+from kdakit.backends.triton_gpu.device.halves import keep_part, load_part, store_part
+from kdakit.backends.triton_gpu.device.matrix import exponents, product, product_add, round_to, rounded_off, scaled_by
+from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, zero_here
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
-
-
-@triton.jit
-def last_gradient(p_d_final, i_nh, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr):
-    """dS^T [BV, len(o_k)] after a sequence's last chunk."""
-    m_S = (o_v < V)[:, None] & (o_k < K)[None, :]
-    b_dS = tl.zeros(m_S.shape, tl.float32)
-    if HAS_FINAL:
-        b_dS = tl.load(p_d_final + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_S, other=0.0).to(tl.float32)
-    return b_dS
-
-
-@triton.jit
-def store_gradient(p_d_S, i_nh, b_dS, o_v, o_k, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    m_S = (o_v < V)[:, None] & (o_k < K)[None, :]
-    tl.store(p_d_S + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), round_to(b_dS, p_d_S.dtype.element_ty), mask=m_S)
 
 
 @triton.jit
@@ -55,7 +38,7 @@ def wide_reverse_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
     GROUP: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_LOST: tl.constexpr, ENDS: tl.constexpr, BETA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """As `reverse_kernel`, of which this has the grid, with dS0 and dS1 the halves of dS^T."""
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
@@ -68,8 +51,10 @@ def wide_reverse_kernel(
     o_c, o_k0, o_k1 = tl.arange(0, C), tl.arange(0, KH), KH + tl.arange(0, KR - KH)
     o_v, o_t = i_v * BV + tl.arange(0, BV), row_tokens(C, HALF, GROUP)
     m_v = (o_v < V)[None, :]
-    b_dS0 = last_gradient(p_d_final, i_nh, o_v, o_k0, K, V, V_FIRST, HAS_FINAL)
-    b_dS1 = last_gradient(p_d_final, i_nh, o_v, o_k1, K, V, V_FIRST, HAS_FINAL)
+    b_dS0, b_dS1 = tl.zeros([BV, KH], tl.float32), tl.zeros([BV, KR - KH], tl.float32)
+    if HAS_FINAL:
+        b_dS0 = load_part(p_d_final, i_nh, o_v, o_k0, o_v < V, K, V, V_FIRST)
+        b_dS1 = load_part(p_d_final, i_nh, o_v, o_k1, o_v < V, K, V, V_FIRST)
     chunks = tl.cdiv(length, C).to(tl.int32)
     o_row = ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V  # [C, 1]
     i_slot = i_slot * HV + i_h
@@ -86,8 +71,8 @@ def wide_reverse_kernel(
         b_A_solved = tl.load(p_solved + i_at * C * C + o_c[:, None] * C + o_c[None, :])  # [C, C]
         b_beta = tl.load(p_factors + i_at * 3 * C + o_c)
         b_y = product(b_d_o, b_A_solved, PRECISION)  # [BV, C]
-        b_dSn0 = keep_state(p_d_states, p_d_states_lost, i_at * VP * KP, b_dS0, o_v, o_k0, V, KP)
-        b_dSn1 = keep_state(p_d_states, p_d_states_lost, i_at * VP * KP, b_dS1, o_v, o_k1, V, KP)
+        b_dSn0 = keep_part(p_d_states, p_d_states_lost, i_at * VP * KP, b_dS0, o_v, o_k0, V, KP)
+        b_dSn1 = keep_part(p_d_states, p_d_states_lost, i_at * VP * KP, b_dS1, o_v, o_k1, V, KP)
         if b_k0.dtype == DTYPE:
             b_y = product_add(b_dSn0, tl.trans(b_k0), b_y, PRECISION)
             b_y = product_add(b_dSn1, tl.trans(b_k1), b_y, PRECISION)
@@ -113,18 +98,19 @@ def wide_reverse_kernel(
         b_dS1 = product_add(b_y, tl.load(p_tile + o_c[:, None] * KP + o_k1[None, :]), b_dS1, PRECISION)
         if p_after_first is not None:  # noqa: SIM102 - the one is known when this is compiled
             if (i_c >= 1) & (i_c <= ENDS):
-                i_end = i_nh * ENDS + i_c - 1
-                store_gradient(p_after_first, i_end, b_dS0, o_v, o_k0, K, V, V_FIRST)
-                store_gradient(p_after_first, i_end, b_dS1, o_v, o_k1, K, V, V_FIRST)
+                i_end, o_here = i_nh * ENDS + i_c - 1, o_v + zero_here(i, PTX)
+                store_part(p_after_first, i_end, b_dS0, o_here, o_k0, K, V, V_FIRST)
+                store_part(p_after_first, i_end, b_dS1, o_here, o_k1, K, V, V_FIRST)
     if HAS_INITIAL:
-        store_gradient(p_d_initial, i_nh, b_dS0, o_v, o_k0, K, V, V_FIRST)
-        store_gradient(p_d_initial, i_nh, b_dS1, o_v, o_k1, K, V, V_FIRST)
+        store_part(p_d_initial, i_nh, b_dS0, o_v, o_k0, K, V, V_FIRST)
+        store_part(p_d_initial, i_nh, b_dS1, o_v, o_k1, K, V, V_FIRST)
 
 
 @lru_cache(maxsize=1024)
 def launch(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
     """has_final: the final state has a gradient."""
     grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
-    values = dict(BV=config.reverse_block_v, STAGES=config.reverse_stages, HAS_FINAL=has_final)
+    wide = exact_q(problem) and problem.dtype == "bfloat16"  # a tile more a stage, for which there is no shared memory
+    values = dict(BV=config.reverse_block_v, STAGES=max(1, config.reverse_stages - wide), HAS_FINAL=has_final)
     options = dict(num_warps=config.reverse_warps, registers=config.registers)
     return Launch(wide_reverse_kernel, grid, arguments(problem, config, layout) | values, **options)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kdakit.backends.triton_gpu.arguments import arguments, pages
 from kdakit.backends.triton_gpu.config import Config
+from kdakit.backends.triton_gpu.device.halves import load_part, store_part
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, trade_rows
 from kdakit.backends.triton_gpu.device.pages import load_page, mark_at, slot_at, store_mark, store_page
 from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
@@ -30,8 +31,7 @@ def load_half(
     if PAGED:
         b_S = load_page(p_initial, p_slots, p_known, i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, m_state, PAGE, K, V, V_FIRST)
     elif HAS_INITIAL:
-        o_state = state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST)
-        b_S = tl.load(p_initial + o_state, mask=m_state, other=0.0).to(tl.float32)
+        b_S = load_part(p_initial, i_n * HV + i_h, o_v, o_k, o_v < V, K, V, V_FIRST)
     return b_S
 
 
@@ -40,11 +40,11 @@ def store_half(
     p_final, p_slots, i_n, i_h, HV, FIRST, CAPACITY, s_page, o_v, o_k, b_S,
     K: tl.constexpr, V: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
-    m_state = (o_v < V)[:, None] & (o_k < K)[None, :]
     if PAGED:
+        m_state = (o_v < V)[:, None] & (o_k < K)[None, :]
         store_page(p_final, p_slots + i_n, s_page, FIRST, CAPACITY, i_h, o_v, o_k, b_S, m_state, PAGE, K, V, V_FIRST)
     elif HAS_FINAL:
-        tl.store(p_final + state_offsets(i_n * HV + i_h, o_v, o_k, K, V, V_FIRST), b_S, mask=m_state)
+        store_part(p_final, i_n * HV + i_h, b_S, o_v, o_k, K, V, V_FIRST)
 
 
 @kernel
