@@ -8,7 +8,7 @@ from pretended import pretend
 
 from kdakit.cli.main import main
 from kdakit.measure import campaign
-from kdakit.measure.random_problems import numbers
+from kdakit.measure.random_problems import PER_FORM, draw, numbers
 
 pytest.importorskip("torch")
 
@@ -25,6 +25,16 @@ def test_time_runs_out(monkeypatch):
     begun = time.monotonic()
     found = list(campaign.search([10, 12, 16], "torch_native", None, 1, minutes=0.05, judge=pretend))
     assert time.monotonic() - begun < 50 and len(found) < 3, "one of them would take a minute"
+
+
+def test_what_time_may_end_is_a_sample():
+    """Else the widest heads of one dtype would be all that is tried."""
+    drawn = list(numbers(1, 40 * PER_FORM, shared=True))
+    of = lambda queue: [(d.dtype, d.K > 64) for d in (draw(int(labels[0])) for labels in queue.forms.values())]
+    ranked, sampled = of(campaign.Queue(drawn)), of(campaign.Queue(drawn, as_drawn=True))
+    assert sorted(ranked) == sorted(sampled) and len(ranked) == 40
+    assert {*ranked[:6]} == {("bfloat16", True)}
+    assert len({*sampled[:12]}) > 3
 
 
 def test_forms_of_a_family_wait_for_its_first():

@@ -121,16 +121,18 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 class Queue:
     """Problems by form. A form is one worker's, so that its programs are compiled once; of a family the first form goes ahead, and the
-    others find what they share with it in the compiler's cache."""
+    others find what they share with it in the compiler's cache. Forms begin by `_rank`, or as they were drawn: a queue that time may end
+    has then tried a sample of all."""
 
-    def __init__(self, numbers: Iterable[int]):
+    def __init__(self, numbers: Iterable[int], as_drawn: bool = False):
         self.forms: OrderedDict[Any, list[str]] = OrderedDict()
         self.family: dict[Any, Any] = {}
         for number in numbers:
             form, family = form_of(number)
             self.forms.setdefault(form, []).append(str(number))
             self.family[form] = family
-        self.forms = OrderedDict(sorted(self.forms.items(), key=lambda item: _rank(item[1][0])))
+        if not as_drawn:
+            self.forms = OrderedDict(sorted(self.forms.items(), key=lambda item: _rank(item[1][0])))
         self.begun: set[Any] = set()
         self.warm: set[Any] = set()
 
@@ -158,7 +160,7 @@ def search(
 ) -> Iterator[Verdict]:
     """Verdicts as they come. Problems that time runs out for have none."""
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    queue = Queue(numbers)
+    queue = Queue(numbers, as_drawn=minutes is not None)
     team: dict[int, tuple[Worker, Any, list[str]]] = {}
     new = lambda: Worker(judge, backend, device)
     idle = [new() for _ in range(min(workers, max(1, len(queue.forms))))]
