@@ -95,11 +95,16 @@ def commit() -> str | None:
         return None
 
 
+def typed(words: list[str]) -> str:
+    """The command line. Of files that are named from the root their names alone: where they lay is nobody's business."""
+    return shlex.join(["kdakit", *(Path(word).name if word.startswith("/") else word for word in words)])
+
+
 def describe(device: str | None = None) -> dict[str, Any]:
     """Everything a reader needs to judge a measurement."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["kdakit", *sys.argv[1:]]),
+        "command": typed(sys.argv[1:]),
         "machine": {
             "cpu": cpu_model(),
             "cores": cores(),

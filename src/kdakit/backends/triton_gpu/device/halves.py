@@ -11,8 +11,8 @@ from kdakit.backends.triton_gpu.device.program import state_offsets
 
 @triton.jit
 def load_part(p_S, i_nh, o_v, o_k, m_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Of the caller's i_nh-th state, in float32; 0 where m_v is not."""
-    m_S = (m_v & (o_v < V))[:, None] & (o_k < K)[None, :]
+    """Of the caller's i_nh-th state the value channels m_v, in float32; 0 elsewhere."""
+    m_S = m_v[:, None] & (o_k < K)[None, :]
     return tl.load(p_S + state_offsets(i_nh, o_v, o_k, K, V, V_FIRST), mask=m_S, other=0.0).to(tl.float32)
 
 

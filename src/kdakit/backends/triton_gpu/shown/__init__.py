@@ -47,7 +47,7 @@ def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
     whole = "staged" if c.staged else "halves" if c.in_halves else "scan"
     scan = ("parts", c.block_v, c.part_block, c.part_warps) if c.split else (whole, c.block_v)
     states = ("states",) if c.keeps_states else ()
-    read = (config.read_channels(problem, c),) if config.read_channels(problem, c) < padded(problem.K) else ()
+    read = () if (channels := config.read_channels(problem, c)) == padded(problem.K) else (channels,)
     halves = ("halves",) if c.in_halves else ()
     # States in two parts; bfloat16's were shown under one name, whether they have them or not.
     parts = ("two",) if problem.needs_grad and problem.dtype == "float16" and config.exact_decay(problem) else ()
