@@ -38,7 +38,7 @@ def of_compiled(kernel) -> str:
 
 def of_representation(text: str) -> str:
     """Of MLIR, whose locations may hold parentheses within parentheses, and whose values are named after variables: here by their order."""
-    text = re.sub(r"^#loc.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)  # of which there may be more
     text = re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", text)
     order: dict[str, int] = {}
     return digest(re.sub(r"%\w+", lambda name: f"%{order.setdefault(name[0], len(order))}", text))

@@ -10,6 +10,7 @@ from kdakit.backends.triton_gpu.device.gate import bounded_gate_backward, gate_b
 from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pair_gradients import load_pairs
 from kdakit.backends.triton_gpu.device.token_tiles import to_float32
+from kdakit.backends.triton_gpu.device.versions import either
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def load_rows(p_x, p_y, FIRST: tl.constexpr, s_x, s_y, length, other, R: tl.cons
     o_k, o_t = tl.arange(0, KP), span_tokens(R) % 32 + FIRST
     p_x += (o_t * s_x) * ALIGN
     if R == 64:
-        p_x = tl.where(tl.arange(0, 64) < 32, p_x, p_y + (o_t * s_y) * ALIGN)
+        p_x = either(tl.arange(0, 64) < 32, p_x, p_y + (o_t * s_y) * ALIGN, ALIGN)
     m_x = (o_t < length)[:, None]
     if K < KP:
         m_x = m_x & (o_k < K)[None, :]
@@ -87,7 +88,7 @@ def token_totals(b_x):
 def store_rows(p_x, p_y, FIRST: tl.constexpr, HV, length, b_x, b_y, K: tl.constexpr, KP: tl.constexpr):
     """b_x, b_y [KP, 32] -> rows of a half of two token tensors."""
     o_k, o_t = tl.arange(0, KP), span_tokens(64) % 32 + FIRST
-    p_d = tl.where(tl.arange(0, 64) < 32, p_x + o_t * HV * K, p_y + o_t * HV * K)[:, None] + o_k[None, :]
+    p_d = either(tl.arange(0, 64) < 32, p_x + o_t * HV * K, p_y + o_t * HV * K, K & -K)[:, None] + o_k[None, :]
     m_d = (o_t < length)[:, None]
     if K < KP:
         m_d = m_d & (o_k < K)[None, :]

@@ -33,6 +33,7 @@ from kdakit.backends.triton_gpu.device.gate import (
 from kdakit.backends.triton_gpu.device.matrix import product, round_to, rounded_off
 from kdakit.backends.triton_gpu.device.pair_gradients import bounded_pairs, load_pairs, span_sums, unbounded_pairs, whole_with_pairs
 from kdakit.backends.triton_gpu.device.program import locate_chunk, row_of_token
+from kdakit.backends.triton_gpu.device.versions import either
 from kdakit.backends.triton_gpu.device.whole_sums import sum_whole
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
@@ -50,7 +51,7 @@ def load_both(p_q, p_k, FIRST: tl.constexpr, s_qt, s_kt, o_k, length, b_I, K: tl
         b_k = load_span(p_k, o_t, s_kt, o_k, length, b_I1, K, KP, ALIGN)
     else:
         o_t, m_q = span_tokens(64) % 32 + FIRST, tl.arange(0, 64) < 32
-        p_x = tl.where(m_q, p_q + (o_t * s_qt) * ALIGN, p_k + (o_t * s_kt) * ALIGN)[:, None] + o_k[None, :]
+        p_x = either(m_q, p_q + (o_t * s_qt) * ALIGN, p_k + (o_t * s_kt) * ALIGN, ALIGN)[:, None] + o_k[None, :]
         m_x = (o_t < length)[:, None]
         if K < KP:
             m_x = m_x & (o_k < K)[None, :]

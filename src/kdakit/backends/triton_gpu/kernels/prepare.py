@@ -22,6 +22,7 @@ from kdakit.backends.triton_gpu.device.inverse import DIVISIBLE
 from kdakit.backends.triton_gpu.device.like_keys import first_key, pair_products
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, stored_operand
 from kdakit.backends.triton_gpu.device.program import find_sequence, first_slot, pairs_by_token, row_tokens, rows_by_token
+from kdakit.backends.triton_gpu.device.versions import either
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -173,7 +174,8 @@ def load_half(
         b_k = tl.load(p_k + (o_token * s_kt)[:, None] * ALIGN + o_k[None, :], mask=m_t[:, None] & (o_k < K)[None, :], other=0.0)
         b_qk = tl.reshape(tl.permute(tl.join(b_q, b_k), (2, 0, 1)), [2 * HALF, KP])
     else:
-        b_qk = tl.load(tl.where(m_q, p_q + o_row * s_qt * ALIGN, p_k + o_row * s_kt * ALIGN) + o_k[None, :], mask=m_qk, other=0.0)
+        p_qk = either(m_q, p_q + o_row * s_qt * ALIGN, p_k + o_row * s_kt * ALIGN, ALIGN)
+        b_qk = tl.load(p_qk + o_k[None, :], mask=m_qk, other=0.0)
     b_beta = tl.where(m_t, write_strength(tl.load(p_beta + o_token * s_bt, mask=m_t, other=0.0).to(tl.float32), BETA), 0.0)
     if p_beta.dtype.element_ty.primitive_bitwidth < 32:
         # A sum of one number, behind which the compiler does not see that it came in 16 bits: it would lay out the float32 factors of the

@@ -41,6 +41,7 @@ from kdakit.backends.triton_gpu.device.token_tiles import (
     token_index,
     value_across,
 )
+from kdakit.backends.triton_gpu.device.versions import NEWER, either, rows_at
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -53,19 +54,18 @@ SECOND = 2**15  # the most programs along a grid's second axis
 def load_rows(p_q, p_k, p_g, first: tl.constexpr, length, s_qt, s_kt, s_gt, K: tl.constexpr, KP: tl.constexpr, J: tl.constexpr,
               ALIGN: tl.constexpr, FLIP: tl.constexpr):  # fmt: skip
     """Of 32 tokens from the chunk's token `first` on, q above k (FLIP: k above q) [8 J, 8, c], and g [8 J, 4, c]. What is not there is the
-    last token that is: a mask would cost more.
-
-    A thread is to have 8 channels, the next ones along the first axis: Triton orders axes by how much lies together along them. That the
-    first has 2 is not so, and nothing else looks. Triton 3.6 takes that order by itself, and makes the same code; 3.9 takes another, moves
-    all tiles between threads and spills 3824 bytes of each, with this 624. Of fewer channels 3.6 makes other code with it."""
+    last token that is: a mask would cost more."""
     o_k = channel_index(J, KP // J)
     o_t = tl.minimum(first + token_index(J, 4), length - 1)
-    p_g += o_t * s_gt * ALIGN + o_k
+    p_g = rows_at(p_g, o_t * s_gt * ALIGN + o_k, KP == 128)
     o_t = tl.minimum(first + token_index(J, 8), length - 1)
     m_q = (tl.arange(0, 8) < 4)[None, :, None] != FLIP
-    p_q = tl.where(m_q, p_q + (o_t * s_qt * ALIGN + o_k), p_k + (o_t * s_kt * ALIGN + o_k))
-    if KP == 128:
-        p_g, p_q = tl.max_contiguous(p_g, [2, 1, 8]), tl.max_contiguous(p_q, [2, 1, 8])
+    if NEWER:
+        p_q = rows_at(either(m_q, p_q + o_t * s_qt * ALIGN, p_k + o_t * s_kt * ALIGN, ALIGN), o_k)
+    else:
+        p_q = tl.where(m_q, p_q + (o_t * s_qt * ALIGN + o_k), p_k + (o_t * s_kt * ALIGN + o_k))
+        if KP == 128:
+            p_q = tl.max_contiguous(p_q, [2, 1, 8])
     if K == KP:
         b_g, b_qk = tl.load(p_g), tl.load(p_q)
     else:
@@ -149,13 +149,15 @@ def store_pair_factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constex
     EXACT: tl.constexpr = BOUNDED and not FLIP
     p_k = p_tiles + (tl.arange(0, 8 * J)[:, None, None] % 8 * (4 * KP) + channel_index(J, KP // J))
     p_k += (tl.arange(0, 4) * KP)[None, :, None]  # alone, so that it is part of the instruction
-    p_k += 32 * KP if FLIP else 0
+    p_k = rows_at(p_k, 32 * KP if FLIP else 0)
+    if NEWER:
+        p_q = rows_at(p_k, 64 * KP)
     b_scale, b_from = b_scale[:, :, None], b_from[:, None, :]
     if not BOUNDED:
         b_e = power_of_2(b_s, PTX)
         b_q = pick_normalised(b_qk, b_scale, Q, PTX) * b_e
         b_qn = round_to(b_q, tl.bfloat16)
-        store_decayed(p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
+        store_decayed(p_q if NEWER else p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
     b_k = pick_normalised(b_qk, b_scale, 1 - Q, PTX)
     b_x = b_k * inverse_power_of_2(b_s, PTX)
     b_cols = round_to(b_x, tl.bfloat16)
@@ -168,7 +170,7 @@ def store_pair_factors(b_qk, b_scale, b_s, b_from, b_to, p_tiles, KP: tl.constex
     b_x = b_x * b_to[:, None, :]
     b_tails, b_first = round_to(b_x, SOLVE_DTYPE), round_to(b_x, tl.bfloat16)
     if BOUNDED:
-        store_decayed(p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
+        store_decayed(p_q if NEWER else p_k + 64 * KP, b_q, b_qn, b_from, EXACT, PTX)
     else:
         b_k = b_k * b_e
         b_kn = round_to(b_k, tl.bfloat16)

@@ -22,6 +22,7 @@ from kdakit.backends.triton_gpu.device.gate import (
 from kdakit.backends.triton_gpu.device.matrix import product, round_to
 from kdakit.backends.triton_gpu.device.program import locate_chunk
 from kdakit.backends.triton_gpu.device.token_tiles import by_token, channel_index, half_sums, running_sums, to_float32, token_index
+from kdakit.backends.triton_gpu.device.versions import either, rows_at
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -36,10 +37,10 @@ def load_half(p_q, p_k, p_g, length, s_qt, s_kt, s_gt, K: tl.constexpr, J: tl.co
     o_k = channel_index(J, c)
     o_t = token_index(J, 4)
     none: tl.constexpr = 0.0 if GATE == "log_decay" else float("-inf")
-    b_g = tl.load(p_g + o_t * s_gt * ALIGN + o_k, mask=(o_t < length) & (o_k < K), other=none)
+    b_g = tl.load(rows_at(p_g + o_t * s_gt * ALIGN, o_k), mask=(o_t < length) & (o_k < K), other=none)
     o_t = token_index(J, 8)
     m_q = (tl.arange(0, 8) < 4)[None, :, None]
-    p_qk = tl.where(m_q, p_q + o_t * s_qt * ALIGN, p_k + o_t * s_kt * ALIGN) + o_k
+    p_qk = rows_at(either(m_q, p_q + o_t * s_qt * ALIGN, p_k + o_t * s_kt * ALIGN, ALIGN), o_k)
     return tl.load(p_qk, mask=(o_t < length) & (o_k < K), other=0.0), b_g
 
 
@@ -93,10 +94,10 @@ def half_tiles(
     b_rows = tl.reshape(b_qk * power_of_2(b_s + b_before[:, None, :], PTX)[:, None], [8 * J, 8, c])
     o_row = (token_index(J, 8) + tl.where((tl.arange(0, 8) < 4)[None, :, None], C, 0)) * KP + channel_index(J, c)
     b_tile = round_to(b_rows, DTYPE)
-    tl.store(p_tiles + o_row, b_tile)
+    tl.store(rows_at(p_tiles, o_row), b_tile)
     if HAS_FIRST:  # noqa: SIM102 - the compiler decides the one, the device the other
         if first:
-            tl.store(p_first + o_row, round_to(b_rows - b_tile.to(tl.float32), p_first.dtype.element_ty))
+            tl.store(rows_at(p_first, o_row), round_to(b_rows - b_tile.to(tl.float32), p_first.dtype.element_ty))
     return b_k, b_total
 
 
