@@ -153,6 +153,22 @@ def test_a_launch_holds_names_to_the_kernel():
         launch.Launch(step_kernel, 1, {n: x for n, x in values.items() if n != "BV"})
 
 
+@pytest.mark.parametrize("target", (("cuda", 90, 32), ("hip", "gfx942", 64)))
+def test_a_product_and_a_sum_are_one_instruction_whatever_triton_does_unasked(target, monkeypatch):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    problem, layout = PROBLEM, layouts.views(tensors()).layout
+    values = arguments(problem, triton_gpu.default_config(problem, "cpu"), layout) | dict(BV=16)
+    with launch.tracing() as traced:
+        made = launch.Launch(step_kernel, 1, values, num_warps=4)
+        made(**dict.fromkeys(made.names))
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    backend = make_backend(GPUTarget(*target))
+    assert backend.parse_options(dict(traced[0].options)).enable_fp_fusion
+    assert not backend.parse_options(dict(num_warps=4)).enable_fp_fusion, "nothing to ask for"
+
+
 def roles(watched, given, made):
     """Of all that kernels were started with: grids, numbers, and whose address an address is; scratch by the order in which it is met."""
     names = {

@@ -154,13 +154,15 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, grid: Grid, values: Mapping[str, Any], registers: int = 0, **options: int | bool):
-        """values: of the kernel's numbers and constants, by name, and perhaps of others; registers: a thread's at most, 0: any number."""
+        """values: of the kernel's numbers and constants, by name, and perhaps of others; registers: a thread's at most, 0: any number.
+
+        A product and a sum may be one instruction: Triton 3.10 no longer makes it so unasked, and 3.9 warns of that."""
         names = parameters(kernel.fn)
         unknown = [name for name in (*names.numbers, *names.constants) if name not in values]
         if unknown:
             raise TypeError(f"{kernel.__name__} has parameters without a value: {', '.join(unknown)}")
         self.kernel, self.grid, self.names = kernel, grid, names.tensors
-        self.options = options | ({"maxnreg": registers} if registers else {})
+        self.options = options | {"enable_fp_fusion": True} | ({"maxnreg": registers} if registers else {})
         self.numbers = tuple(values[name] for name in names.numbers)
         self.constants = {name: values[name] for name in names.constants}
         self.rest = *self.numbers, *self.constants.values()
