@@ -757,6 +757,15 @@ def test_the_quick_interpreter_has_the_same_bits(keep_dims):
         assert all(np.array_equal(a.handle.data, b.handle.data) and a.type == b.type for a, b in zip(found, want, strict=True))
 
 
+@interpreter
+def test_one_comparison_for_a_block_is_a_mask():
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    compared = TensorHandle(np.array([True]), tl.int64)  # what compares numbers has their type there
+    made = InterpreterBuilder().create_splat(tl.block_type(tl.int64, [4]), compared)
+    assert made.data.dtype == bool and made.data.all() and made.data.shape == (4,)
+
+
 @triton.jit
 def slopes_kernel(p_x, p_lost, p_d, p_out, a, a_lost, lower_bound, N: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr):
     o = tl.arange(0, N)

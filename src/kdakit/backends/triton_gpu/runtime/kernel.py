@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 
 import triton
 
+from kdakit.backends.triton_gpu.runtime import masks
+from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
+
+if INTERPRETED:
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    masks.keep_booleans(InterpreterBuilder, TensorHandle)
+
 
 class Parameters(NamedTuple):
     """Names, in order; tensors without their p_."""
