@@ -145,6 +145,9 @@ def test_nothing_happens_unasked():
 
 def test_the_registry_of_fla_05(tmp_path):
     """FLA 0.5.2 from its wheel, in a process of its own."""
+    triton = pytest.importorskip("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+        pytest.skip("FLA 0.5.2 itself does not import with Triton 3.9: it tunes one kernel by an argument that the kernel does not have")
     wheels = [Path(p) for p in os.environ.get("KDAKIT_TEST_WHEELS", "").split(os.pathsep) if p]
     found = [w for folder in wheels for w in folder.glob("fla_core-0.5*.whl")]
     if not found:

@@ -1,4 +1,4 @@
-"""tokamax's call and sglang-jax's two functions against the readable recurrence."""
+"""sglang-jax's two functions against the readable recurrence."""
 
 import sys
 import types
@@ -17,32 +17,6 @@ def inputs(B=2, T=9, H=2, K=8, V=4):
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     v, beta = rng.standard_normal((B, T, H, V)).astype(np.float32), rng.random((B, T, H)).astype(np.float32)
     return q, k, v, -np.abs(g), beta, rng.standard_normal((B, H, K, V)).astype(np.float32)
-
-
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_tokamax(heads_first):
-    from kdakit.jax import naive_recurrent_kda, tokamax
-
-    *x, state = inputs()
-    want, want_final = naive_recurrent_kda(*x, initial_state=state, output_final_state=True)
-    moved = [np.moveaxis(a, 2, 0) for a in x] if heads_first else x
-    o, final = tokamax.kimi_delta_attention(*moved, initial_state=state, output_final_state=True, heads_first=heads_first)
-    o = np.moveaxis(o, 0, 2) if heads_first else o
-    np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(final, want_final, rtol=1e-5, atol=1e-5)
-
-
-def test_tokamax_implementations(monkeypatch):
-    """Every backend of ours by its name; tokamax's own names let kdakit choose."""
-    from kdakit import dispatch
-    from kdakit.jax import tokamax
-
-    asked = []
-    monkeypatch.setattr(tokamax.ours, "chunk_kda", lambda *x, backend, **named: asked.append(backend) or x[:2])
-    wanted = [*dispatch.names("jax"), ("xla", "mosaic"), None, "mosaic", ()]
-    for implementation in wanted:
-        tokamax.kimi_delta_attention(*inputs()[:5], implementation=implementation)
-    assert asked == [*dispatch.names("jax"), "xla", "auto", "auto", "auto"]
 
 
 def test_sglang_jax(monkeypatch):
