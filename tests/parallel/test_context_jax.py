@@ -97,6 +97,29 @@ def test_a_window_reads_over_the_border(everything, index, slices, count):
     assert (gradient == d_tokens[count:]).all()
 
 
+WHOLE = """
+import jax, numpy as np
+from kdakit.jax import chunk_kda
+from kdakit.parallel.jax import sharded_chunk_kda
+
+x = np.random.default_rng(0).standard_normal((1, 7, 2, 8)).astype(np.float32)
+mesh = jax.make_mesh((2, 2), ("context", "heads"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+found, want = (
+    jax.jit(lambda x, f=f: f(x, x, x, -x**2, x[..., 0]**2, output_final_state=True, use_qk_l2norm_in_kernel=True))(x)
+    for f in (sharded_chunk_kda(mesh, context="context", heads="heads"), chunk_kda)
+)
+for a, b in zip(found, want, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_whole_arrays_on_a_mesh_of_explicit_axes():
+    """As jax.make_mesh makes them where nothing else is said: arrays that lie nowhere yet, and tokens that the devices do not divide."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    done = subprocess.run([sys.executable, "-c", WHOLE], env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, timeout=600)
+    assert done.returncode == 0
+
+
 def test_the_model_cut_over_context_heads_and_data():
     """Eight devices as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences, in even and uneven slices: as on one device, gradients too."""
     pytest.importorskip("flax")

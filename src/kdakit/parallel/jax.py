@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kdakit import jax as local
@@ -89,6 +89,10 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
     """
     tokens = P(batch, context, heads)
     states, parameters = P(batch, heads), {"A_log": P(heads), "dt_bias": P(heads)}
+    explicit = AxisType.Explicit in mesh.axis_types  # as `jax.make_mesh` makes them: there shard_map moves nothing by itself
+
+    def placed(x, spec):
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if explicit else x
 
     def call(q, k, v, g, beta, *, initial_state=None, A_log=None, dt_bias=None, cu_seqlens=None, segment_ids=None, **options):
         given = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
@@ -100,9 +104,10 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
         T = q.shape[1]
         more = -T % (1 if context is None else mesh.shape[context])  # slots without a token
         widen = lambda x: jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2)) if more else x
-        inputs = tuple(widen(x) for x in (q, k, v, g, beta))
+        inputs = tuple(placed(widen(x), tokens) for x in (q, k, v, g, beta))
         if segment_ids is not None:
             given["segment_ids"] = widen(segment_ids)
+        given = {name: placed(x, specs[name]) for name, x in given.items()}
 
         def run(inputs, rest):
             named = dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)) | rest | options
@@ -119,7 +124,7 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
             in_specs=((tokens,) * 5, {name: specs[name] for name in given}),
             out_specs=(tokens, states if wants_state else None),
         )(inputs, given)
-        return (o[:, :T] if more else o), final_state
+        return (placed(o, P(batch, None, heads))[:, :T] if more else o), final_state
 
     return call
 
