@@ -208,6 +208,17 @@ def test_doctor_survives_a_broken_import(doctors, package):
     assert not installed or f"failed: {BROKEN[package].partition('(')[0]}" in " ".join(out.split())
 
 
+def test_a_missing_framework_is_named_with_what_installs_it():
+    """In the doctor's lines, and below the traceback of an import."""
+    missing = ModuleNotFoundError("No module named 'jax'", name="jax")
+    assert machine.failure(missing) == "failed: jax is not installed: pip install 'kdakit[jax]'"
+    for framework in ("torch", "jax"):
+        code = f"import sys; sys.modules['{framework}'] = None; import kdakit.{framework}"
+        source = str(Path(doctor.__file__).parents[2])
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": source}, capture_output=True, text=True)
+        assert done.returncode == 1 and f"pip install 'kdakit[{framework}]'" in done.stderr
+
+
 @pytest.mark.parametrize("probe", ["_packages", "_cpu", "support", "_torch_devices", "_jax_devices"])
 def test_doctor_survives_a_broken_probe(probe, monkeypatch, capsys):
     monkeypatch.setattr(doctor, probe, lambda *args: 1 / 0)

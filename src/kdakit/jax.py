@@ -15,7 +15,11 @@ import warnings
 from functools import partial
 from typing import Any
 
-import jax
+try:
+    import jax
+except ModuleNotFoundError as missing:
+    missing.add_note("kdakit.jax needs JAX: pip install 'kdakit[jax]', or 'kdakit[tpu]' on a TPU")
+    raise
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

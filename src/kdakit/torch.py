@@ -12,7 +12,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as missing:
+    missing.add_note("kdakit.torch needs PyTorch: pip install 'kdakit[torch]', or 'kdakit[gpu]' on an NVIDIA GPU")
+    raise
 from torch import Tensor
 
 from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options

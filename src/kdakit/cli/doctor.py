@@ -10,6 +10,7 @@ import json
 import platform
 from typing import Any
 
+from kdakit.cli.broken import broken_once, remember
 from kdakit.measure.machine import FAILED, attempt, failure
 
 OK = "yes"
@@ -102,15 +103,16 @@ def contract_markdown() -> str:
 
 def examine() -> dict[str, Any]:
     """The whole report as plain data."""
-    return {
-        "system": {"python": platform.python_version(), "platform": platform.platform(), "cpu": attempt(_cpu)},
-        "packages": attempt(_packages),
-        "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
-        "support": attempt(support),
-        "stacks": attempt(_stacks),
-        "training": attempt(training),
-        "shown": attempt(_shown),
-    }
+    with broken_once():
+        return {
+            "system": {"python": platform.python_version(), "platform": platform.platform(), "cpu": attempt(_cpu)},
+            "packages": attempt(_packages),
+            "devices": {name: attempt(probe) for name, probe in (("torch", _torch_devices), ("jax", _jax_devices))},
+            "support": attempt(support),
+            "stacks": attempt(_stacks),
+            "training": attempt(training),
+            "shown": attempt(_shown),
+        }
 
 
 def _shown() -> dict[str, str]:
@@ -152,6 +154,7 @@ def _package_state(name: str) -> str:
         try:
             importlib.import_module(name)
         except (Exception, SystemExit) as problem:
+            remember(name, problem)
             return f"{version}, but importing it {failure(problem)}"
     return version
 

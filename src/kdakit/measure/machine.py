@@ -31,6 +31,7 @@ PACKAGES = {
     "matplotlib": "plots",
     "fla-core": "bench --against fla",
 }
+EXTRAS = {"torch": "torch", "jax": "jax", "flax": "flax", "optax": "flax", "safetensors": "models", "matplotlib": "bench"}
 
 
 def attempt(probe, *args) -> Any:
@@ -42,6 +43,8 @@ def attempt(probe, *args) -> Any:
 
 
 def failure(problem: BaseException) -> str:
+    if isinstance(problem, ModuleNotFoundError) and problem.name in EXTRAS:
+        return f"{FAILED}{problem.name} is not installed: pip install 'kdakit[{EXTRAS[problem.name]}]'"
     first = (str(problem).strip() or "no message").splitlines()[0]
     return f"{FAILED}{type(problem).__name__}: {first}"
 
