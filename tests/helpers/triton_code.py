@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+from itertools import count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,11 +38,19 @@ def of_compiled(kernel) -> str:
 
 
 def of_representation(text: str) -> str:
-    """Of MLIR, whose locations may hold parentheses within parentheses, and whose values are named after variables: here by their order."""
+    """Of MLIR, whose locations may hold parentheses within parentheses, and whose values are named after variables: here by their order.
+    A name may come again in the next block."""
     text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)  # of which there may be more
     text = re.sub(r" loc\((?:[^()]|\([^()]*\))*\)", "", text)
     order: dict[str, int] = {}
-    return digest(re.sub(r"%\w+", lambda name: f"%{order.setdefault(name[0], len(order))}", text))
+    made = count()
+
+    def numbered(name: re.Match[str]) -> str:
+        if name[2] or name[1] not in order:
+            order[name[1]] = next(made)
+        return f"%{order[name[1]]}{name[2]}"
+
+    return digest(re.sub(r"(%\w+)(:\d+ =| =|)", numbered, text))
 
 
 def stop_after_first_stage(codes: list[str]) -> None:
