@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ from kdakit import chunked, reference  # noqa: E402
 from kdakit.backends import xla  # noqa: E402
 from kdakit.cases import CASES, SEGMENT_CASES, Case  # noqa: E402
 from kdakit.jax import chunk_kda, fused_recurrent_kda, kda_gate, naive_chunk_kda, naive_recurrent_kda  # noqa: E402
+from kdakit.measure import checking  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
 
@@ -219,6 +221,33 @@ def test_backward_of_the_activations_is_their_transpose(name):
             assert (a is None) == (b is None)
             if a is not None:
                 np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_saturated_gate_keeps_its_gradient():
+    """sigmoid(-88.5) is 4e-39, which XLA takes for 0; times exp(A_log), the bound and d_g it is a gradient of 5e-36."""
+    case = Case(
+        "saturated", "", B=1, T=1, H=1, HV=1, K=1, V=1, gate="raw", A_log=True, options={"use_gate_in_kernel": True, "lower_bound": -5.0}
+    )
+    one = jnp.ones((1, 1, 1, 1))
+    arrays = Arrays(one, one, one, -5.9 * one, one[..., 0], jnp.log(jnp.full(1, 15.0)))
+    d = xla.activate_backward(case.problem("float32"), arrays, xla.Activated(one, one, one, 17 * one, one[..., 0]))
+    argument = np.exp(np.float64(arrays.A_log[0])) * np.float64(arrays.g[0, 0, 0, 0])
+    want = -5 * 15 * 17 * np.exp(argument)
+    assert abs(np.float64(d.g[0, 0, 0, 0]) - want) < 1e-4 * abs(want)
+    assert abs(np.float64(d.A_log[0]) + 5.9 * want) < 1e-4 * abs(5.9 * want)
+
+
+def test_what_a_key_of_one_overwrites_has_no_gradient():
+    """A head of one channel, strengths of 1: exactly zero, for a relative error knows no small number beside it."""
+    case = Case("overwritten", "", T=5, H=1, HV=2, K=1, V=7, keys="identical", beta="one")
+    arrays = case.arrays("float32")
+    arrays = arrays._replace(k=np.sign(arrays.k))
+    found = checking.run_arrays("xla", case, "float32", arrays, case.cotangents("float32"))
+    assert not found["initial_state"].any() and not found["g"].any()
+    for varied in (case, replace(case, beta="uniform", T=70, B=2), replace(case, beta="up_to_two", T=30, lengths=(7, 0, 1, 22))):
+        arrays, cotangents = varied.arrays("float32"), varied.cotangents("float32")
+        rows = checking.compare(varied.problem(), arrays, checking.run_arrays("xla", varied, "float32", arrays, cotangents), cotangents)
+        assert all(row.ok for row in rows), [row for row in rows if not row.ok]
 
 
 # Transformations.

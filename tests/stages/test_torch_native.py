@@ -59,6 +59,25 @@ def test_like_keys_are_inverted_to_a_rounding():
     assert (mixed.inverse - whole).norm() < 1e-7 * whole.norm()
 
 
+def test_the_decay_over_a_chunk_is_rounded_once():
+    """As a product of 64 decays, each rounded, it is off by 3e-7."""
+    g = -torch.rand(50, 64, 8, generator=torch.Generator().manual_seed(0)) * 0.2
+    found = intra(torch.zeros(50, 2, 64, 8), torch.zeros(50, 64, 1), g, True).decay
+    whole = g.double().sum(1).exp()
+    assert (found - whole).norm() < 3e-8 * whole.norm()
+
+
+def test_what_a_key_of_one_overwrites_has_no_gradient():
+    """A head of one channel, strengths of 1: exactly zero, for a relative error knows no small number beside it."""
+    case = Case("overwritten", "", T=5, H=1, HV=2, K=1, V=7, keys="identical", beta="one")
+    arrays = case.arrays("float32")
+    arrays = arrays._replace(k=np.sign(arrays.k))
+    found = checking.run_arrays("torch_native", case, "float32", arrays, case.cotangents("float32"))
+    assert not found["initial_state"].any() and not found["g"].any()
+    for varied in (case, replace(case, beta="uniform", T=70, B=2), replace(case, beta="up_to_two", T=30, lengths=(7, 0, 1, 22))):
+        assert_within(varied, varied.arrays("float32"), varied.cotangents("float32"))
+
+
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
 def test_sums_of_parameters_gradients(gate):
     """Of terms that cancel but for a hundredth, half of them a token's and half the next one's: as if they were rounded once."""

@@ -16,6 +16,7 @@ from kdakit.backends.torch_native.output import output
 from kdakit.backends.torch_native.plan import chunk_tokens, chunks_per_piece, keep_memory, make_plan, visible_cu_seqlens
 from kdakit.backends.torch_native.state import state
 from kdakit.backends.torch_native.step import recurrence
+from kdakit.backends.torch_native.token import token_backward
 from kdakit.backends.torch_native.wide import widened
 from kdakit.chunked import as_chunked
 from kdakit.problem import Arrays, Problem
@@ -118,9 +119,12 @@ def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config
             states, errors, v_new = _states(plan, n0, saved[2][index], x, mixed, initial, initial.clone(), buffer)
             states, errors, v_new = (a.flatten(0, 1) for a in (states[:-1], errors, v_new))
         d_out = plan.to_chunks(plan.tokens(d_o, n0, n1).to(dtype), n0, n1)
-        *d, dS = chunk_backward(
-            plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer
-        )
+        if plan.C == 1:
+            *d, dS = token_backward(plan, n0, dS, x.rows, x.beta, mixed.decay, states, errors, v_new, d_out, d_final, d_initial)
+        else:
+            *d, dS = chunk_backward(
+                plan, n0, dS, x.rows, x.beta, mixed, _exact(problem, x.g), states, errors, v_new, d_out, d_final, d_initial, d_buffer
+            )
         d = _activated_gradients(problem, plan, n0, n1, *d)
         d = activate_backward(problem, piece, d)
         for out, a in zip(grads, d, strict=False):

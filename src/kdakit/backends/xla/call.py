@@ -27,7 +27,7 @@ from kdakit.backends.xla.plan import (
     window_valid,
 )
 from kdakit.backends.xla.state import state_backward, state_forward
-from kdakit.backends.xla.step import recurrence
+from kdakit.backends.xla.step import recurrence, recurrence_backward
 from kdakit.chunked import as_chunked
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -78,6 +78,8 @@ def forward(problem: Problem, arrays: Arrays, config: Config | None = None) -> t
 
 def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final_state, config: Config | None = None) -> Arrays:
     """Gradients of sum(o * d_o) + sum(final_state * d_final_state), each in its input's dtype; None where there is no input."""
+    if problem.K == 1:
+        return _backward_by_token(problem, arrays, d_o, d_final_state)
     problem = as_chunked(problem)
     config = config or default_config(problem, "cpu")
     if saved is None:
@@ -85,7 +87,7 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     dtype = problem.compute_dtype
     plan = make_plan(problem, config, arrays.cu_seqlens)
     initial = _initial_states(problem, arrays)
-    d_final = jnp.zeros_like(initial) if d_final_state is None else layout(problem, d_final_state.astype(dtype))
+    d_final = _final_gradients(problem, d_final_state, initial)
     tokens, resets = _padded(problem, plan, arrays)
     d_out = pad_tokens(plan, d_o)
 
@@ -117,22 +119,45 @@ def backward(problem: Problem, arrays: Arrays, saved: Saved | None, d_o, d_final
     d_initial = layout(problem, d_initials if packed else d_first)
     whole = [join_windows(plan, d) for d in gradients[:5]]
     parameters = [d if d is None else d.sum(0) for d in gradients[5:7]]
-    pairs = zip(arrays[5:8], (*parameters, d_initial), strict=True)
-    return Arrays(*whole, *(None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in pairs))
+    return Arrays(*whole, *_like_inputs(arrays, (*parameters, d_initial)))
+
+
+def _backward_by_token(problem: Problem, arrays: Arrays, d_o, d_final_state) -> Arrays:
+    """What lies past the last packed sequence may be anything."""
+    sequence, resets = _sequences(problem, arrays)
+    real = True if sequence is None else sequence < problem.N
+    *tokens, d_o = (jnp.where(jnp.reshape(real, (1, -1, *(1,) * (x.ndim - 2))), x, 0) for x in (*arrays[:5], d_o))
+    arrays, initial = Arrays(*tokens, *arrays[5:]), _initial_states(problem, arrays)
+    d_final, d_o = _final_gradients(problem, d_final_state, initial), d_o.astype(problem.compute_dtype)
+    d_x, d_initial = recurrence_backward(activate(problem, arrays, resets), initial, d_o, d_final, sequence)
+    d = activate_backward(problem, arrays, d_x)
+    return Arrays(*d[:5], *_like_inputs(arrays, (*d[5:7], layout(problem, d_initial))))
+
+
+def _final_gradients(problem: Problem, d_final_state, states):
+    """[N, HV, K, V] in the compute dtype, zeros like `states` where none are given."""
+    return jnp.zeros_like(states) if d_final_state is None else layout(problem, d_final_state.astype(problem.compute_dtype))
+
+
+def _like_inputs(arrays: Arrays, gradients):
+    """Those of A_log, dt_bias and initial_state in the shapes and dtypes of what they belong to; None where there is none."""
+    return (None if x is None else d.reshape(x.shape).astype(x.dtype) for x, d in zip(arrays[5:8], gradients, strict=True))
 
 
 def step(problem: Problem, arrays: Arrays, config: Config | None = None) -> Result:
     """The same results token by token."""
-    sequence = resets = None
-    if problem.varlen == "cu_seqlens":
-        sequence = edges_passed(arrays.cu_seqlens[1:], problem.T)
-    if problem.varlen == "segment_ids":
-        resets = segment_starts(arrays.segment_ids)
+    sequence, resets = _sequences(problem, arrays)
     o, final = recurrence(activate(problem, arrays, resets), _initial_states(problem, arrays), sequence)
     if sequence is not None:
         o = jnp.where((sequence < problem.N)[:, None, None], o, 0)
     final = layout(problem, final).astype(problem.state_dtype) if problem.options.output_final_state else None
     return Result(o.astype(problem.dtype), final)
+
+
+def _sequences(problem: Problem, arrays: Arrays):
+    """[T], the sequence of each token of a packed call, and [B, T], whether a segment starts; None where there are none."""
+    packed, segmented = problem.varlen == "cu_seqlens", problem.varlen == "segment_ids"
+    return edges_passed(arrays.cu_seqlens[1:], problem.T) if packed else None, segment_starts(arrays.segment_ids) if segmented else None
 
 
 def layout(problem: Problem, state):

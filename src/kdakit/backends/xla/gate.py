@@ -60,7 +60,7 @@ def activate_backward(problem: Problem, arrays: Arrays, d_x: Activated, valid=No
 
     l2norm, r = 1/sqrt(x.x + eps), y = r x:      d_x = r (d_y - y (y . d_y))
     softplus gate, x = g + dt_bias, a = e^A_log: d_x = -a sigmoid(x) d_g, d_A_log = sum -a softplus(x) d_g, d_dt_bias = sum d_x
-    bounded gate, s = sigmoid(a x):              d_x = a z, z = lower_bound s (1 - s) d_g, d_A_log = sum a x z, d_dt_bias = sum d_x
+    bounded gate, s = sigmoid(a x):              d_x = a lower_bound s (1 - s) d_g, d_A_log = sum x d_x, d_dt_bias = sum d_x
     """
     o = problem.options
     q, k, _, g, beta = (x.astype(problem.compute_dtype) for x in arrays[:5])
@@ -77,17 +77,21 @@ def activate_backward(problem: Problem, arrays: Arrays, d_x: Activated, valid=No
             d_A_log = (-a * jax.nn.softplus(x) * d_g).sum((0, 1, 3))
             d_g = -a * jax.nn.sigmoid(x) * d_g
         else:
-            z = o.lower_bound * _sigmoid_slope(a * x) * d_g
-            d_A_log, d_g = (a * x * z).sum((0, 1, 3)), a * z
+            d_g = _times_sigmoid_slope(a * x, o.lower_bound * a * d_g)
+            d_A_log = (x * d_g).sum((0, 1, 3))
         d_dt_bias = d_g.sum((0, 1))
     if o.beta != "given":
-        d_beta = (2 if o.beta == "double_sigmoid" else 1) * _sigmoid_slope(beta) * d_beta
+        d_beta = _times_sigmoid_slope(beta, (2 if o.beta == "double_sigmoid" else 1) * d_beta)
     gradients = (d.astype(x.dtype) for x, d in zip(arrays[:5], (d_q, d_k, d_v, d_g, d_beta), strict=True))
     return Arrays(*gradients, None if arrays.A_log is None else d_A_log, None if arrays.dt_bias is None else d_dt_bias)
 
 
-def _sigmoid_slope(x):
-    return jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)
+def _times_sigmoid_slope(x, d):
+    """d times s (1 - s), s = sigmoid(x), which is h^2 with h = e / (1 + e^2), e = exp(-|x| / 2). XLA takes what is below 1e-38 for 0, so
+    d comes between the two h: what is left of a saturated gate may be as small."""
+    e = jnp.exp(-0.5 * jnp.abs(x))
+    h = e / (1 + e * e)
+    return h * d * h
 
 
 def _gate_argument(problem: Problem, arrays: Arrays, g):

@@ -1,10 +1,11 @@
-"""The token recurrence, for decoding and short sequences.
+"""The token recurrence, for decoding and short sequences, and its derivative.
 
 S <- Diag(e^g) S;   S <- S + beta k (v - k^T S)^T;   o = S^T q
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -32,3 +33,10 @@ def recurrence(x: Activated, initial_state, sequence=None):
     tokens = tuple(jnp.moveaxis(a, 1, 0) for a in x)
     final, o = lax.scan(token, initial_state, (*tokens, sequence))
     return jnp.moveaxis(o, 0, 1), final
+
+
+def recurrence_backward(x: Activated, initial_state, d_o, d_final, sequence=None):
+    """Activated and d_initial_state from the gradients of `recurrence`'s results. It keeps a state for every token: for heads of one key
+    channel, in which a key of exactly 1 with a strength of 1 leaves a gradient of exactly 0 before it. Chunks would leave a roundoff."""
+    _, transposed = jax.vjp(lambda *given: recurrence(*given, sequence), x, initial_state)
+    return transposed((d_o, d_final))
