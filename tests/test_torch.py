@@ -296,6 +296,23 @@ def test_refusals_reach_the_user():
         kt.fused_recurrent_kda(*tensors, cu_seqlens=torch.tensor([0, 6]), cu_seqlens_cpu=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="v must be on q's device cpu, got meta"):
         kt.chunk_kda(*tensors[:2], tensors[2].to("meta"), *tensors[3:])
+    with pytest.raises(TypeError, match=r"k must .*got float8_e4m3fn"):
+        kt.chunk_kda(tensors[0], tensors[1].to(torch.float8_e4m3fn), *tensors[2:])
+    with pytest.raises(ValueError, match="scale must not require a gradient"):
+        kt.chunk_kda(*tensors, scale=torch.tensor(0.5, requires_grad=True))
+    assert kt.chunk_kda(*tensors, scale=torch.tensor(0.5))[0].shape == tensors[2].shape
+
+
+@pytest.mark.parametrize("call", [kt.chunk_kda, kt.fused_recurrent_kda])
+def test_on_the_device_meta_there_are_shapes(call):
+    given = [x.detach().to("meta").requires_grad_() for x in inputs()]
+    options = dict(A_log=given[5], dt_bias=given[6], initial_state=given[7], use_gate_in_kernel=True, output_final_state=True)
+    found = call(*given[:5], **options, backend="torch_native")
+    assert [(x.device.type, x.shape) for x in found] == [("meta", given[2].shape), ("meta", given[7].shape)]
+    d = torch.autograd.grad([x.sum() for x in found], given)
+    assert [(x.device.type, x.shape) for x in d] == [("meta", x.shape) for x in given]
+    with torch.no_grad():
+        assert call(*given[:5], **options)[0].shape == given[2].shape
 
 
 def test_what_is_remembered_of_a_call_is_its_own():

@@ -72,6 +72,8 @@ def test_vmap(call):
     assert torch.equal(moved[:, 1], call(*one[:2], x[2][1], *one[3:5])[0])
     packed = torch.func.vmap(lambda v: call(*one[:2], v, *one[3:5], cu_seqlens=torch.tensor([0, 3, 7]))[0])(x[2])
     assert torch.equal(packed[2], call(*one[:2], x[2][2], *one[3:5], cu_seqlens=torch.tensor([0, 3, 7]))[0])
+    with pytest.raises(ValueError, match="at least one element"):
+        torch.func.vmap(lambda v: call(*one[:2], v, *one[3:5])[0])(x[2][:0])
     gradients = torch.func.vmap(torch.func.grad(lambda *a: run(call, *a), argnums=(0, 3)))(*x)
     for n in range(3):
         alone = torch.func.grad(lambda *a: run(call, *a), argnums=(0, 3))(*(a[n] for a in x))

@@ -220,7 +220,7 @@ def of_one_dtype(arrays: Arrays) -> Arrays:
     q, k, v = arrays[:3]
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or q.dtype == k.dtype == v.dtype:
         return arrays
-    if not all(x.is_floating_point() for x in (q, k, v)):
+    if not all(x.is_floating_point() and x.element_size() > 1 for x in (q, k, v)):
         return arrays  # the checks say which
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
@@ -239,6 +239,8 @@ def _as(q: Tensor, found: tuple) -> Any:
 def _options(arrays: Arrays, **flags: Any) -> Options:
     """`make_options`, which answers the same flags once."""
     if isinstance(flags["scale"], Tensor) and flags["scale"].numel() == 1:
+        if flags["scale"].requires_grad and torch.is_grad_enabled():
+            raise ValueError("scale must not require a gradient, which a call does not return: multiply q by it, and pass scale=1.0")
         flags["scale"] = float(flags["scale"])
     if torch.compiler.is_compiling():
         return make_options(arrays, **flags)

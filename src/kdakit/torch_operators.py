@@ -276,10 +276,11 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def unwatched(tensors) -> bool:
-    """Whether nobody would see an operator: no compiler, tracer, dispatch mode or transform is at work, and these are plain tensors."""
+    """Whether nobody would see an operator: no compiler, tracer, dispatch mode or transform is at work, and these are plain tensors. Those
+    on the device meta have no values: they are an operator's fake kernel's."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    return torch._C._get_tracing_state() is None and _PLAIN.issuperset(map(type, tensors))
+    return torch._C._get_tracing_state() is None and _PLAIN.issuperset(map(type, tensors)) and not getattr(tensors[0], "is_meta", False)
 
 
 class Differentiated(torch.autograd.Function):

@@ -99,6 +99,8 @@ class Backward(torch.autograd.Function):
 def _vmapped(call: Callable[..., tuple], size: int, in_dims: tuple, inputs: tuple, tensors: int) -> tuple:
     """`call` for each of a batch: (results, the dimension of each result that counts them). All inputs of calls that are not packed have a
     row for each sequence, but for the parameters, places 5 and 6, whose gradients would be added up."""
+    if not size:
+        raise ValueError("torch.func.vmap must map a call over at least one element, got a dimension of 0")
     parameters, offsets = inputs[5:7], inputs[8:10]
     shared = all(dim is None for dim in in_dims[5:7]) if tensors == INPUTS else all(x is None for x in parameters)
     if shared and all(x is None for x in offsets):
