@@ -26,16 +26,7 @@ from jax import lax
 
 from kdakit import dispatch, jax_mapped, jax_sharding, quarantine
 from kdakit.mesh_axes import all_varying, vary, varying
-from kdakit.problem import (
-    DIFFERENTIABLE,
-    Arrays,
-    Problem,
-    check_cu_seqlens,
-    checks_enabled,
-    fold_compatibility,
-    make_options,
-    make_problem,
-)
+from kdakit.problem import DIFFERENTIABLE, Arrays, Problem, check_cu_seqlens, checks_enabled, fold_compatibility, make_options, make_problem
 from kdakit.values import check_same_cu_seqlens, check_values
 
 __all__ = [

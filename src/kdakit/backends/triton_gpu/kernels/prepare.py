@@ -174,8 +174,7 @@ def load_half(
         b_k = tl.load(p_k + (o_token * s_kt)[:, None] * ALIGN + o_k[None, :], mask=m_t[:, None] & (o_k < K)[None, :], other=0.0)
         b_qk = tl.reshape(tl.permute(tl.join(b_q, b_k), (2, 0, 1)), [2 * HALF, KP])
     else:
-        p_qk = either(m_q, p_q + o_row * s_qt * ALIGN, p_k + o_row * s_kt * ALIGN, ALIGN)
-        b_qk = tl.load(p_qk + o_k[None, :], mask=m_qk, other=0.0)
+        b_qk = tl.load(either(m_q, p_q + o_row * s_qt * ALIGN, p_k + o_row * s_kt * ALIGN, ALIGN) + o_k[None, :], mask=m_qk, other=0.0)
     b_beta = tl.where(m_t, write_strength(tl.load(p_beta + o_token * s_bt, mask=m_t, other=0.0).to(tl.float32), BETA), 0.0)
     if p_beta.dtype.element_ty.primitive_bitwidth < 32:
         # A sum of one number, behind which the compiler does not see that it came in 16 bits: it would lay out the float32 factors of the
