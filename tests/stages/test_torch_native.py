@@ -59,14 +59,6 @@ def test_like_keys_are_inverted_to_a_rounding():
     assert (mixed.inverse - whole).norm() < 1e-7 * whole.norm()
 
 
-def test_the_decay_over_a_chunk_is_rounded_once():
-    """As a product of 64 decays, each rounded, it is off by 3e-7."""
-    g = -torch.rand(50, 64, 8, generator=torch.Generator().manual_seed(0)) * 0.2
-    found = intra(torch.zeros(50, 2, 64, 8), torch.zeros(50, 64, 1), g, True).decay
-    whole = g.double().sum(1).exp()
-    assert (found - whole).norm() < 3e-8 * whole.norm()
-
-
 def test_what_a_key_of_one_overwrites_has_no_gradient():
     """A head of one channel, strengths of 1: exactly zero, for a relative error knows no small number beside it."""
     case = Case("overwritten", "", T=5, H=1, HV=2, K=1, V=7, keys="identical", beta="one")

@@ -15,17 +15,7 @@ import torch
 
 from kdakit.backends.torch_native import blocks
 from kdakit.backends.torch_native.between import Chunk, meet, meet_backward
-from kdakit.backends.torch_native.levels import (
-    Level,
-    by_blocks,
-    climb,
-    climb_backward,
-    decayed,
-    decays,
-    flushed,
-    flushed_product,
-    level_sizes,
-)
+from kdakit.backends.torch_native.levels import Level, by_blocks, climb, climb_backward, decayed, decays, flushed_product, level_sizes
 from kdakit.backends.torch_native.wide import widened
 
 
@@ -77,16 +67,7 @@ def intra(rows, beta, g, look: bool, kept=None, keep=False) -> Intra:
     if flush:
         flushed_product(from_start)
         flushed_product(to_end)
-    return Intra(A, inverse, from_start, to_end, _over_chunk(g, chunk.whole, flush), pairs)
-
-
-def _over_chunk(g, whole, flush):
-    """The decay [M, K] over whole chunks of gates g [M, C, K], on a CPU from their sum in float64: all states after a chunk inherit its
-    error, and with a few values a head the sums of its gates' gradients show it. Elsewhere `whole`, the product of their decays."""
-    if g.dtype != torch.float32 or g.device.type != "cpu":
-        return whole
-    decay = g.sum(1, dtype=torch.float64).exp_().to(g.dtype)
-    return flushed(decay) if flush else decay
+    return Intra(A, inverse, from_start, to_end, chunk.whole, pairs)
 
 
 def decayed_products(A, rows, g, look, keep):
