@@ -89,7 +89,7 @@ def test_shared_programs():
     assert len({(d.dtype, d.K, d.gate_dtype, d.beta_dtype, bool(d.lengths), d.layouts, d.initial_state) for d in first}) == 1
     assert len({d.V for d in first}) == 3 and {d.call for d in first} >= {"gradient", "forward", "step"}
     assert len({(d.T, d.lengths, d.HV) for d in first}) > 10
-    forms = {form_of(n)[0] for n in numbers(5, PER_FORM * len(FORMS), shared=True)}
+    forms = {form_of(str(n))[0] for n in numbers(5, PER_FORM * len(FORMS), shared=True)}
     assert len(forms) == len(FORMS)
 
 

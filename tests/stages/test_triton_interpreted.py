@@ -32,7 +32,7 @@ from kdakit.backends.triton_gpu.device.matrix import rounded_product  # noqa: E4
 from kdakit.backends.triton_gpu.device.pair_gradients import with_pairs  # noqa: E402
 from kdakit.backends.triton_gpu.host import backward as backwards  # noqa: E402
 from kdakit.backends.triton_gpu.host import forward  # noqa: E402
-from kdakit.backends.triton_gpu.kernels import parameter_sums, prepare_normed  # noqa: E402
+from kdakit.backends.triton_gpu.kernels import parameter_sums, prepare_normed, reverse_wide  # noqa: E402
 from kdakit.backends.triton_gpu.runtime import launch, layout  # noqa: E402
 from kdakit.cases import CASES, FUSED, Case, Shape  # noqa: E402
 from kdakit.measure import checking, random_problems  # noqa: E402
@@ -228,6 +228,25 @@ def test_in_halves_of_channels(name, dtype, read):
     assert len(found[0]) == len(found[1]) == 2 + (1 if states else sum(x is not None for x in arrays[:8]))
     for want, got in zip(*found, strict=True):
         assert accuracy.error(got.double().numpy(), want.double().numpy()) < 2**-7
+
+
+@interpreter
+@pytest.mark.parametrize("chunk", [64, 32])
+def test_gradient_of_states_in_two_launches(chunk, monkeypatch):
+    """In halves of channels the last chunks have one launch and the first 64 tokens another, which begins with what that one leaves, or
+    with the caller's gradient where a sequence ends before."""
+    options = NORMED | {"use_beta_sigmoid_in_kernel": True}
+    case = Case("launches", "", T=234, K=20, V=37, beta="logits", lengths=(33, 0, 2, 64, 65, 30, 40), options=options)
+    problem, arrays, parts = case.problem("bfloat16", needs_grad=True), tensors(case, "bfloat16"), []
+    monkeypatch.setattr(reverse_wide, "launch", lambda *of, launch=reverse_wide.launch: parts.append(of[-1]) or launch(*of))
+    sizes = dict(chunk=chunk, half=32, normed=False, split=False, staged=False, block_v=16, replay_block_v=16, reverse_block_v=16)
+    config = dataclasses.replace(triton_gpu.default_config(problem, "cpu"), in_halves=True, **sizes)
+    result, saved = triton_gpu.forward(problem, arrays, config)
+    d_o, d_final = (torch.as_tensor(x) for x in case.cotangents("bfloat16"))
+    found = triton_gpu.backward(problem, arrays, saved, d_o.bfloat16(), d_final.float(), config)
+    assert parts == ["far", "near"]
+    found = {n: x for n, x in zip(Arrays._fields, found, strict=True) if x is not None}
+    assert_right(case, "bfloat16", case.arrays("bfloat16"), found | result._asdict())
 
 
 @interpreter

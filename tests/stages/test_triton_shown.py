@@ -1,6 +1,8 @@
 """What a chip has shown, and the tile sizes: nothing ships for sm_90 that an H200 has not run. Plain Python over data."""
 
+import contextlib
 import json
+import warnings
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -146,29 +148,43 @@ def test_the_file(tmp_path):
         "forms": {"gradient": {"bfloat16 K64": 3}, "scan": {"float32 K16 V16": 1}},
     }  # fmt: skip
     (tmp_path / "sm_90.json").write_text(text)
-    shown.shown.cache_clear()
+    other = shown.dump("sm_90", ["99.1.0"], [], {}, {"gradient bfloat16 K64": 0, "step float32 K16": 2})
+    (tmp_path / "sm_90_triton_99.1.json").write_text(other)
+    with another_compiler("3.6.3", tmp_path):
+        assert shown.shown("sm_90") == shown.own("sm_90") == {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1}
+    with another_compiler("99.1.2", tmp_path):  # which went wrong with the one and has shown another
+        assert shown.own("sm_90") == {"gradient bfloat16 K64": 0, "step float32 K16": 2}
+        assert shown.shown("sm_90") == {"scan float32 K16 V16": 1} | shown.own("sm_90")
+    with another_compiler("99.2.0", tmp_path):
+        assert shown.own("sm_90") == {} and len(shown.shown("sm_90")) == 2
+
+
+@contextlib.contextmanager
+def another_compiler(version, folder=shown.FOLDER):
+    remembered = shown.shown, shown.own, shown._missing, shown.warn_of_another_compiler
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shown, "FOLDER", tmp_path)
-        assert shown.shown("sm_90") == {"gradient bfloat16 K64": 3, "scan float32 K16 V16": 1}
-    shown.shown.cache_clear()
+        patched.setattr(shown, "compiler", lambda: version)
+        patched.setattr(shown, "FOLDER", folder)
+        for function in remembered:
+            function.cache_clear()
+        yield
+    for function in remembered:
+        function.cache_clear()
 
 
 def test_another_compiler_is_said_once(monkeypatch):
-    """Its machine code is another: calls run, with one warning, and `kdakit doctor` says so. A patch release counts as the same."""
-    import warnings
-
+    """Its machine code is another: calls run, with one warning, and `kdakit doctor` says so. A patch release counts as the same; and there
+    is no warning of what the chip has shown as the other one compiles it."""
     monkeypatch.setattr(config, "UNCHECKED", False)
     monkeypatch.setattr(config, "INTERPRETED", False)
-    one = problem("bfloat16", 128, 128)
-    for version, said in (("3.6.1", 0), ("3.9.0", 1)):
-        monkeypatch.setattr(shown, "compiler", lambda version=version: version)
-        shown.warn_of_another_compiler.cache_clear()
-        with warnings.catch_warnings(record=True) as caught:
+    one, less = problem("bfloat16", 64, 64, grad=True), problem("float16", 40, 72, op="recurrent", grad=False)
+    for version, of_one, of_less in (("3.6.1", 0, 0), ("3.9.1", 0, 1), ("99.1.0", 1, 1)):
+        with another_compiler(version), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert shown.waits(one, CHIP) is shown.waits(one, CHIP) is None
-        assert len(caught) == said and ("compiler" in shown.summary(CHIP)) == bool(said)
-    assert "as Triton 3.6.0 compiles them, here is Triton 3.9.0; `kdakit verify" in str(caught[0].message)
-    shown.warn_of_another_compiler.cache_clear()
+            assert shown.waits(one, CHIP) is shown.waits(one, CHIP) is None and len(caught) == of_one
+            assert shown.waits(less, CHIP) is None and len(caught) == of_less
+            assert ("compiler" in shown.summary(CHIP)) == bool(of_less)
+    assert "as Triton 3.6.0 compiles them, here is Triton 99.1.0; `kdakit verify" in str(caught[0].message)
 
 
 def test_problems_that_launch_what_the_table_lacks(monkeypatch):
@@ -177,24 +193,24 @@ def test_problems_that_launch_what_the_table_lacks(monkeypatch):
     from kdakit.backends.triton_gpu.arithmetic import as_computed
     from kdakit.cli import random_search
     from kdakit.measure.choices import UsageError
-    from kdakit.measure.random_problems import draw
+    from kdakit.measure.random_problems import parse
 
     monkeypatch.setattr(config, "UNCHECKED", True)
     monkeypatch.setattr(config, "chip_of", lambda device: CHIP)
     known = {name: 7 for name in shown.shown("sm_90") if not name.startswith("products float16")}
-    monkeypatch.setattr(shown, "shown", lambda chip: known)
+    monkeypatch.setattr(shown, "own", lambda chip: known)
 
-    def forms(number):
-        exact = as_computed(draw(number).problem())
+    def forms(label):
+        exact = as_computed(parse(label).problem())
         return set(shown.forms(exact, config.choose(exact, CHIP)))
 
-    tried = [n for n in range(1, 4000, 2) if unsupported(draw(n).problem(), CHIP) is None]
+    tried = [label for label in map(str, range(1, 4000, 2)) if unsupported(parse(label).problem(), CHIP) is None]
     found = list(random_search.unshown(tried, None))
     lacking = Counter(name for n in tried for name in forms(n) if name not in known)
     taken = Counter(name for n in found for name in forms(n))
     args = SimpleNamespace(unshown=True, dtype=None, no_grad=False, seed=0, random=1, device="cpu")
     with pytest.raises(UsageError, match="--unshown looks for Triton's kernels on a GPU"):
-        random_search.wanted_numbers(args, "torch_native")
+        random_search.wanted(args, "torch_native")
     assert lacking and len(found) < len(tried) / 10 and all(forms(n) - set(known) for n in found)
     assert all(taken[name] >= min(count, 3) for name, count in lacking.items())
 
@@ -215,13 +231,13 @@ def test_what_a_campaign_takes_out(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     random_search.record(SimpleNamespace(device="cuda", record=tmp_path, random=6, seed=1), "triton_gpu", found)
     table = json.loads((tmp_path / "sm_90.json").read_text())
-    assert table["forms"] == {"scan": {"a": 1}} and table["exceeded"] == {"2": "bfloat16 gradient K64 V64: g 1.25"}
+    assert table["forms"] == {"scan": {"a": 1, "b": 0, "c": 0}} and table["exceeded"] == {"2": "bfloat16 gradient K64 V64: g 1.25"}
     assert "3 right, 3 not" in table["sources"][0] and "2 taken out" in capsys.readouterr().out
     random_search.record(SimpleNamespace(device="cuda", record=tmp_path, random=1, seed=1), "triton_gpu", [verdict("2", "a", g=0.25)])
     table = json.loads((tmp_path / "sm_90.json").read_text())
-    assert table["forms"] == {"scan": {"a": 2}} and table["exceeded"] == {}
+    assert table["forms"] == {"scan": {"a": 2, "b": 0, "c": 0}} and table["exceeded"] == {}
     kept = (tmp_path / "sm_90.json").read_text()
     monkeypatch.setattr(shown, "compiler", lambda: "99.1.0")
     random_search.record(SimpleNamespace(device="cuda", record=tmp_path, random=1, seed=1), "triton_gpu", [verdict("7", "d")])
-    other = json.loads((tmp_path / "sm_90_triton_99.1.0.json").read_text())
+    other = json.loads((tmp_path / "sm_90_triton_99.1.json").read_text())
     assert other["triton"] == ["99.1.0"] and other["forms"] == {"scan": {"d": 1}} and (tmp_path / "sm_90.json").read_text() == kept

@@ -61,7 +61,7 @@ def campaign(args, backend: str) -> list[Verdict]:
     from kdakit.cli import console
     from kdakit.measure.campaign import search
 
-    drawn = list(wanted_numbers(args, backend))
+    drawn = list(wanted(args, backend))
     workers = args.workers or os.cpu_count() or 1
     found, saved, begun = [], 0.0, time.monotonic()
     with console.progress() as bar:
@@ -85,12 +85,12 @@ def campaign(args, backend: str) -> list[Verdict]:
     return found
 
 
-def wanted_numbers(args, backend: str):
-    """Numbers that share compiled programs where a compiler takes seconds for each."""
+def wanted(args, backend: str) -> Iterable[str]:
+    """Problems, of numbers that share compiled programs where a compiler takes seconds for each."""
     from kdakit.cases import DTYPES
     from kdakit.measure import checking
     from kdakit.measure.choices import UsageError, pick
-    from kdakit.measure.random_problems import numbers
+    from kdakit.measure.random_problems import numbers, with_changes
 
     dtypes = pick("dtype", args.dtype, DTYPES)
     on_gpu = backend == "triton_gpu" and checking.interpreted(backend) is None
@@ -98,25 +98,27 @@ def wanted_numbers(args, backend: str):
     if args.unshown and not on_gpu:
         raise UsageError(f"--unshown looks for Triton's kernels on a GPU: use --backend triton_gpu there, got {backend}")
     found = numbers(args.seed, args.random, on_gpu, lambda drawn: drawn.dtype in dtypes and (grad or not drawn.grad))
-    return unshown(found, args.device) if args.unshown else found
+    labels = with_changes(found, args.change or [])
+    return unshown(labels, args.device) if args.unshown else labels
 
 
-def unshown(drawn: Iterable[int], device: Any) -> Iterator[int]:
-    """Those numbers that launch a Triton kernel which fewer than ENOUGH problems have been right with, or been taken here before them."""
+def unshown(labels: Iterable[str], device: Any) -> Iterator[str]:
+    """Those problems that launch a Triton kernel which fewer than ENOUGH problems have been right with, or been taken here before them."""
     from kdakit.backends.triton_gpu import arithmetic, config, shown, unsupported
-    from kdakit.measure.random_problems import draw
+    from kdakit.measure.random_problems import parse
 
+    config.UNCHECKED = True  # as in the workers: nothing waits for what is looked for
     chip = config.chip_of(device or "cuda")
-    seen = Counter(shown.shown(chip.name))
-    for number in drawn:
-        problem = draw(number).problem()
+    seen = Counter(shown.own(chip.name))
+    for label in labels:
+        problem = parse(label).problem()
         if unsupported(problem, chip) is not None:
             continue
         exact = arithmetic.as_computed(problem)
         needed = shown.forms(exact, config.choose(exact, chip))
         if any(seen[form] < ENOUGH for form in needed):
             seen.update(needed)
-            yield number
+            yield label
 
 
 def shrunk(verdict: Verdict, device: Any) -> Verdict:
@@ -178,19 +180,17 @@ def row(v: Verdict) -> dict[str, Any]:
 
 
 def record(args, backend: str, verdicts: list[Verdict]) -> None:
-    """Adds the forms of problems that were right to the chip's table. Those of a problem that went wrong lose their place in it; one whose
-    error is a little beyond the rule is named there. What another Triton compiled goes into a table of its own, which nothing reads."""
+    """Adds the forms of problems that were right to the chip's table. Those of a problem that went wrong count 0 from then on; one whose
+    error is a little beyond the rule is named there."""
     from kdakit.backends.triton_gpu import shown
     from kdakit.backends.triton_gpu.config import chip_of
 
     chip = chip_of(args.device or "cuda").name
-    file = Path(args.record) / f"{chip}.json"
-    before, here = _table(file), shown.compiler()
-    if before["triton"] and not shown.alike(here, before["triton"]):
-        file = file.with_name(f"{chip}_triton_{here}.json")
-        before = _table(file)
+    here = shown.compiler()
+    file = shown.file_of(chip, here, Path(args.record))
+    before = shown.read(file)
     compilers = list(dict.fromkeys([*before["triton"], here]))
-    counts = Counter({f"{kernel} {rest}": n for kernel, found in before["forms"].items() for rest, n in found.items()})
+    counts = Counter(shown.counted(before))
     counts.update(form for v in verdicts if v.ok for form in v.forms)
     failed = [v for v in verdicts if not v.ok]
     wrong = {form for v in failed if v.beyond > shown.WRONG for form in v.forms}
@@ -199,14 +199,9 @@ def record(args, backend: str, verdicts: list[Verdict]) -> None:
     tried = {v.label for v in verdicts}
     exceeded = {label: text for label, text in before["exceeded"].items() if label not in tried}
     exceeded |= {v.label: told(v) for v in failed if v.beyond <= shown.WRONG}
-    kept = {form: n for form, n in counts.items() if form not in wrong}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(shown.dump(chip, compilers, [*before["sources"], source], exceeded, kept))
-    print(f"{file}: {len(kept)} forms, {len(wrong)} taken out")
-
-
-def _table(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {"triton": [], "sources": [], "exceeded": {}, "forms": {}}
+    file.write_text(shown.dump(chip, compilers, [*before["sources"], source], exceeded, dict(counts) | dict.fromkeys(wrong, 0)))
+    print(f"{file}: {len(counts.keys() - wrong)} forms, {len(wrong)} taken out")
 
 
 def told(v: Verdict) -> str:

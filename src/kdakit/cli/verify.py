@@ -30,6 +30,9 @@ def add_arguments(parser) -> None:
         "--random", type=int, metavar="N", help="N random problems instead of cases, in worker processes; --seed draws others"
     )
     parser.add_argument("--problem", nargs="+", metavar="NUMBER", help="repeat these random problems, here and now")
+    parser.add_argument(
+        "--with", nargs="+", dest="change", metavar="NAME=VALUE", help="with --random: so in every problem, as K=200; K=136/256: in turn"
+    )
     parser.add_argument("--minutes", type=float, metavar="M", help="with --random: stop after so many")
     parser.add_argument("--device", metavar="DEVICE", help="with --random: cpu, cuda, cuda:1 .. (default: the first accelerator)")
     parser.add_argument("--record", metavar="FOLDER", help="with --random: add what was right to the chip's table of shown forms in FOLDER")

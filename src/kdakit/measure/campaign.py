@@ -1,6 +1,6 @@
 """A campaign: many random problems in worker processes, of which any may crash, hang or lose its device without ending the rest.
 
-    for verdict in search(numbers(seed, 500), "torch_native"):
+    for verdict in search(map(str, numbers(seed, 500)), "torch_native"):
         ...
 
 `search` is also for whoever has a kernel of another kind: `judge` may be any function of (label, backend, device) that can be imported by
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kdakit.measure.random_problems import draw, form_of, parse
+from kdakit.measure.random_problems import form_of, parse
 from kdakit.measure.trial import Verdict
 from kdakit.measure.trial import judge as judge_drawn
 
@@ -124,12 +124,12 @@ class Queue:
     others find what they share with it in the compiler's cache. Forms begin by `_rank`, or as they were drawn: a queue that time may end
     has then tried a sample of all."""
 
-    def __init__(self, numbers: Iterable[int], as_drawn: bool = False):
+    def __init__(self, labels: Iterable[str], as_drawn: bool = False):
         self.forms: OrderedDict[Any, list[str]] = OrderedDict()
         self.family: dict[Any, Any] = {}
-        for number in numbers:
-            form, family = form_of(number)
-            self.forms.setdefault(form, []).append(str(number))
+        for label in labels:
+            form, family = form_of(label)
+            self.forms.setdefault(form, []).append(label)
             self.family[form] = family
         if not as_drawn:
             self.forms = OrderedDict(sorted(self.forms.items(), key=lambda item: _rank(item[1][0])))
@@ -151,16 +151,16 @@ class Queue:
 
 def _rank(label: str) -> tuple[int, int]:
     """What most people run begins first, and of that what takes the compiler longest: nobody waits for it at the end."""
-    drawn = draw(int(label))
+    drawn = parse(label)
     return ("bfloat16", "float32", "float16", "float64").index(drawn.dtype), -drawn.K
 
 
 def search(
-    numbers: Iterable[int], backend: str, device: Any = None, workers: int = 2, minutes: float | None = None, judge: Judge = judge_label
+    labels: Iterable[str], backend: str, device: Any = None, workers: int = 2, minutes: float | None = None, judge: Judge = judge_label
 ) -> Iterator[Verdict]:
     """Verdicts as they come. Problems that time runs out for have none."""
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    queue = Queue(numbers, as_drawn=minutes is not None)
+    queue = Queue(labels, as_drawn=minutes is not None)
     team: dict[int, tuple[Worker, Any, list[str]]] = {}
     new = lambda: Worker(judge, backend, device)
     idle = [new() for _ in range(min(workers, max(1, len(queue.forms))))]

@@ -13,7 +13,7 @@ every gate and every call, with few, some and many heads, in each dtype; two see
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -152,20 +152,30 @@ def _order(seed: int, turn: int) -> np.ndarray:
     return np.random.default_rng([4, seed, turn]).permutation(len(FORMS))
 
 
-def form_of(number: int) -> tuple[Any, Any]:
-    """(form, family) of a number that shares programs; others are alone."""
+def form_of(label: str) -> tuple[Any, Any]:
+    """(form, family) of a problem whose number shares programs; others are alone."""
+    text, _, changes = label.partition(":")
+    number = int(text)
     if number % 2 == 0:
-        return (number,), (number,)
+        return (label,), (label,)
     seed, index = divmod(number // 2, SEED)
     turn, place = divmod(index // PER_FORM, len(FORMS))
     i = int(_order(seed, turn)[place])
-    return (seed, turn, i), (seed, turn, *FORMS[i].family)
+    return (seed, turn, i, changes), (seed, turn, *FORMS[i].family, changes)
 
 
 def numbers(seed: int, count: int | None = None, shared: bool = False, wanted=lambda drawn: True) -> Iterator[int]:
     """The first `count` numbers of a seed whose problems are wanted, without end if it is None."""
     every = (2 * (seed * SEED + index) + shared for index in range(SEED))
     return itertools.islice((n for n in every if wanted(draw(n))), count)
+
+
+def with_changes(drawn: Iterable[int], changes: list[str]) -> Iterator[str]:
+    """Labels of numbers with changes NAME=VALUE[/VALUE..], of whose values they have one each in turn."""
+    turns = [[f"{name}={value}" for value in values.split("/")] for name, _, values in (text.partition("=") for text in changes)]
+    for i, number in enumerate(drawn):
+        changed = ",".join(values[i % len(values)] for values in turns)
+        yield parse(f"{number}:{changed}").label if changed else str(number)
 
 
 def parse(text: str) -> Drawn:

@@ -73,6 +73,7 @@ class Config:
     reverse_warps: int = 4
     reverse_stages: int = 2
     rebuild_warps: int = 4  # of the kernel of `rebuild_normed`
+    rebuild_registers: int = 0  # per thread at most, of the kernel of `rebuild`; 0: as all
     sums_warps: int = 4
     restore_block_v: int = 32
     restore_warps: int = 4

@@ -199,8 +199,12 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
     if borrowed.lends_to(d_o) and (kernel := borrowed.reverse(problem, config, device)) is not None:
         note_lent(kernel(problem, arrays, **given, **written, group=1 if config.normed else config.group))
     elif problem.N * problem.HV * problem.V:
-        how = reverse_wide.launch if config.in_halves else reverse_kernel.launch_reverse
-        how(problem, config, x.layout, d_final is not None)(cu_seqlens=arrays.cu_seqlens, **given, **written)
+        of = problem, config, x.layout, d_final is not None
+        launches = [reverse_kernel.launch_reverse(*of)]
+        if config.in_halves:
+            launches = [reverse_wide.launch(*of, part) for part in (("far", "near") if has_after else ("all",))]
+        for launch in launches:
+            launch(cu_seqlens=arrays.cu_seqlens, **given, **written)
     return Reversed(d_states, d_states_lost, after_first, d_v, y_lost, alone, d_initial)
 
 

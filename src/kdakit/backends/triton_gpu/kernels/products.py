@@ -254,6 +254,8 @@ def products_kernel(
     """
     R: tl.constexpr = C if C > 32 else 32
     i_p = tl.program_id(0).to(tl.int64)
+    if KP > 128 and (HAS_INITIAL or HAS_FINAL) and p_d_o.dtype.element_ty.is_bf16():
+        i_p = (i_p + NT // 2 * HV) % tl.num_programs(0)  # where a sequence ends programs are long: not the last to begin
     i_s, i_h = i_p // HV, i_p % HV
     i_b, i_n, i_c, bos, eos = locate_chunk(p_cu_seqlens, i_s, T, N, NT, C, VARLEN)
     start = bos + i_c * C

@@ -194,4 +194,5 @@ def rebuild_kernel(
 def launch(problem: Problem, config: Config, layout: Layout) -> Launch:
     grid = chunk_slots(problem, config.chunk) * problem.HV
     values = arguments(problem, config, layout) | dict(BK=config.slice_k)
-    return Launch(rebuild_kernel, grid, values, num_warps=config.slice_warps, num_stages=1, registers=config.registers)
+    registers = config.rebuild_registers or config.registers
+    return Launch(rebuild_kernel, grid, values, num_warps=config.slice_warps, num_stages=1, registers=registers)

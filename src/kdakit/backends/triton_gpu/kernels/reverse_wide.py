@@ -38,9 +38,13 @@ def wide_reverse_kernel(
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, KR: tl.constexpr, VP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
     GROUP: tl.constexpr, BV: tl.constexpr, VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_LOST: tl.constexpr, ENDS: tl.constexpr, BETA: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, PTX: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """As `reverse_kernel`, of which this has the grid, with dS0 and dS1 the halves of dS^T."""
+    """As `reverse_kernel`, of which this has the grid, with dS0 and dS1 the halves of dS^T.
+
+    PART "all": every chunk. Where dS' of the first chunks is wanted, stores of it would cost every chunk registers, and so there are two
+    launches: "far", all chunks but the first ENDS, which leaves dS' for "near", those.
+    """
     DTYPE: tl.constexpr = p_tiles.dtype.element_ty
     NV: tl.constexpr = (V + BV - 1) // BV
     KH: tl.constexpr = KP // 2
@@ -52,13 +56,26 @@ def wide_reverse_kernel(
     o_v, o_t = i_v * BV + tl.arange(0, BV), row_tokens(C, HALF, GROUP)
     m_v = (o_v < V)[None, :]
     b_dS0, b_dS1 = tl.zeros([BV, KH], tl.float32), tl.zeros([BV, KR - KH], tl.float32)
+    m_final, has_last = o_v < V, True
+    if PART == "near":
+        has_last = length <= ENDS * C
+        m_final &= has_last
     if HAS_FINAL:
-        b_dS0 = load_part(p_d_final, i_nh, o_v, o_k0, o_v < V, K, V, V_FIRST)
-        b_dS1 = load_part(p_d_final, i_nh, o_v, o_k1, o_v < V, K, V, V_FIRST)
+        b_dS0 = load_part(p_d_final, i_nh, o_v, o_k0, m_final, K, V, V_FIRST)
+        b_dS1 = load_part(p_d_final, i_nh, o_v, o_k1, m_final, K, V, V_FIRST)
     chunks = tl.cdiv(length, C).to(tl.int32)
+    steps = chunks
+    if PART == "far":
+        steps = tl.maximum(chunks - ENDS, 0)
+    if PART == "near":
+        m_left, i_left = (o_v < V) & (chunks > ENDS), i_nh * ENDS + ENDS - 1
+        b_dS0 += load_part(p_after_first, i_left, o_v, o_k0, m_left, K, V, V_FIRST)
+        b_dS1 += load_part(p_after_first, i_left, o_v, o_k1, m_left, K, V, V_FIRST)
+        chunks = tl.minimum(chunks, ENDS)
+        steps = chunks
     o_row = ((i_b * T + bos + o_t) * HV + i_h)[:, None] * V  # [C, 1]
     i_slot = i_slot * HV + i_h
-    for i in tl.range(0, chunks, num_stages=STAGES):
+    for i in tl.range(0, steps, num_stages=STAGES):
         i_c = chunks - 1 - i
         m_cv = (o_t < length - i_c * C)[:, None] & m_v
         o_cv = o_row + tl.cast(C * i_c, tl.int64) * HV * V
@@ -92,25 +109,29 @@ def wide_reverse_kernel(
             tl.store(p_y, round_to(tl.trans(b_y), DTYPE), mask=m_cv & m_tiny[:, None])
         if HAS_LOST:
             b_lost = rounded_off(tl.trans(b_y * b_taken[None, :]), DTYPE)
-            tl.store(p_y_lost + i_nh * C * VP + o_t[:, None] * VP + o_v[None, :], b_lost, mask=m_cv & (i == 0))
+            tl.store(p_y_lost + i_nh * C * VP + o_t[:, None] * VP + o_v[None, :], b_lost, mask=m_cv & (i == 0) & has_last)
         b_y = round_to(b_y * -b_beta[None, :], DTYPE)
         b_dS0 = product_add(b_y, tl.load(p_tile + o_c[:, None] * KP + o_k0[None, :]), b_dS0, PRECISION)
         b_dS1 = product_add(b_y, tl.load(p_tile + o_c[:, None] * KP + o_k1[None, :]), b_dS1, PRECISION)
-        if p_after_first is not None:  # noqa: SIM102 - the one is known when this is compiled
-            if (i_c >= 1) & (i_c <= ENDS):
-                i_end, o_here = i_nh * ENDS + i_c - 1, o_v + zero_here(i, PTX)
-                store_part(p_after_first, i_end, b_dS0, o_here, o_k0, K, V, V_FIRST)
-                store_part(p_after_first, i_end, b_dS1, o_here, o_k1, K, V, V_FIRST)
-    if HAS_INITIAL:
+        if PART == "near":  # noqa: SIM102 - the one is known when this is compiled
+            if i_c >= 1:
+                o_here = o_v + zero_here(i, PTX)
+                store_part(p_after_first, i_nh * ENDS + i_c - 1, b_dS0, o_here, o_k0, K, V, V_FIRST)
+                store_part(p_after_first, i_nh * ENDS + i_c - 1, b_dS1, o_here, o_k1, K, V, V_FIRST)
+    if PART == "far":
+        if steps > 0:
+            store_part(p_after_first, i_nh * ENDS + ENDS - 1, b_dS0, o_v, o_k0, K, V, V_FIRST)
+            store_part(p_after_first, i_nh * ENDS + ENDS - 1, b_dS1, o_v, o_k1, K, V, V_FIRST)
+    elif HAS_INITIAL:
         store_part(p_d_initial, i_nh, b_dS0, o_v, o_k0, K, V, V_FIRST)
         store_part(p_d_initial, i_nh, b_dS1, o_v, o_k1, K, V, V_FIRST)
 
 
 @lru_cache(maxsize=1024)
-def launch(problem: Problem, config: Config, layout: Layout, has_final: bool) -> Launch:
-    """has_final: the final state has a gradient."""
+def launch(problem: Problem, config: Config, layout: Layout, has_final: bool, part: str) -> Launch:
+    """has_final: the final state has a gradient. part: see the kernel."""
     grid = problem.N * problem.HV * -(-problem.V // config.reverse_block_v)
     wide = exact_q(problem) and problem.dtype == "bfloat16"  # a tile more a stage, for which there is no shared memory
-    values = dict(BV=config.reverse_block_v, STAGES=max(1, config.reverse_stages - wide), HAS_FINAL=has_final)
+    values = dict(BV=config.reverse_block_v, STAGES=max(1, config.reverse_stages - wide), HAS_FINAL=has_final, PART=part)
     options = dict(num_warps=config.reverse_warps, registers=config.registers)
     return Launch(wide_reverse_kernel, grid, arguments(problem, config, layout) | values, **options)

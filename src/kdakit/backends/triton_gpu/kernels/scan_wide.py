@@ -13,7 +13,7 @@ from kdakit.backends.triton_gpu.config import Config
 from kdakit.backends.triton_gpu.device.halves import load_part, store_part
 from kdakit.backends.triton_gpu.device.matrix import product, product_add, round_to, trade_rows
 from kdakit.backends.triton_gpu.device.pages import load_page, mark_at, slot_at, store_mark, store_page
-from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets
+from kdakit.backends.triton_gpu.device.program import row_tokens, sequence_of, state_offsets, zero_here
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -148,6 +148,8 @@ def wide_scan_kernel(
         if KR < KP:
             p_half += tl.cast(3 * C * KP, tl.int64) * HV
             p_half_decay += tl.cast(KP, tl.int64) * HV
+    if HAS_FINAL:
+        o_v += zero_here(chunks, PTX)
     store_half(p_final, p_slots, i_n, i_h, HV, *of_page, o_v, o_k0, b_S0, K, V, PAGED, PAGE, V_FIRST, HAS_FINAL)
     store_half(p_final, p_slots, i_n, i_h, HV, *of_page, o_v, o_k1, b_S1, K, V, PAGED, PAGE, V_FIRST, HAS_FINAL)
 

@@ -4,6 +4,9 @@ A *form* is one kernel as it is compiled for a kind of problem: dtype, padded he
 chosen. A problem's forms are those of all its launches; it has been shown where random problems with each of them were right on the chip.
 Tile sizes are part of a form's name, so a size that is changed in `tiles` waits until a GPU has shown it. Lengths, numbers of heads,
 strides and options that only mask or skip are not part of it: the random problems have them all.
+
+Another version of Triton makes other machine code. What a chip has shown of that is in a further file, `CHIP_triton_VERSION.json`; other
+forms of the first file run as well, with a warning, and no form does of which a problem went wrong: its count is 0.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ def _chunk_forms(problem: Problem, c: Config) -> tuple[str, ...]:
     turned = ("turned",) if config.turned(problem, c) else ()
     joint = ("joint", *(() if c.gradient_warps == 8 else (f"w{c.gradient_warps}",)), f"r{c.gradient_registers}")
     if not c.keep:
-        made += [_name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *read, *(() if c.normed else slices))]
+        rebuilt = () if c.normed else (*slices[:2], f"r{c.rebuild_registers or c.registers}")
+        made += [_name("rebuild", problem, "K", gate, keys, order, c.solve_dtype, *read, *rebuilt)]
     if not c.keeps_states:
         replayed = c.replay_block_v, f"w{c.replay_warps}", f"s{c.replay_stages}"
         made += [_name("replay", problem, "KV", order, c.solve_dtype, *parts, *halves, *read, *replayed, limit)]
@@ -91,9 +95,14 @@ def sequences(chip: Chip) -> tuple[int, ...]:
     return 1, 3, chip.processors // 6, chip.processors // 3, chip.processors
 
 
+def as_compiled_here(problem: Problem, chip: Chip) -> bool:
+    """Whether the chip has shown all of the problem's forms as the Triton that is here compiles them."""
+    return not _missing(problem.replace(B=1, T=1, N=1, H=1, HV=1, varlen=""), chip, True)
+
+
 @lru_cache(maxsize=4096)
-def _missing(problem: Problem, chip: Chip) -> tuple[str, ...]:
-    known = shown(chip.name)
+def _missing(problem: Problem, chip: Chip, as_here: bool = False) -> tuple[str, ...]:
+    known = own(chip.name) if as_here else shown(chip.name)
     crowds = [problem.replace(B=n, N=n) for n in sequences(chip)]
     found = dict.fromkeys(name for crowd in crowds for name in forms(crowd, settled(crowd, chip)))
     return tuple(name for name in found if known.get(name, 0) < LEAST)
@@ -103,7 +112,7 @@ def settled(problem: Problem, chip: Chip) -> Config:
     """What `config.choose` says, but for two things that the chip has not shown: a scan in parts, there sequences are scanned whole; and
     kernels that keep tiles or states, where these are made again."""
     c, known = keeping_if_shown(config.choose(problem, chip), problem, chip), shown(chip.name)
-    if c.split and known and not all(name in known for name in forms(problem, c) if name.startswith("scan")):
+    if c.split and known and not all(known.get(name, 0) >= LEAST for name in forms(problem, c) if name.startswith("scan")):
         return replace(c, split=False)
     return c
 
@@ -148,9 +157,11 @@ def waits(problem: Problem, chip: Chip) -> str | None:
         return None
     if not shown(chip.name):
         return _without_a_table(problem, chip)
-    warn_of_another_compiler(chip.name)
     absent = missing(problem, chip)
-    if not absent or wider(problem, chip) != (0, 0):
+    K, V = wider(problem, chip) if absent else (problem.K, problem.V)
+    if K:
+        if not as_compiled_here(problem.replace(K=K, V=V), chip):
+            warn_of_another_compiler(chip.name)
         return None
     call = "gradients" if problem.needs_grad else "a step" if problem.op == "recurrent" else "a forward"
     return (f"{call} like this has not been compared with float64 on {chip.name} ({len(absent)} of its kernels, the first: {absent[0]}); "
@@ -179,11 +190,13 @@ def _without_a_table(problem: Problem, chip: Chip) -> str | None:
 @lru_cache
 def shown(chip: str) -> dict[str, int]:
     """{form: problems that were right} of a chip; empty where none has been tried."""
-    file = FOLDER / f"{chip}.json"
-    if not file.exists():
-        return {}
-    table = json.loads(file.read_text())
-    return {f"{kernel} {rest}": count for kernel, found in table["forms"].items() for rest, count in found.items()}
+    return counted(read(FOLDER / f"{chip}.json")) | own(chip)
+
+
+@lru_cache
+def own(chip: str) -> dict[str, int]:
+    """Those as the Triton that is here compiles them; all where there is none."""
+    return counted(read(file_of(chip, here) if (here := compiler()) else FOLDER / f"{chip}.json"))
 
 
 @lru_cache
@@ -196,10 +209,11 @@ def warn_of_another_compiler(chip: str) -> None:
 
 def another_compiler(chip: str) -> str | None:
     """What is to be said of the Triton that is here; None: the chip has shown what it compiles."""
-    known, here = compilers(chip), compiler()
+    known, here = read(FOLDER / f"{chip}.json")["triton"], compiler()
     if not known or not here or alike(here, known):
         return None
-    return f"kernels have been compared with float64 on {chip} as Triton {', '.join(known)} compiles them, here is Triton {here}"
+    few = f", {len(own(chip))} of {len(shown(chip))} kinds of kernel as this one does" if own(chip) else ""
+    return f"kernels have been compared with float64 on {chip} as Triton {', '.join(known)} compiles them, here is Triton {here}{few}"
 
 
 def compiler() -> str:
@@ -216,16 +230,22 @@ def alike(version: str, known: list[str]) -> bool:
     return any(minor(version) == minor(x) for x in known)
 
 
-def compilers(chip: str) -> list[str]:
-    """Versions of Triton that compiled what a chip has shown."""
-    file = FOLDER / f"{chip}.json"
-    return json.loads(file.read_text())["triton"] if file.exists() else []
+def file_of(chip: str, version: str, folder: Path | None = None) -> Path:
+    """Where it is written what the chip has shown of kernels that this version of Triton compiled."""
+    first = (folder or FOLDER) / f"{chip}.json"
+    if not first.exists() or alike(version, read(first)["triton"]):
+        return first
+    return first.parent / f"{chip}_triton_{'.'.join(version.split('.')[:2])}.json"
 
 
-def exceeded(chip: str) -> dict[str, str]:
-    """{random problem: what exceeded the accuracy rule, and by how much} of a chip."""
-    file = FOLDER / f"{chip}.json"
-    return json.loads(file.read_text())["exceeded"] if file.exists() else {}
+def read(file: Path) -> dict[str, Any]:
+    """A table; an empty one where there is no file."""
+    return json.loads(file.read_text()) if file.exists() else {"triton": [], "sources": [], "exceeded": {}, "forms": {}}
+
+
+def counted(table: dict[str, Any]) -> dict[str, int]:
+    """{form: problems that were right} of a table."""
+    return {f"{kernel} {rest}": count for kernel, found in table["forms"].items() for rest, count in found.items()}
 
 
 def dump(chip: str, triton: list[str], sources: list[str], beyond: dict[str, str], counts: dict[str, int]) -> str:
@@ -261,7 +281,7 @@ def summary(chip: Chip) -> dict[str, str]:
         )
     if (reason := another_compiler(chip.name)) is not None:
         told["compiler"] = reason
-    if beyond := exceeded(chip.name):
+    if beyond := read(FOLDER / f"{chip.name}.json")["exceeded"]:
         told["random problems"] = f"{len(beyond)} were beyond the accuracy rule, by less than {WRONG:g} times: {', '.join(beyond.values())}"
     return told
 
