@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
-SEED ?= 90
+SEED ?= 1090
 LIBRARY := src/kdakit/backends/cuda/libkdakit.so
 # Several processes where PYTHON has pytest-xdist; tests that share a build stay together.
 SPREAD = $(shell $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=loadgroup)

@@ -8,14 +8,14 @@ from pretended import pretend
 
 from kdakit.cli.main import main
 from kdakit.measure import campaign
-from kdakit.measure.random_problems import PER_FORM, draw, numbers
+from kdakit.measure.random_problems import MORE, PER_FORM, draw, numbers
 
 pytest.importorskip("torch")
 
 
 def test_a_crash_is_a_result(monkeypatch):
     monkeypatch.setattr(campaign, "HANGS", 3.0)
-    found = {int(v.label) // 2: v for v in campaign.search(map(str, numbers(0, 10)), "torch_native", None, 2, judge=pretend)}
+    found = {int(v.label) // 2: v for v in campaign.search(numbers(0, 10), "torch_native", None, 2, judge=pretend)}
     assert set(found) == set(range(10)), "every problem has its verdict"
     assert {n for n, v in found.items() if not v.ok} == {3, 5, 7, 8}
     assert "exit code 139" in found[3].complaint and "nothing came" in found[5].complaint and found[7].deadly
@@ -23,13 +23,13 @@ def test_a_crash_is_a_result(monkeypatch):
 
 def test_time_runs_out(monkeypatch):
     begun = time.monotonic()
-    found = list(campaign.search(["10", "12", "16"], "torch_native", None, 1, minutes=0.05, judge=pretend))
+    found = list(campaign.search([10, 12, 16], "torch_native", None, 1, minutes=0.05, judge=pretend))
     assert time.monotonic() - begun < 50 and len(found) < 3, "one of them would take a minute"
 
 
 def test_what_time_may_end_is_a_sample():
     """Else the widest heads of one dtype would be all that is tried."""
-    drawn = list(map(str, numbers(1, 40 * PER_FORM, shared=True)))
+    drawn = list(numbers(1, 40 * PER_FORM, shared=True))
     of = lambda queue: [(d.dtype, d.K > 64) for d in (draw(int(labels[0])) for labels in queue.forms.values())]
     ranked, sampled = of(campaign.Queue(drawn)), of(campaign.Queue(drawn, as_drawn=True))
     assert sorted(ranked) == sorted(sampled) and len(ranked) == 40
@@ -38,7 +38,7 @@ def test_what_time_may_end_is_a_sample():
 
 
 def test_forms_of_a_family_wait_for_its_first():
-    queue = campaign.Queue(map(str, numbers(1, 27 * 76, shared=True)))
+    queue = campaign.Queue(numbers(1, 27 * 76, shared=True))
     first = queue.next_form()
     family = queue.family[first]
     queue.forms.pop(first)
@@ -61,3 +61,14 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     label = record["results"][0]["label"]
     assert main(["verify", "--problem", label, f"{label}:T=3,lengths=", "--backend", "torch_native"]) == 0
     assert capsys.readouterr().out.count("within tolerance") == 2
+
+
+def test_every_problem_with_something_else(tmp_path, capsys):
+    """Values in turn, in labels that repeat the problems."""
+    file = tmp_path / "random.json"
+    words = ["verify", "--random", "4", "--backend", "torch_native", "--workers", "1", "--with", "K=3/20", "T=9", "lengths="]
+    assert main([*words, "--json", str(file)]) == 0
+    assert "All 4 right." in capsys.readouterr().out
+    results = json.loads(file.read_text())["results"]
+    labels = [f"{n}:K={K},T=9,lengths=" for n, K in zip(numbers(MORE, 4), (3, 20, 3, 20), strict=True)]
+    assert sorted(r["label"] for r in results) == sorted(labels) and {r["K"] for r in results} == {3, 20}

@@ -10,7 +10,7 @@ import pytest
 
 from kdakit import dispatch
 from kdakit.measure import checking, shrink
-from kdakit.measure.random_problems import FORMS, PER_FORM, SIZES, draw, form_of, numbers, parse
+from kdakit.measure.random_problems import FORMS, MORE, PER_FORM, SIZES, draw, form_of, numbers, parse
 from kdakit.measure.trial import judge
 
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
@@ -64,6 +64,14 @@ def test_jax(backend, seeds):
         assert not shown([judge(number, backend) for number in drawn])
 
 
+@pytest.mark.parametrize("backend, count", [("torch_native", 12), ("xla", 2), ("pallas_tpu", 2)])
+def test_tokens_behind_the_last_sequence(backend, count):
+    """NaN there reaches nothing; gradients of the final state lie in memory as they like."""
+    pytest.importorskip("torch" if backend == "torch_native" else "jax")
+    drawn = list(numbers(MORE + 5, count, wanted=lambda d: d.padding and quick(d) and d.K <= 64 and d.V <= 64 and d.dtype != "float64"))
+    assert not shown(judge(number, backend) for number in drawn)
+
+
 @pytest.mark.parametrize("number", (984001783, 984001413))
 def test_one_channel_that_strengths_of_two_overwrite(number):
     """In chunks of 16 tokens `xla` has gradients of gates off by up to 4.7 times what is allowed."""
@@ -104,6 +112,9 @@ def test_draws_reach_the_contract():
     assert any(0 in d.lengths for d in drawn) and any(d.T == 0 for d in drawn) and any(d.HV > d.H for d in drawn)
     assert len({d.K for d in drawn}) > 80 and all(any(size // 2 < d.K <= size for d in drawn) for size in SIZES)
     assert len({layout for d in drawn for layout in d.layouts}) == 7 and any(d.gate_dtype != d.dtype for d in drawn)
+    assert not any(d.padding or d.final_layout != "plain" for d in drawn), "records name numbers of such seeds"
+    drawn = [draw(n) for n in numbers(MORE, 300)]
+    assert len({d.padding for d in drawn}) > 8 and len({d.final_layout for d in drawn}) == 7
 
 
 def test_shrinking():

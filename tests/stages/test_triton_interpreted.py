@@ -329,7 +329,7 @@ def test_wider_heads_that_a_chip_has_shown(monkeypatch, only_shown):
 
 
 @interpreter
-@pytest.mark.parametrize("seed", range(51, 57))
+@pytest.mark.parametrize("seed", (51, 52, 53, 54, 1055, 1056))
 def test_random_problems(seed):
     """Some of the numbers of kdakit.measure.random_problems, small ones, head sizes between powers of two among them."""
     from kdakit.measure.random_problems import numbers

@@ -20,7 +20,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--case", nargs="+", metavar="NAME", help="cases of kdakit.cases to run (default: all)")
     parser.add_argument("--dtype", nargs="+", metavar="DTYPE", help="float32, bfloat16, float16, float64 (default: all)")
     parser.add_argument("--op", choices=("chunk", "recurrent"), default="chunk", help="chunk_kda or fused_recurrent_kda")
-    parser.add_argument("--seed", type=int, default=0, help="draw other inputs")
+    parser.add_argument("--seed", type=int, help="draw other inputs (default: 0, with --random 1000)")
     parser.add_argument("--no-grad", action="store_true", help="outputs only, no gradients")
     parser.add_argument("-v", "--verbose", action="store_true", help="every output, not just the worst of each case")
     parser.add_argument("--json", metavar="FILE", help="write every number to FILE")
@@ -43,8 +43,11 @@ def add_arguments(parser) -> None:
 def run(args) -> int:
     if args.random is not None or args.problem:
         from kdakit.cli import random_search
+        from kdakit.measure.random_problems import MORE
 
+        args.seed = MORE if args.seed is None else args.seed
         return random_search.run(args)
+    args.seed = args.seed or 0
     from kdakit.cases import CASES, DTYPES, MODEL_CASES, SEGMENT_CASES
     from kdakit.cli import console
     from kdakit.dispatch import names

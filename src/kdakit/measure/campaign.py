@@ -1,6 +1,6 @@
 """A campaign: many random problems in worker processes, of which any may crash, hang or lose its device without ending the rest.
 
-    for verdict in search(map(str, numbers(seed, 500)), "torch_native"):
+    for verdict in search(numbers(seed, 500), "torch_native"):
         ...
 
 `search` is also for whoever has a kernel of another kind: `judge` may be any function of (label, backend, device) that can be imported by
@@ -124,10 +124,10 @@ class Queue:
     others find what they share with it in the compiler's cache. Forms begin by `_rank`, or as they were drawn: a queue that time may end
     has then tried a sample of all."""
 
-    def __init__(self, labels: Iterable[str], as_drawn: bool = False):
+    def __init__(self, problems: Iterable[int | str], as_drawn: bool = False):
         self.forms: OrderedDict[Any, list[str]] = OrderedDict()
         self.family: dict[Any, Any] = {}
-        for label in labels:
+        for label in map(str, problems):
             form, family = form_of(label)
             self.forms.setdefault(form, []).append(label)
             self.family[form] = family
@@ -156,11 +156,16 @@ def _rank(label: str) -> tuple[int, int]:
 
 
 def search(
-    labels: Iterable[str], backend: str, device: Any = None, workers: int = 2, minutes: float | None = None, judge: Judge = judge_label
+    problems: Iterable[int | str],
+    backend: str,
+    device: Any = None,
+    workers: int = 2,
+    minutes: float | None = None,
+    judge: Judge = judge_label,
 ) -> Iterator[Verdict]:
-    """Verdicts as they come. Problems that time runs out for have none."""
+    """Verdicts, on numbers or labels, as they come. Problems that time runs out for have none."""
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    queue = Queue(labels, as_drawn=minutes is not None)
+    queue = Queue(problems, as_drawn=minutes is not None)
     team: dict[int, tuple[Worker, Any, list[str]]] = {}
     new = lambda: Worker(judge, backend, device)
     idle = [new() for _ in range(min(workers, max(1, len(queue.forms))))]

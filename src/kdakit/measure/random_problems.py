@@ -7,7 +7,8 @@ nothing for a new length, so PER_FORM numbers in a row are one form: three sizes
 packings, gates and values. Forms of one *family* also share the programs that no gate enters. A round of all FORMS has every padded K,
 every gate and every call, with few, some and many heads, in each dtype; two seeds in a row also have every padded V with them.
 
-`numbers(seed, count)` are those of a campaign; two seeds have none in common.
+`numbers(seed, count)` are those of a campaign; two seeds have none in common. Seeds from MORE on draw what those before them do not, which
+records name: tokens behind the last sequence, and a gradient of the final state that is not packed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ VALUES = ((64, 128, 256), (16, 32, 128))  # padded V of a form, by seed
 CALLS = tuple(zip(("gradient",) * 5 + ("forward",) * 3 + ("step",), ("few", "some", "many") * 3, strict=True))  # and heads, of each V
 PER_FORM = len(VALUES[0]) * len(CALLS)
 SEED = 10**6  # numbers of a seed, of either kind
+MORE = 1000
 GATES = ("given", "given_bounded", "softplus", "bounded")
 CROWDS = ("few", "some", "many")
 STATE_ELEMENTS = 800_000  # tokens * heads * K * V: what a truth may cost, but for a few
@@ -74,7 +76,13 @@ class Drawn(Case):
     index_dtype: str = "int64"
     host_lengths: bool = False  # cu_seqlens_cpu is given
     layouts: tuple[str, ...] = ("plain",) * 7  # of q, k, v, g, beta, initial_state, d_o
+    final_layout: str = "plain"  # of d_final_state
     changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def padding(self) -> int:
+        """Tokens behind the last sequence."""
+        return self.T - sum(self.lengths) if self.lengths else 0
 
     @property
     def op(self) -> str:
@@ -144,7 +152,8 @@ def draw(number: int) -> Drawn:
         if rng.random() < 0.1:
             form = replace(form, dtype="float64")
         rngs, call, crowd = [rng] * 3, CALLS[rng.integers(len(CALLS))][0], str(rng.choice(CROWDS, p=(0.9, 0.05, 0.05)))
-    return _drawn(number, form, V, call, crowd, *rngs)
+    drawn = _drawn(number, form, V, call, crowd, *rngs)
+    return drawn if seed < MORE else _with_more(drawn, np.random.default_rng([5, number]))
 
 
 @lru_cache(maxsize=64)
@@ -279,6 +288,14 @@ def _gate(form: Form, rng, own) -> tuple[dict[str, Any], dict[str, Any]]:
         options |= {"safe_gate": True} if rng.random() < 0.5 else {}
         fields_["A_log"] = bool(rng.random() < 0.7)
     return options, fields_
+
+
+def _with_more(drawn: Drawn, rng) -> Drawn:
+    padding = int(rng.choice([1, 15, 16, 63, 64, rng.integers(2, 200)])) if rng.random() < 0.4 else 0
+    layout = str(rng.choice(LAYOUTS))
+    if drawn.lengths:
+        drawn = replace(drawn, T=drawn.T + padding)
+    return replace(drawn, final_layout=layout) if drawn.grad and drawn.call_options["output_final_state"] else drawn
 
 
 def _tokens(rng, call: str, cost: int) -> int:

@@ -45,6 +45,10 @@ def simpler(drawn: Drawn) -> Iterator[Drawn]:
             yield drawn.changed(H=H, HV=H * (drawn.HV // drawn.H))
     if any(layout != "plain" for layout in drawn.layouts):
         yield drawn.changed(layouts=("plain",) * 7)
+    if drawn.final_layout != "plain":
+        yield drawn.changed(final_layout="plain")
+    if drawn.padding:
+        yield drawn.changed(T=sum(drawn.lengths))
     for flag in ("initial_state", "dt_bias", "host_lengths"):
         if getattr(drawn, flag):
             yield drawn.changed(**{flag: False})
@@ -65,14 +69,14 @@ def simpler(drawn: Drawn) -> Iterator[Drawn]:
 def _shorter(drawn: Drawn) -> Iterator[Drawn]:
     if drawn.lengths:
         if len(drawn.lengths) == 1:
-            yield drawn.changed(lengths=(), host_lengths=False)
+            yield drawn.changed(lengths=(), host_lengths=False, T=sum(drawn.lengths))
         for half in (drawn.lengths[: len(drawn.lengths) // 2], drawn.lengths[len(drawn.lengths) // 2 :], drawn.lengths[1:]):
             if half and len(half) < len(drawn.lengths):
-                yield drawn.changed(lengths=half, T=sum(half))
+                yield drawn.changed(lengths=half, T=sum(half) + drawn.padding)
         for by in (2, 4 / 3):
             cut = tuple(int(n / by) for n in drawn.lengths)
             if cut != drawn.lengths:
-                yield drawn.changed(lengths=cut, T=sum(cut))
+                yield drawn.changed(lengths=cut, T=sum(cut) + drawn.padding)
         return
     if drawn.B > 1:
         yield drawn.changed(B=1)

@@ -66,7 +66,8 @@ def judge(drawn: Drawn | int, backend: str, device: Any = None) -> Verdict:
             return Verdict(ok=True, refused=refused, **about)
         arrays, cotangents = drawn.arrays(), drawn.cotangents() if drawn.grad else None
         start = time.perf_counter()
-        runs, complaints = (_torch_runs if framework == "torch" else _jax_runs)(drawn, backend, device, arrays, cotangents)
+        run = _torch_runs if framework == "torch" else _jax_runs
+        runs, complaints = run(drawn, backend, device, *_with_garbage(drawn, arrays, cotangents))
         about |= dict(seconds=round(time.perf_counter() - start, 3), forms=forms_of(backend, problem, device))
         complaints += _other_bits(*runs)
         rows = checking.compare_quickly(problem, arrays, runs[0], cotangents, dispatch.operand_dtype(backend, problem))
@@ -83,6 +84,18 @@ def forms_of(backend: str, problem, device) -> tuple[str, ...]:
     """What the backend runs for such a problem, as its table of what a chip has shown names it."""
     module = dispatch.load(backend)
     return tuple(module.forms(problem, device))
+
+
+def _with_garbage(drawn: Drawn, arrays: Arrays, cotangents: tuple | None) -> tuple[Arrays, tuple | None]:
+    """NaN in tokens behind the last sequence, which nothing may read."""
+    if not drawn.padding:
+        return arrays, cotangents
+
+    def spoiled(x):
+        return None if x is None else np.concatenate([x[:, : -drawn.padding], np.full_like(x[:, -drawn.padding :], np.nan)], 1)
+
+    arrays = arrays._replace(**{name: spoiled(getattr(arrays, name)) for name in ("q", "k", "v", "g", "beta")})
+    return arrays, cotangents and (spoiled(cotangents[0]), *cotangents[1:])
 
 
 def _other_bits(first: dict, second: dict) -> list[str]:
@@ -104,12 +117,13 @@ def _torch_runs(drawn: Drawn, backend: str, device: Any, arrays: Arrays, cotange
     tensors = checking.to_torch(arrays, drawn.dtypes(), device)
     if tensors.cu_seqlens_cpu is not None:
         tensors = tensors._replace(cu_seqlens_cpu=tensors.cu_seqlens_cpu.cpu())
-    layouts = dict(zip(("q", "k", "v", "g", "beta", "initial_state", "d_o"), drawn.layouts, strict=True))
+    layouts = dict(zip(("q", "k", "v", "g", "beta", "initial_state", "o"), drawn.layouts, strict=True))
+    layouts["final_state"] = drawn.final_layout
     placed = {n: memory.place(x, layouts.get(n, "plain")) for n, x in tensors._asdict().items() if x is not None}
     runs, complaints = [], []
     for _ in range(2):
         with memory.guarded() as guard:
-            runs.append(_run(function, drawn, {n: p.tensor for n, p in placed.items()}, cotangents, layouts["d_o"]))
+            runs.append(_run(function, drawn, {n: p.tensor for n, p in placed.items()}, cotangents, layouts))
             if device.type == "cuda":
                 import torch
 
@@ -120,7 +134,7 @@ def _torch_runs(drawn: Drawn, backend: str, device: Any, arrays: Arrays, cotange
     return [_trimmed(drawn, run) for run in runs], complaints
 
 
-def _run(function, drawn: Drawn, given: dict[str, Any], cotangents, layout: str) -> dict[str, np.ndarray]:
+def _run(function, drawn: Drawn, given: dict[str, Any], cotangents, layouts: dict[str, str]) -> dict[str, np.ndarray]:
     import torch
 
     from kdakit.measure import memory
@@ -133,7 +147,7 @@ def _run(function, drawn: Drawn, given: dict[str, Any], cotangents, layout: str)
     if cotangents is not None:
         seeds = dict(zip(("o", "final_state"), cotangents, strict=True))
         reached = [n for n in out if out[n].requires_grad]
-        weights = [memory.place(torch.from_numpy(seeds[n]).to(out[n]), layout if n == "o" else "plain").tensor for n in reached]
+        weights = [memory.place(torch.from_numpy(seeds[n]).to(out[n]), layouts[n]).tensor for n in reached]
         gradients = torch.autograd.grad([out[n] for n in reached], list(inputs.values()), weights, allow_unused=True)
         for (name, x), d in zip(inputs.items(), gradients, strict=True):
             results[name] = np.zeros(x.shape) if d is None else d.to("cpu", torch.float64).numpy()
