@@ -33,6 +33,7 @@ STANDS_FOR = {} if FULL else {("sm_80", "bfloat16"): ("sm_89",), ("sm_80", "floa
 FORWARD_KERNELS = {"prepare_kernel", "scan_kernel", "step_kernel"}
 NVIDIA_KERNELS = {"prepare_normed_kernel", "rebuild_normed_kernel", "gradient_normed_kernel"}
 BACKWARD_KERNELS = {"replay_kernel", "reverse_kernel", "products_kernel", "sums_kernel", "restore_kernel"}
+WIDE_KERNELS = {"wide_replay_kernel", "wide_reverse_kernel"}
 PLAIN_KERNELS = {"rebuild_kernel", "gradient_kernel"}  # of problems that the normed ones do not take; theirs on every chip takes too long
 PLAIN = ("sm_90", "gfx942") if FULL else ("gfx942",)
 # Bytes of stack per thread: spills that were measured not to matter, or that nobody has had a reason to remove yet.
@@ -45,7 +46,7 @@ def test_kernels_compile(target):
     rows = compiled(target)
     needed = FORWARD_KERNELS | BACKWARD_KERNELS
     needed |= {"parts_kernel", "combine_kernel", "staged_scan_kernel"} if target == "sm_90" else set()
-    needed |= {"wide_scan_kernel", "wide_replay_kernel", "wide_reverse_kernel"} if target == "sm_90" else set()
+    needed |= {"wide_scan_kernel", *WIDE_KERNELS} if target == "sm_90" else set()
     needed |= NVIDIA_KERNELS if target.startswith("sm_") else set()
     needed |= PLAIN_KERNELS if target in PLAIN else set()
     trained = {"scan_kernel", "reverse_kernel", "replay_kernel", "products_kernel"}
@@ -258,7 +259,7 @@ def compile_all(target: str, every: bool = False) -> None:
         """[(what is compiled, how it is launched)]."""
         known = call.launches(problem, arrays, configs.choose(problem, chip))
         if not every and not FULL:  # a loss of the outputs alone: its forms have less in them
-            known = [x for x in known if x[2].get("HAS_FINAL", True) or x[0].__name__ not in BACKWARD_KERNELS]
+            known = [x for x in known if x[2].get("HAS_FINAL", True) or x[0].__name__ not in BACKWARD_KERNELS | WIDE_KERNELS]
         return [((x[0].__name__, list(map(launch.specialised, x[1])), *x[2:]), x) for x in known]
 
     def launched_by(what, problem, arrays, chips):
@@ -303,7 +304,7 @@ def compile_all(target: str, every: bool = False) -> None:
             compile_launches(*problem_of("bfloat16", 256, 256, True, 96, T=128), False, "wide_scan_kernel")
             for D, options in ((256, {}), (256, dict(l2norm=False, scale=0.125)), (192, {})):  # the second: a tile more a stage
                 problem, arrays = problem_of("bfloat16", D, D, True, 96, T=128)
-                for kernel in ("wide_replay_kernel", "wide_reverse_kernel"):
+                for kernel in sorted(WIDE_KERNELS):
                     compile_launches(problem.replace(needs_grad=True, **options), arrays, False, kernel)
         problem, arrays = problem_of("bfloat16", 128, 128, True, 96, T=128)  # keys as they are, scale a power of 2: see config.exact_q
         compile_launches(problem.replace(needs_grad=True, l2norm=False, scale=0.125), arrays, False, "reverse_kernel")
