@@ -356,3 +356,35 @@ def test_prefill_is_chunk_kda():
     o, _ = prefill(pool, pool.allocate(2), **x, **OPTIONS)
     want, state = chunk_kda(**x, output_final_state=True, **OPTIONS)
     assert torch.equal(o, want) and torch.equal(pool.states([0, 1]), state)
+
+
+def everything(**options):
+    """Outputs of every call in turn, and all that the pool then holds."""
+    pool = StatePool(3, HV, K, V, windows={"x": (2, 3)}, device="cpu", **options)
+    slots, seen = pool.allocate(2), torch.ones(2, 4, 3, device="cpu")
+    given = [torch_tokens(2, 4, seed) for seed in range(4)]
+    found = [prefill(pool, slots, **given[0], window_inputs={"x": seen}, checkpoints=[[2], []], **OPTIONS)[0]]
+    found.append(prefill(pool, slots, **given[1], window_inputs={"x": seen}, deterministic=True, **OPTIONS)[0])
+    found.append(decode(pool, slots, **given[2], window_inputs={"x": seen}, **OPTIONS))
+    o, draft = verify(pool, slots, **given[3], window_inputs={"x": seen}, **OPTIONS)
+    commit(pool, draft, [1, 4])
+    return [*found, o, *pool.tensors()]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(dtype=torch.int8, feedback=True)], ids=["float32", "int8"])
+def test_the_bits_are_the_same_wherever_a_call_stands(options):
+    """Under autocast, with another default dtype, with another default device, where gradients are recorded."""
+    want = everything(**options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = {"autocast": everything(**options)}
+    with torch.device("meta"):
+        found["device"] = everything(**options)
+    with torch.enable_grad():
+        found["gradients"] = everything(**options)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found["dtype"] = everything(**options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensors in found.items():
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(want, tensors, strict=True)), name

@@ -105,8 +105,8 @@ class ServedModel:
         (a snapshot a layer) for each."""
         self._check_rows(slots, tokens)
         check_checkpoints(checkpoints, [len(own) for own in tokens])
-        cu = torch.tensor([0, *map(len, tokens)]).cumsum(0)
-        packed = torch.tensor([list(chain(*tokens))], device=self.device)
+        cu = torch.tensor([0, *map(len, tokens)], device="cpu").cumsum(0)
+        packed = torch.tensor([list(chain(*tokens))], dtype=torch.int64, device=self.device)
         given, on_device = self.pools[0].device_slots(slots), cu.to(self.device)
         made: list[list[list[Snapshot]]] = [[[] for _ in own] for own in checkpoints]
 

@@ -14,13 +14,14 @@ from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, check_cu_seqlens, check_devices, checks_enabled
 from kdakit.serving.arguments import check_checkpoints, describe
 from kdakit.serving.torch.pages import Pages
+from kdakit.serving.torch.plainly import plainly
 from kdakit.serving.torch.pool import Rows, Slots, Snapshot, StatePool
 
 TOKENS = ("q", "k", "v", "g", "beta")
 CONFIGURED_FOR = 32  # sequences: with deterministic=True kernels are configured for so many, however many there are
 
 
-@torch.no_grad()
+@plainly
 def prefill(
     pool: StatePool, slots: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, checkpoints: Iterable[Iterable[int]] | None = None, A_log: Tensor | None = None,
@@ -129,7 +130,7 @@ def _rounds(pool, rows: Rows, problem: Problem, arrays: Arrays, inputs, determin
     for r, members in enumerate(rounds):
         spans = [(cuts[n][r], cuts[n][r + 1]) for n in members]
         token = torch.tensor(list(chain(*(range(*span) for span in spans))), dtype=torch.int64, device=o.device)
-        lengths = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
+        lengths = torch.tensor([0, *(b - a for a, b in spans)], device="cpu").cumsum(0)
         here = torch.tensor(members, device=o.device)
         part = arrays._replace(**{n: getattr(arrays, n)[:, token] for n in TOKENS}, cu_seqlens=lengths.to(o.device), cu_seqlens_cpu=lengths)
         own = Rows(*(x[here] for x in rows))
@@ -145,7 +146,7 @@ def _packed(problem: Problem, arrays: Arrays, inputs: dict[str, Tensor]):
     """[B, T, ..] as one row of B sequences."""
     if problem.varlen:
         return problem, arrays, inputs
-    edges = torch.arange(problem.B + 1) * problem.T
+    edges = torch.arange(problem.B + 1, device="cpu") * problem.T
     flat = {n: getattr(arrays, n).flatten(0, 1)[None] for n in TOKENS}
     arrays = arrays._replace(**flat, cu_seqlens=edges.to(arrays.q.device), cu_seqlens_cpu=edges)
     problem = problem.replace(B=1, T=problem.B * problem.T, N=problem.B, varlen="cu_seqlens")

@@ -27,7 +27,7 @@ class Storage:
         self.states = torch.zeros(rows, *sizes.state_shape, dtype=getattr(torch, sizes.dtype), device=device)
         self.scales = self.residual = None
         if sizes.dtype == "int8":
-            self.scales = torch.zeros(rows, sizes.HV, sizes.K, sizes.groups, device=device)
+            self.scales = torch.zeros(rows, sizes.HV, sizes.K, sizes.groups, dtype=torch.float32, device=device)
             self.residual = torch.zeros_like(self.states) if sizes.feedback else None
 
     def tensors(self) -> list[Tensor]:
