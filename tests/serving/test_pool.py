@@ -388,3 +388,17 @@ def test_the_bits_are_the_same_wherever_a_call_stands(options):
         torch.set_default_dtype(torch.float32)
     for name, tensors in found.items():
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(want, tensors, strict=True)), name
+
+
+def test_prefill_of_rows_gives_rows():
+    """Whichever way they are run, packed or not, and where there are none."""
+    x = torch_tokens(2, 9)
+    for more in (dict(), dict(deterministic=True), dict(checkpoints=[[4], []]), dict(checkpoints=[[4], []], deterministic=True)):
+        pool = StatePool(2, HV, K, V)
+        o, _ = prefill(pool, pool.allocate(2), **x, chunk_size=16, **more, **OPTIONS)
+        assert o.shape == x["v"].shape, more
+        np.testing.assert_allclose(o, chunk_kda(**x, **OPTIONS)[0], rtol=1e-4, atol=1e-6)
+    none = torch_tokens(0, 9)
+    for more in (dict(), dict(deterministic=True), dict(checkpoints=[])):
+        o, made = prefill(StatePool(2, HV, K, V), [], **none, **more, **OPTIONS)
+        assert o.shape == none["v"].shape and made == []

@@ -51,7 +51,7 @@ def prefill(
     _check_edges(problem, arrays)
     rows, inputs = pool.rows(given), pool.check_inputs(window_inputs, problem.B, problem.T)
     if checkpoints is None:
-        return _run(pool, rows, problem, arrays, inputs, deterministic, backend), []
+        return _run(pool, rows, problem, arrays, inputs, deterministic, backend).reshape(v.shape), []  # it may have packed the rows
     return _rounds(pool, rows, problem, arrays, inputs, deterministic, backend, checkpoints)
 
 
@@ -123,7 +123,7 @@ def _rounds(pool, rows: Rows, problem: Problem, arrays: Arrays, inputs, determin
     cuts = [[start, *(start + p for p in own), end] for own, (start, end) in zip(wanted, pairwise(edges), strict=True)]
     o = torch.empty_like(arrays.v)
     made: list[list[Snapshot]] = [[] for _ in wanted]
-    rounds = [[n for n, own in enumerate(cuts) if r + 1 < len(own)] for r in range(max(map(len, cuts)) - 1)]
+    rounds = [[n for n, own in enumerate(cuts) if r + 1 < len(own)] for r in range(max(map(len, cuts), default=1) - 1)]
     for r, members in enumerate(rounds):  # who refuses any of them does so before the first
         tokens = sum(cuts[n][r + 1] - cuts[n][r] for n in members)
         dispatch.select_pooled("torch", problem.replace(T=tokens, N=len(members), deterministic=deterministic), arrays.q.device, backend)
