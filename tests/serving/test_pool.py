@@ -402,3 +402,18 @@ def test_prefill_of_rows_gives_rows():
     for more in (dict(), dict(deterministic=True), dict(checkpoints=[])):
         o, made = prefill(StatePool(2, HV, K, V), [], **none, **more, **OPTIONS)
         assert o.shape == none["v"].shape and made == []
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_no_token_rounds_no_state(feedback):
+    """8 bits: a sequence without tokens in a call, and what a checkpoint at its beginning or its end cuts off."""
+    pool = StatePool(2, HV, K, V, dtype=torch.int8, feedback=feedback)
+    slots = pool.allocate(2)
+    for seed in range(5):
+        decode(pool, slots, **torch_tokens(2, 1, seed), **OPTIONS)
+    before = pool.snapshot(slots)
+    prefill(pool, slots, **torch_tokens(1, 7), cu_seqlens=torch.tensor([0, 0, 7]), **OPTIONS)
+    _, ((again,), _) = prefill(pool, slots, **torch_tokens(1, 7), cu_seqlens=torch.tensor([0, 0, 7]), checkpoints=[[0], [7]], **OPTIONS)
+    prefill(pool, slots, **torch_tokens(2, 0), **OPTIONS)
+    for x, y, z in zip(before.tensors, pool.snapshot(slots).tensors, again.tensors, strict=True):
+        assert torch.equal(x[0], y[0]) and torch.equal(x[0], z[0])

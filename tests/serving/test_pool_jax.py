@@ -138,3 +138,14 @@ def test_fewer_bits_are_those_of_torch(options):
         states.append(np.stack([pool.state(s) for s in slots]))
     step = 1e-3 if options.get("feedback") else 0.02
     assert states[1].any() and accuracy.error(*states) < step
+
+
+def test_no_token_rounds_no_state():
+    """8 bits: a sequence without tokens in a call."""
+    pool = JaxPool(3, "xla", dtype="int8")
+    held = pool.allocate(2)
+    pool.prefill(held, tokens(rng(), 1, 12), [5, 7])
+    pool.decode(held, tokens(rng(1), 2, 1))
+    before = jax.tree.map(np.array, pool.snapshot(held[:1]))
+    pool.prefill(held, tokens(rng(2), 1, 12), [0, 12])
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.tree.map(np.array, pool.snapshot(held[:1]))))

@@ -88,7 +88,8 @@ def _run(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, backe
     rows, module = pool.rows(slots), dispatch.select("jax", problem, device, backend)
     state = storages.read(pool.sizes, pool.contents.storage, rows.place)
     out, _ = module.forward(problem, arrays._replace(initial_state=state), module.default_config(problem, device))
-    storage = storages.write(pool.sizes, pool.contents.storage, rows.place, out.final_state)
+    moved = jnp.where(jnp.diff(arrays.cu_seqlens) > 0, rows.place, pool.capacity)  # no token, no rounding
+    storage = storages.write(pool.sizes, pool.contents.storage, moved, out.final_state)
     t = jnp.arange(problem.T)
     owner = jnp.minimum((t[:, None] >= arrays.cu_seqlens[1:]).sum(1), problem.N - 1)
     o = jnp.where(rows.valid[owner][None, :, None, None], out.o, 0)

@@ -105,7 +105,8 @@ def _move(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs:
         return o
     state = pool.storage.read(rows.place)
     result, _ = module.forward(problem, arrays._replace(initial_state=state), config)
-    pool.storage.write(rows.place, result.final_state)
+    lengths = torch.full_like(rows.place, problem.T) if arrays.cu_seqlens is None else arrays.cu_seqlens.diff()
+    pool.storage.write(torch.where(lengths > 0, rows.place, pool.capacity), result.final_state)  # no token, no rounding
     _shift(pool, rows, arrays.cu_seqlens, inputs)
     if arrays.cu_seqlens is None:
         return torch.where(rows.valid[:, None, None, None], result.o, 0)
