@@ -37,7 +37,7 @@ def prefill(
         first sequence and none of the second, for pool.restore. Every position costs a call of the backend, shared by the sequences.
     window_inputs: {name: [B, T, D]} as the convolutions see them, packed like q.
     deterministic: a sequence's bits depend on no other sequence in the call, and not on where the prompt was cut as long as that was at
-        multiples of chunk_size; cut elsewhere, results agree within the accuracy rule.
+        multiples of chunk_size, with states stored as they are computed; cut elsewhere, results agree within the accuracy rule.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens, cu_seqlens_cpu)
     for name, x in arrays._asdict().items():

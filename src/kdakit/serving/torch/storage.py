@@ -34,7 +34,8 @@ class Storage:
         return [x for x in (self.states, self.scales, self.residual) if x is not None]
 
     def read(self, index: Tensor) -> Tensor:
-        states = self._layout(self.states[index]).to(getattr(torch, self.sizes.compute_dtype))
+        """Contiguous: products of matrices that lie otherwise in memory round otherwise."""
+        states = self._layout(self.states[index]).to(getattr(torch, self.sizes.compute_dtype)).contiguous()
         if self.scales is None:
             return states
         if self.residual is not None:
