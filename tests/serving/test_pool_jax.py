@@ -140,6 +140,26 @@ def test_fewer_bits_are_those_of_torch(options):
     assert states[1].any() and accuracy.error(*states) < step
 
 
+def test_what_is_not_finite_stays_in_its_sequence(monkeypatch):
+    """Where a backend lets sequences meet in its products, here one that adds zero times everything to everything."""
+    from kdakit.backends import xla
+
+    forward = xla.forward
+
+    def mixing(problem, arrays, config):
+        found, saved = forward(problem, arrays, config)
+        return type(found)(*(None if x is None else x + 0 * x.sum() for x in found)), saved
+
+    monkeypatch.setattr(xla, "forward", mixing)
+    monkeypatch.setattr(xla, "mixes", lambda problem, config: True)
+    pool = JaxPool(3, "xla", sizes=(HV, K, 7))  # a size of its own: what is compiled here is nobody else's
+    held, x = pool.allocate(3), tokens(rng(), 1, 9, V=7)
+    x["k"][0, 4, 0, 0] = np.nan
+    o, _ = pool.prefill(held, x, [3, 3, 3])
+    assert np.isfinite(o[0, [0, 1, 2, 6, 7, 8]]).all() and np.isnan(o[0, 4]).all()
+    assert [bool(np.isfinite(pool.state(slot)).all()) for slot in held] == [True, False, True]
+
+
 def test_no_token_rounds_no_state():
     """8 bits: a sequence without tokens in a call."""
     pool = JaxPool(3, "xla", dtype="int8")
