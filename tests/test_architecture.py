@@ -181,6 +181,18 @@ def test_no_assert_on_user_input():
         assert not bare, f"{path}:{bare}: raise ValueError or TypeError instead"
 
 
+def test_memory_of_kernels_has_a_dtype_of_its_own():
+    """Not PyTorch's default, which programs set to bfloat16 for their models: scratch and states would be rounded to it."""
+
+    def takes_the_default(call: ast.AST) -> bool:
+        made = isinstance(call, ast.Call) and ast.unparse(call.func) in ("torch.empty", "torch.zeros", "torch.ones")
+        return made and not {keyword.arg for keyword in call.keywords} & {"dtype", None}
+
+    rooms = [path for path in FILES if {"backends", "serving", "fused"} & set(path.relative_to(SOURCE).parts)]
+    found = [f"{path.name}:{x.lineno}" for path in rooms for x in ast.walk(ast.parse(path.read_text())) if takes_the_default(x)]
+    assert len(rooms) > 100 and not found, found
+
+
 def test_optional_names_of_a_backend_have_defaults():
     """dispatch.CONTRACT gives them: nobody else asks a backend what it has."""
     asked = re.compile(r"hasattr\([\w.()]*(module|backend)\b")

@@ -247,8 +247,12 @@ def test_samplers():
     drawn = np.bincount(sampler(1.0)(logits), minlength=4) / 4000
     np.testing.assert_allclose(drawn, np.exp(logits[0]) / np.exp(logits[0]).sum(), atol=0.03)
     assert set(sampler(1.0, top_k=2)(logits)) == {2, 3}
-    with pytest.raises(ValueError, match="temperature must not be negative, got -1"):
-        sampler(-1.0)
+    equal = np.tile(np.array([0.0, 3.0, 3.0, 3.0]), (50, 1))
+    assert set(sampler(1.0, top_k=2)(equal)) == {1, 2} and set(sampler(1.0, top_k=1)(equal)) == {1}
+    assert (sampler(1e-310)(logits) == 2).all(), "so cold that the others are beyond what a float can say"
+    for temperature in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"temperature must be at least 0, got {temperature}"):
+            sampler(temperature)
 
 
 def test_prompts_are_checked():
@@ -259,6 +263,13 @@ def test_prompts_are_checked():
     ):
         with pytest.raises(ValueError, match=message):
             list(generate(model, prompt, 1, greedy))
+    prompt = np.array([[3, 1, 4]])
+    for name in ("count", "piece"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
+            list(generate(model, prompt, **dict(count=1, piece=0) | {name: -1}, sample=greedy))
+    want = list(generate(model, prompt, 2, greedy))
+    for kind in (np.uint8, np.uint16, np.uint64, np.int16):  # as files of tokens have them
+        assert list(generate(model, prompt.astype(kind), 2, greedy)) == want
 
 
 def test_parameters_and_cache_sizes_are_those_of_the_model():

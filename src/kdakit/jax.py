@@ -325,11 +325,11 @@ def _varying_together(arrays: Arrays) -> Arrays:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _kda(problem: Problem, backend: str, device: str, arrays: Arrays):
-    return tuple(_forward(problem, backend, device, arrays)[0])
+    return tuple(run(problem, backend, device, arrays)[0])
 
 
-def _forward(problem, backend, device, arrays):
-    """The backend's result and what it saved for its backward; the token recurrence saves nothing.
+def run(problem, backend, device, arrays):
+    """The forward of a call that is described: the backend's result and what it saved for its backward; the token recurrence saves nothing.
 
     What is saved comes with a flag where the backend ran on arrays that need not be finite: whether they were not, and it ran again.
     """
@@ -357,7 +357,7 @@ def _forward(problem, backend, device, arrays):
 
 
 def _kda_forward(problem, backend, device, arrays):
-    result, saved = _forward(problem.replace(needs_grad=True), backend, device, arrays)
+    result, saved = run(problem.replace(needs_grad=True), backend, device, arrays)
     return tuple(result), (arrays, saved)
 
 

@@ -68,6 +68,24 @@ def test_steps_that_follow_say_what_single_steps_say(served):
         one.captured.follow(one.begin(slots, tokens) and step)
 
 
+@pytest.mark.parametrize("captured_calls", [False, True])
+def test_a_step_keeps_its_own(served, captured_calls):
+    """Its sequences, whatever the caller's list holds by then; and tokens that later steps have overwritten are not read."""
+    one, slots, tokens = opened(served if captured_calls else ServedModel, small_model(), PROMPTS)
+    given = list(slots)
+    first = one.begin(given, tokens)
+    del given[0]
+    second = one.follow(first)
+    chosen = first.tokens()
+    assert len(chosen) == len(second.tokens()) == 3
+    one.begin(slots[:1], second.tokens()[:1])
+    if captured_calls:
+        with pytest.raises(ValueError, match="one of the latest two of its size"):
+            first.tokens()
+    else:
+        assert first.tokens() == chosen
+
+
 def test_rows_of_nobody_fill_a_graph(served, monkeypatch):
     """One sequence decodes in a graph of FEWEST rows, nine in one of 16; drafts have no such least."""
     model = small_model()

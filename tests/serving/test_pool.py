@@ -356,3 +356,96 @@ def test_prefill_is_chunk_kda():
     o, _ = prefill(pool, pool.allocate(2), **x, **OPTIONS)
     want, state = chunk_kda(**x, output_final_state=True, **OPTIONS)
     assert torch.equal(o, want) and torch.equal(pool.states([0, 1]), state)
+
+
+def test_prefill_of_rows_gives_rows():
+    """Whichever way they are run, packed or not, and where there are none."""
+    x = torch_tokens(2, 9)
+    for more in (dict(), dict(deterministic=True), dict(checkpoints=[[4], []]), dict(checkpoints=[[4], []], deterministic=True)):
+        pool = StatePool(2, HV, K, V)
+        o, _ = prefill(pool, pool.allocate(2), **x, chunk_size=16, **more, **OPTIONS)
+        assert o.shape == x["v"].shape, more
+        np.testing.assert_allclose(o, chunk_kda(**x, **OPTIONS)[0], rtol=1e-4, atol=1e-6)
+    none = torch_tokens(0, 9)
+    for more in (dict(), dict(deterministic=True), dict(checkpoints=[])):
+        o, made = prefill(StatePool(2, HV, K, V), [], **none, **more, **OPTIONS)
+        assert o.shape == none["v"].shape and made == []
+
+
+def everything(**options):
+    """Outputs of every call in turn, and all that the pool then holds."""
+    pool = StatePool(3, HV, K, V, windows={"x": (2, 3)}, device="cpu", **options)
+    slots, seen = pool.allocate(2), torch.ones(2, 4, 3, device="cpu")
+    given = [torch_tokens(2, 4, seed) for seed in range(4)]
+    found = [prefill(pool, slots, **given[0], window_inputs={"x": seen}, checkpoints=[[2], []], **OPTIONS)[0]]
+    found.append(prefill(pool, slots, **given[1], window_inputs={"x": seen}, deterministic=True, **OPTIONS)[0])
+    found.append(decode(pool, slots, **given[2], window_inputs={"x": seen}, **OPTIONS))
+    o, draft = verify(pool, slots, **given[3], window_inputs={"x": seen}, **OPTIONS)
+    commit(pool, draft, [1, 4])
+    return [*found, o, *pool.tensors()]
+
+
+@pytest.mark.parametrize("options", [dict(), dict(dtype=torch.int8, feedback=True)], ids=["float32", "int8"])
+def test_the_bits_are_the_same_wherever_a_call_stands(options):
+    """Under autocast, with another default dtype, with another default device, where gradients are recorded."""
+    want = everything(**options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = {"autocast": everything(**options)}
+    with torch.device("meta"):
+        found["device"] = everything(**options)
+    with torch.enable_grad():
+        found["gradients"] = everything(**options)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found["dtype"] = everything(**options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensors in found.items():
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(want, tensors, strict=True)), name
+
+
+def fused_tokens(rows, count, K, V, seed=0):
+    r = torch.Generator().manual_seed(seed)
+    shapes = {"q": (1, K), "k": (1, K), "v": (2, V), "g": (2, K), "beta": (2,)}
+    return {name: torch.randn(rows, count, *shape, generator=r) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("gate", ["softplus", "bounded"])
+def test_bits_do_not_depend_on_company_with_everything_in_the_kernel(gate, v_first):
+    """Gates, norms and strengths of odd numbers of rows, alone and together, decoded and drafted."""
+    K, V, rows = 37, 33, 5
+    options = FUSED | dict(lower_bound=-5.0 if gate == "bounded" else None, A_log=torch.zeros(2), dt_bias=torch.linspace(-1, 1, 2 * K))
+    together, alone, drafted = pools = [StatePool(rows, 2, K, V, state_v_first=v_first) for _ in range(3)]
+    slots, _, _ = (pool.allocate(rows) for pool in pools)
+    row = lambda x, n: {name: y[n : n + 1] for name, y in x.items()}
+    x = fused_tokens(rows, 21, K, V)
+    o, _ = prefill(together, slots, **x, deterministic=True, chunk_size=16, **options)
+    for n in slots:
+        assert torch.equal(prefill(alone, [n], **row(x, n), deterministic=True, chunk_size=16, **options)[0][0], o[n])
+    drafted.restore(slots, together.snapshot(slots))
+    x = fused_tokens(rows, 3, K, V, seed=1)
+    cut = lambda t: {name: y[:, t : t + 1] for name, y in x.items()}
+    o = torch.cat([decode(together, slots, **cut(t), **options) for t in range(3)], 1)
+    for n in slots:
+        assert torch.equal(torch.cat([decode(alone, [n], **row(cut(t), n), **options) for t in range(3)], 1)[0], o[n])
+    p, draft = verify(drafted, slots, **x, **options)
+    commit(drafted, draft, [3] * rows)
+    assert torch.equal(p, o)
+    for pool in (alone, drafted):
+        assert torch.equal(pool.storage.states[:rows], together.storage.states[:rows])
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_no_token_rounds_no_state(feedback):
+    """8 bits: a sequence without tokens in a call, and what a checkpoint at its beginning or its end cuts off."""
+    pool = StatePool(2, HV, K, V, dtype=torch.int8, feedback=feedback)
+    slots = pool.allocate(2)
+    for seed in range(5):
+        decode(pool, slots, **torch_tokens(2, 1, seed), **OPTIONS)
+    before = pool.snapshot(slots)
+    prefill(pool, slots, **torch_tokens(1, 7), cu_seqlens=torch.tensor([0, 0, 7]), **OPTIONS)
+    _, ((again,), _) = prefill(pool, slots, **torch_tokens(1, 7), cu_seqlens=torch.tensor([0, 0, 7]), checkpoints=[[0], [7]], **OPTIONS)
+    prefill(pool, slots, **torch_tokens(2, 0), **OPTIONS)
+    for x, y, z in zip(before.tensors, pool.snapshot(slots).tensors, again.tensors, strict=True):
+        assert torch.equal(x[0], y[0]) and torch.equal(x[0], z[0])

@@ -138,3 +138,34 @@ def test_fewer_bits_are_those_of_torch(options):
         states.append(np.stack([pool.state(s) for s in slots]))
     step = 1e-3 if options.get("feedback") else 0.02
     assert states[1].any() and accuracy.error(*states) < step
+
+
+def test_what_is_not_finite_stays_in_its_sequence(monkeypatch):
+    """Where a backend lets sequences meet in its products, here one that adds zero times everything to everything."""
+    from kdakit.backends import xla
+
+    forward = xla.forward
+
+    def mixing(problem, arrays, config):
+        found, saved = forward(problem, arrays, config)
+        return type(found)(*(None if x is None else x + 0 * x.sum() for x in found)), saved
+
+    monkeypatch.setattr(xla, "forward", mixing)
+    monkeypatch.setattr(xla, "mixes", lambda problem, config: True)
+    pool = JaxPool(3, "xla", sizes=(HV, K, 7))  # a size of its own: what is compiled here is nobody else's
+    held, x = pool.allocate(3), tokens(rng(), 1, 9, V=7)
+    x["k"][0, 4, 0, 0] = np.nan
+    o, _ = pool.prefill(held, x, [3, 3, 3])
+    assert np.isfinite(o[0, [0, 1, 2, 6, 7, 8]]).all() and np.isnan(o[0, 4]).all()
+    assert [bool(np.isfinite(pool.state(slot)).all()) for slot in held] == [True, False, True]
+
+
+def test_no_token_rounds_no_state():
+    """8 bits: a sequence without tokens in a call."""
+    pool = JaxPool(3, "xla", dtype="int8")
+    held = pool.allocate(2)
+    pool.prefill(held, tokens(rng(), 1, 12), [5, 7])
+    pool.decode(held, tokens(rng(1), 2, 1))
+    before = jax.tree.map(np.array, pool.snapshot(held[:1]))
+    pool.prefill(held, tokens(rng(2), 1, 12), [0, 12])
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, jax.tree.map(np.array, pool.snapshot(held[:1]))))

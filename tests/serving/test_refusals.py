@@ -206,6 +206,7 @@ def test_served_models_refuse_before_anything_moves():
         "ragged": lambda: served.verify([a, b], [[1], [2, 3]]), "nine": lambda: served.verify([a, b], [[1] * 9, [2] * 9]),
         "a layer less": lambda: served.commit(drafts[:1], [1, 1]), "layers in a wrong order": lambda: served.commit(drafts[::-1], [1, 1]),
         "the second not its own": lambda: served.commit([drafts[0], drafts[0]], [1, 1]), "three": lambda: served.commit(drafts, [1, 3]),
+        "nobody": lambda: served.prefill([], [], []), "drafts of nobody": lambda: served.verify([], []),
         "half a snapshot": lambda: served.restore(a, kept[0][:1]), "none": lambda: served.restore(a, [kept[0][0], None]),
         "not taken": lambda: served.reset(2), "nor freed": lambda: served.free(2),
     }  # fmt: skip
@@ -221,6 +222,24 @@ def test_served_models_refuse_before_anything_moves():
     served.commit(drafts, [1, 2])
     served.restore(b, kept[0])
     assert served.free_slots == 1 and served.next_slot == 2
+    assert served.next_tokens([], []) == []
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint64])
+def test_tokens_may_be_any_integers(kind):
+    """As files of tokens have them."""
+    pytest.importorskip("torch")
+    from faults import small_model
+
+    from kdakit.serving.torch.model import ServedModel
+
+    def answers(kind):
+        served = ServedModel(small_model(), 1)
+        slot, tokens = served.allocate(), np.array([3, 1, 4], kind)
+        found = [served.prefill([slot], [tokens], [[]])[0], served.decode([slot], tokens[:1]), served.verify([slot], [tokens])[0]]
+        return [x.tolist() for x in found]
+
+    assert answers(kind) == answers(np.int64)
 
 
 def test_slots_are_reused_first_in_first_out():

@@ -25,6 +25,10 @@ def generate(
     vocabulary = model.config.vocab_size
     if prompt.min() < 0 or prompt.max() >= vocabulary:
         raise ValueError(f"prompt must hold tokens 0 .. {vocabulary - 1}, got {prompt.min()} .. {prompt.max()}")
+    for name, value in (("count", count), ("piece", piece)):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    prompt = prompt.astype(np.int64, copy=False)
     call, cache = call or model.inference(), model.new_cache(prompt.shape[0], prompt.shape[1] + count)
     piece = piece or prompt.shape[1]
     for start in range(0, prompt.shape[1], piece):

@@ -128,7 +128,7 @@ def _meet(
     rank = dist.get_rank(group)
     if cu is None:
         return dense_slice(rank, everyone, arrays.q.shape[0]), needs_grad
-    check_cu_seqlens(torch.tensor(cu).numpy(), sum(everyone), padding=False)
+    check_cu_seqlens(torch.tensor(cu, device="cpu").numpy(), sum(everyone), padding=False)
     return packed_slice(rank, everyone, cu), needs_grad
 
 
@@ -146,7 +146,7 @@ def _run(arrays: Arrays, how: dict[str, Any], part: Slice, group: Any, needs_gra
     scan = Scan(group)
     scan.start(own if part.through else nothing if S_tail is None else Affine(nothing.M, S_tail.detach()))
     if part.first < part.last:
-        cu = torch.tensor(part.offsets, dtype=torch.int32) if packed else None
+        cu = torch.tensor(part.offsets, dtype=torch.int32, device="cpu") if packed else None
         o_middle, S_middle = _local(arrays, how, tokens[1], None if initial is None else initial[part.first : part.last], cu)
     entering = scan.finish()
     if part.carried:

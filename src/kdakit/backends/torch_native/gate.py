@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from kdakit.backends.torch_native.wide import widened
 from kdakit.gates import L2_EPSILON
 from kdakit.problem import Arrays, Problem
-
-SOFTPLUS_LINEAR = 40.0  # above it softplus(x) = x to double precision
 
 
 class Activated(NamedTuple):
@@ -33,10 +30,10 @@ def activate(problem: Problem, arrays: Arrays) -> Activated:
         q, k = q * _inverse_norm(q), k * _inverse_norm(k)
     if o.gate != "log_decay":
         x, a = _gate_input(problem, arrays, widened(g))
-        g = -a * F.softplus(x, threshold=SOFTPLUS_LINEAR) if o.gate == "softplus" else o.lower_bound * torch.sigmoid(a * x)
+        g = -a * _softplus(x) if o.gate == "softplus" else o.lower_bound * _sigmoid(a * x)
         g = g.to(dtype)
     if o.beta != "given":
-        beta = torch.sigmoid(beta) * (2 if o.beta == "double_sigmoid" else 1)
+        beta = _sigmoid(beta) * (2 if o.beta == "double_sigmoid" else 1)
     return Activated(q, k, v, g, beta)
 
 
@@ -51,8 +48,8 @@ def activate_backward(problem: Problem, arrays: Arrays, d: Activated) -> Arrays:
         x, a = _gate_input(problem, arrays, widened(g))
         d_g = widened(d_g)  # a few gates may hold all of d_A_log, and its terms cancel
         if o.gate == "softplus":
-            d_A_log = d_g * -a * F.softplus(x, threshold=SOFTPLUS_LINEAR)
-            d_g = d_g * -a * torch.sigmoid(x)
+            d_A_log = d_g * -a * _softplus(x)
+            d_g = d_g * -a * _sigmoid(x)
         else:
             d_argument = d_g * (o.lower_bound * _sigmoid_slope(a * x))
             d_A_log = d_argument * a * x
@@ -65,8 +62,20 @@ def activate_backward(problem: Problem, arrays: Arrays, d: Activated) -> Arrays:
     return Arrays(d_q, d_k, d.v, d_g, d_beta, d_A_log, d_dt_bias)
 
 
+# torch.sigmoid and F.softplus round otherwise in the last places of a tensor, which a CPU takes one by one: a sequence would depend on how
+# many lie beside it. What they are made of here gives the same bits anywhere.
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
 def _sigmoid_slope(x: torch.Tensor) -> torch.Tensor:
-    return torch.sigmoid(x) * torch.sigmoid(-x)
+    return _sigmoid(x) * _sigmoid(-x)
 
 
 def _inverse_norm(x):

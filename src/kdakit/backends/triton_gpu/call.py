@@ -113,6 +113,6 @@ def launches(problem: Problem, arrays: Arrays, config: Config) -> list[precompil
             if problem.options.output_final_state:  # a loss may be made of the final state, or not: some kernels have a form for each
                 known = [(kernel, constants) for kernel, _, constants, _ in recorded]
                 first = len(recorded)
-                of_value_heads(problem, arrays, kept, d_o, torch.empty(problem.state_shape, device="meta"), config)
+                of_value_heads(problem, arrays, kept, d_o, torch.empty(problem.state_shape, dtype=torch.float32, device="meta"), config)
                 recorded[first:] = [x for x in recorded[first:] if (x[0], x[2]) not in known]
     return recorded

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kdakit import dispatch
+from kdakit import jax as kda
 from kdakit.problem import Arrays, Problem, check_cu_seqlens, checks_enabled
 from kdakit.serving.arguments import check_checkpoints
 from kdakit.serving.jax import storage as storages
@@ -85,10 +86,11 @@ def _slice(pool: StatePool, o, named, n, start, count, arrays: Arrays, inputs, p
 
 @partial(jax.jit, static_argnames=("problem", "backend", "device"), donate_argnums=0)
 def _run(pool: StatePool, slots, arrays: Arrays, inputs, problem: Problem, backend: str, device: str):
-    rows, module = pool.rows(slots), dispatch.select("jax", problem, device, backend)
+    rows = pool.rows(slots)
     state = storages.read(pool.sizes, pool.contents.storage, rows.place)
-    out, _ = module.forward(problem, arrays._replace(initial_state=state), module.default_config(problem, device))
-    storage = storages.write(pool.sizes, pool.contents.storage, rows.place, out.final_state)
+    out, _ = kda.run(problem, backend, device, arrays._replace(initial_state=state))  # what is not finite stays in its own sequence
+    moved = jnp.where(jnp.diff(arrays.cu_seqlens) > 0, rows.place, pool.capacity)  # no token, no rounding
+    storage = storages.write(pool.sizes, pool.contents.storage, moved, out.final_state)
     t = jnp.arange(problem.T)
     owner = jnp.minimum((t[:, None] >= arrays.cu_seqlens[1:]).sum(1), problem.N - 1)
     o = jnp.where(rows.valid[owner][None, :, None, None], out.o, 0)

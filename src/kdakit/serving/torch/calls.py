@@ -14,6 +14,7 @@ from torch import Tensor
 from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, Spec, check_devices
 from kdakit.serving.arguments import PoolSizes, check_accepted, check_drafts, describe
+from kdakit.serving.torch.plainly import plainly
 from kdakit.serving.torch.pool import Rows, Slots, StatePool
 
 
@@ -32,7 +33,7 @@ class Draft:
     spent: bool = False
 
 
-@torch.no_grad()
+@plainly
 def decode(
     pool: StatePool, slots: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto", **options: Any,
@@ -57,7 +58,7 @@ def decode(
     return o
 
 
-@torch.no_grad()
+@plainly
 def verify(
     pool: StatePool, slots: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto", **options: Any,
@@ -71,7 +72,7 @@ def verify(
     return _verify("verify", pool, slots, arrays, window_inputs, backend, options)
 
 
-@torch.no_grad()
+@plainly
 def advance(
     pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, window_inputs: Mapping[str, Tensor] | None = None, backend: str = "auto",
@@ -110,7 +111,7 @@ def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inp
     return _only(rows, o), Draft(pool, rows, torch.where(rows.valid, given, -1), rows.generation, log, inputs, drafts, problem.T)
 
 
-@torch.no_grad()
+@plainly
 def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> None:
     """Move the pool on by the first accepted[n] tokens of each row's draft: 0 leaves a state as it was, the number of drafts takes all.
 

@@ -66,6 +66,8 @@ class CapturedStep:
 
     def tokens(self) -> list[int]:
         """Chosen by it, as soon as they are there."""
+        if self.of.calls - self.number >= len(self.of.chosen):
+            raise ValueError("step must be one of the latest two of its size: earlier ones are overwritten, read their tokens first")
         return [token for (token,) in self.answer.read(len(self.slots))]
 
 

@@ -14,7 +14,7 @@ class Exchange:
 
     def __init__(self, there: Tensor):
         self.there, on_gpu = there, there.is_cuda
-        self.here = torch.zeros(there.shape, dtype=there.dtype, pin_memory=on_gpu)
+        self.here = torch.zeros(there.shape, dtype=there.dtype, device="cpu", pin_memory=on_gpu)
         self.numbers = self.here.numpy().reshape(-1)  # the same memory
         self.copied: Any = torch.cuda.Event() if on_gpu else None
 

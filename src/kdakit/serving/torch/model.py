@@ -105,8 +105,8 @@ class ServedModel:
         (a snapshot a layer) for each."""
         self._check_rows(slots, tokens)
         check_checkpoints(checkpoints, [len(own) for own in tokens])
-        cu = torch.tensor([0, *map(len, tokens)]).cumsum(0)
-        packed = torch.tensor([list(chain(*tokens))], device=self.device)
+        cu = torch.tensor([0, *map(len, tokens)], device="cpu").cumsum(0)
+        packed = torch.tensor([list(chain(*tokens))], dtype=torch.int64, device=self.device)
         given, on_device = self.pools[0].device_slots(slots), cu.to(self.device)
         made: list[list[list[Snapshot]]] = [[[] for _ in own] for own in checkpoints]
 
@@ -125,16 +125,17 @@ class ServedModel:
 
     @torch.no_grad()
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """One token of each sequence: logits [N, vocabulary]."""
+        """One token of each sequence: logits [N, vocabulary]. Where calls are captured the next one of the same size overwrites them."""
         self._check(slots, tokens)
         if self.captured is not None:
             return self.captured.decode(slots, tokens)[:, 0]
-        given = torch.tensor(tokens, device=self.device)[:, None]
+        given = torch.tensor(list(tokens), dtype=torch.int64, device=self.device)[:, None]
         return self._forward(given, slots, Packing(), lambda pool, **x: decode(pool, slots, **x), in_one("decode", []))[:, 0]
 
     @torch.no_grad()
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> Step:
         """A decode step of which nobody has asked yet what is likeliest then: see `Step`."""
+        slots = list(slots)  # the step's own: the caller may change who takes part in the next one
         if self.captured is None:
             return ChosenStep(slots, likeliest(self.decode(slots, tokens)))
         self._check(slots, tokens)
@@ -156,7 +157,7 @@ class ServedModel:
 
     @torch.no_grad()
     def verify(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> tuple[Tensor, list[Draft] | CapturedDraft]:
-        """Guessed tokens, as many for each sequence: logits [N, T, vocabulary], and a draft a layer."""
+        """Guessed tokens, as many for each sequence: logits [N, T, vocabulary], overwritten like those of `decode`, and a draft a layer."""
         self._check_drafts(slots, tokens)
         if self.captured is not None:
             return self.captured.verify(slots, tokens)
@@ -167,7 +168,7 @@ class ServedModel:
             drafts.append(draft)
             return o
 
-        given = torch.tensor(tokens, device=self.device)
+        given = torch.tensor([list(own) for own in tokens], dtype=torch.int64, device=self.device)
         return self._forward(given, slots, Packing(), call, in_one("verify", drafts)), drafts
 
     @torch.no_grad()
@@ -208,6 +209,8 @@ class ServedModel:
     def _check_rows(self, slots: list[int], tokens: Sequence[Sequence[int]]) -> None:
         """Likewise, any number of tokens for each."""
         self.table.check(slots)
+        if len(slots) == 0:
+            raise ValueError("slots must name at least one sequence, got none")
         if len(tokens) != len(slots):
             raise ValueError(f"tokens must be given for each of the {len(slots)} slots, got {len(tokens)}")
         if not all(map(len, tokens)):

@@ -22,6 +22,7 @@ from torch import Tensor
 from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, Spec, check_devices
 from kdakit.serving.arguments import PoolSizes, describe
+from kdakit.serving.torch.plainly import plainly
 
 TOKENS = ("q", "k", "v", "g", "beta")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +93,7 @@ class Marks:
                 raise TypeError(f"{name} must be [M] int32 or int64, one entry a mark, got {getattr(x, 'shape', x)}")
 
 
-@torch.no_grad()
+@plainly
 def prefill(
     pages: Pages, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, A_log: Tensor | None = None, dt_bias: Tensor | None = None, known: Tensor | None = None,
@@ -143,7 +144,7 @@ def _prefill(problem: Problem, arrays: Arrays, pages: Pages, slots: Tensor, know
     return o
 
 
-@torch.no_grad()
+@plainly
 def decode(
     pages: Pages, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
     dt_bias: Tensor | None = None, accepted: Tensor | None = None, cu_seqlens: Tensor | None = None, out: Tensor | None = None,

@@ -14,13 +14,14 @@ from kdakit import dispatch
 from kdakit.problem import Arrays, Problem, check_cu_seqlens, check_devices, checks_enabled
 from kdakit.serving.arguments import check_checkpoints, describe
 from kdakit.serving.torch.pages import Pages
+from kdakit.serving.torch.plainly import plainly
 from kdakit.serving.torch.pool import Rows, Slots, Snapshot, StatePool
 
 TOKENS = ("q", "k", "v", "g", "beta")
 CONFIGURED_FOR = 32  # sequences: with deterministic=True kernels are configured for so many, however many there are
 
 
-@torch.no_grad()
+@plainly
 def prefill(
     pool: StatePool, slots: Slots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, checkpoints: Iterable[Iterable[int]] | None = None, A_log: Tensor | None = None,
@@ -36,7 +37,7 @@ def prefill(
         first sequence and none of the second, for pool.restore. Every position costs a call of the backend, shared by the sequences.
     window_inputs: {name: [B, T, D]} as the convolutions see them, packed like q.
     deterministic: a sequence's bits depend on no other sequence in the call, and not on where the prompt was cut as long as that was at
-        multiples of chunk_size; cut elsewhere, results agree within the accuracy rule.
+        multiples of chunk_size, with states stored as they are computed; cut elsewhere, results agree within the accuracy rule.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias, None, cu_seqlens, cu_seqlens_cpu)
     for name, x in arrays._asdict().items():
@@ -50,7 +51,7 @@ def prefill(
     _check_edges(problem, arrays)
     rows, inputs = pool.rows(given), pool.check_inputs(window_inputs, problem.B, problem.T)
     if checkpoints is None:
-        return _run(pool, rows, problem, arrays, inputs, deterministic, backend), []
+        return _run(pool, rows, problem, arrays, inputs, deterministic, backend).reshape(v.shape), []  # it may have packed the rows
     return _rounds(pool, rows, problem, arrays, inputs, deterministic, backend, checkpoints)
 
 
@@ -104,7 +105,8 @@ def _move(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs:
         return o
     state = pool.storage.read(rows.place)
     result, _ = module.forward(problem, arrays._replace(initial_state=state), config)
-    pool.storage.write(rows.place, result.final_state)
+    lengths = torch.full_like(rows.place, problem.T) if arrays.cu_seqlens is None else arrays.cu_seqlens.diff()
+    pool.storage.write(torch.where(lengths > 0, rows.place, pool.capacity), result.final_state)  # no token, no rounding
     _shift(pool, rows, arrays.cu_seqlens, inputs)
     if arrays.cu_seqlens is None:
         return torch.where(rows.valid[:, None, None, None], result.o, 0)
@@ -122,14 +124,14 @@ def _rounds(pool, rows: Rows, problem: Problem, arrays: Arrays, inputs, determin
     cuts = [[start, *(start + p for p in own), end] for own, (start, end) in zip(wanted, pairwise(edges), strict=True)]
     o = torch.empty_like(arrays.v)
     made: list[list[Snapshot]] = [[] for _ in wanted]
-    rounds = [[n for n, own in enumerate(cuts) if r + 1 < len(own)] for r in range(max(map(len, cuts)) - 1)]
+    rounds = [[n for n, own in enumerate(cuts) if r + 1 < len(own)] for r in range(max(map(len, cuts), default=1) - 1)]
     for r, members in enumerate(rounds):  # who refuses any of them does so before the first
         tokens = sum(cuts[n][r + 1] - cuts[n][r] for n in members)
         dispatch.select_pooled("torch", problem.replace(T=tokens, N=len(members), deterministic=deterministic), arrays.q.device, backend)
     for r, members in enumerate(rounds):
         spans = [(cuts[n][r], cuts[n][r + 1]) for n in members]
         token = torch.tensor(list(chain(*(range(*span) for span in spans))), dtype=torch.int64, device=o.device)
-        lengths = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
+        lengths = torch.tensor([0, *(b - a for a, b in spans)], device="cpu").cumsum(0)
         here = torch.tensor(members, device=o.device)
         part = arrays._replace(**{n: getattr(arrays, n)[:, token] for n in TOKENS}, cu_seqlens=lengths.to(o.device), cu_seqlens_cpu=lengths)
         own = Rows(*(x[here] for x in rows))
@@ -145,7 +147,7 @@ def _packed(problem: Problem, arrays: Arrays, inputs: dict[str, Tensor]):
     """[B, T, ..] as one row of B sequences."""
     if problem.varlen:
         return problem, arrays, inputs
-    edges = torch.arange(problem.B + 1) * problem.T
+    edges = torch.arange(problem.B + 1, device="cpu") * problem.T
     flat = {n: getattr(arrays, n).flatten(0, 1)[None] for n in TOKENS}
     arrays = arrays._replace(**flat, cu_seqlens=edges.to(arrays.q.device), cu_seqlens_cpu=edges)
     problem = problem.replace(B=1, T=problem.B * problem.T, N=problem.B, varlen="cu_seqlens")

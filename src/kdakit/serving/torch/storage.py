@@ -27,14 +27,15 @@ class Storage:
         self.states = torch.zeros(rows, *sizes.state_shape, dtype=getattr(torch, sizes.dtype), device=device)
         self.scales = self.residual = None
         if sizes.dtype == "int8":
-            self.scales = torch.zeros(rows, sizes.HV, sizes.K, sizes.groups, device=device)
+            self.scales = torch.zeros(rows, sizes.HV, sizes.K, sizes.groups, dtype=torch.float32, device=device)
             self.residual = torch.zeros_like(self.states) if sizes.feedback else None
 
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.states, self.scales, self.residual) if x is not None]
 
     def read(self, index: Tensor) -> Tensor:
-        states = self._layout(self.states[index]).to(getattr(torch, self.sizes.compute_dtype))
+        """Contiguous: products of matrices that lie otherwise in memory round otherwise."""
+        states = self._layout(self.states[index]).to(getattr(torch, self.sizes.compute_dtype)).contiguous()
         if self.scales is None:
             return states
         if self.residual is not None:

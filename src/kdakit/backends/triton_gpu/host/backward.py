@@ -235,9 +235,9 @@ def products(problem: Problem, arrays: Arrays, x: Views, y: Replayed, back: Reve
     out = Products(
         torch.empty((slots, HV, 2, R, R), dtype=torch.float32 if exact_pairs(problem, config) else small, device=device),
         y.tiles.view(slots, HV, 3, KP, R).view(part) if mine else torch.empty((slots, HV, 3, KP, R), dtype=part, device=device),
-        None if part == torch.float32 else torch.empty((slots, HV, 3, KP), device=device),
+        None if part == torch.float32 else torch.empty((slots, HV, 3, KP), dtype=torch.float32, device=device),
         torch.empty((problem.N, HV, KP, R), dtype=part, device=device) if exact_q(problem) and part != torch.float32 else None,
-        torch.empty((slots, HV, KP), device=device),
+        torch.empty((slots, HV, KP), dtype=torch.float32, device=device),
         torch.empty(arrays.beta.shape, dtype=arrays.beta.dtype, device=device),
     )
     if slots * HV:
@@ -335,7 +335,7 @@ def gradients(problem: Problem, arrays: Arrays, x: Views, slots: int, run: Calla
         if parameter is None:
             return None, None
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        return whole, torch.empty((slots, problem.HV, padded(K)), device=device)
+        return whole, torch.empty((slots, problem.HV, padded(K)), dtype=torch.float32, device=device)
 
     (d_A_log, A_shares), (d_dt_bias, bias_shares) = of(arrays.A_log), of(arrays.dt_bias)
     if slots * problem.HV:

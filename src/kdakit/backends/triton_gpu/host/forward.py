@@ -236,7 +236,8 @@ def scan_in_parts(problem: Problem, config: Config, layout: Layout, of_pages: tu
     number, maps = parts(problem, config), tensors["decay"]  # of one part nothing reads the maps
     if number > 1 or is_recording():  # compiled even then, so that a longer sequence finds it
         KP, VP = padded(problem.K), padded(problem.V)
-        maps = torch.empty((problem.N * problem.HV, max(number - 1, 1), VP + KP, KP), device=tensors["v"].device)
+        room = problem.N * problem.HV, max(number - 1, 1), VP + KP, KP
+        maps = torch.empty(room, dtype=torch.float32, device=tensors["v"].device)
         scan_staged.launch(problem, config, layout, number, "first", of_pages)(**tensors, maps=maps)
         of_parts = {name: tensors[name] for name in ("v", "tiles", "k_solved", "decay", "cu_seqlens")}
         scan_parts.launch_parts(problem, config, layout, number)(**of_parts, maps=maps)

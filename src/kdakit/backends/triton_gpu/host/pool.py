@@ -166,7 +166,8 @@ def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
     arrays, slots = contiguous_parameters(arrays), slots.contiguous()
     x = views(arrays)
     key, value = (p.N, p.T, p.HV, p.K), (p.N, p.T, p.HV, p.V)
-    log = Log(torch.empty(key, dtype=x.k.dtype, device=device), torch.empty(key, device=device), torch.empty(value, device=device))
+    wide = dict(dtype=torch.float32, device=device)
+    log = Log(torch.empty(key, dtype=x.k.dtype, device=device), torch.empty(key, **wide), torch.empty(value, **wide))
     owners = torch.empty_like(slots), torch.empty(p.N, dtype=torch.int32, device=device)
     out = torch.empty(value, dtype=x.v.dtype, device=device)
     if out.numel() == 0:
@@ -180,8 +181,8 @@ def verify(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
 def _tokens(problem: Problem, arrays: Arrays, x, pool: Any, slots, owners, log: Log) -> dict[str, torch.Tensor]:
     """The vectors that meet the states, and the coefficients: see `tokens_kernel`."""
     rows, TP, KP = problem.N * problem.HV, pool_draft.padded_tokens(problem.T), padded(problem.K)
-    vectors = torch.empty((rows, TP, 2, KP), device=x.k.device)
-    coefficients = torch.empty((rows, 2, TP, TP), device=x.k.device)
+    vectors = torch.empty((rows, TP, 2, KP), dtype=torch.float32, device=x.k.device)
+    coefficients = torch.empty((rows, 2, TP, TP), dtype=torch.float32, device=x.k.device)
     table, chain = tiles.pool()["tokens"], chained(slots.device)
     cut = Cut(0, table["warps"], table["registers"] if chain and TP == 8 and KP <= 128 else 0, chain)
     pool_draft.launch_tokens(problem, x.layout, pool.capacity, _fetched(pool), cut)(

@@ -43,7 +43,7 @@ def backward(grads, needed, x, weight, gate, bias, eps, d_sum=None):
     strip = max(16, min(1024, 1 << (max(1, tokens * heads // PROGRAMS) - 1).bit_length()))
     strips = -(-tokens // strip)
     d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    shares = torch.empty((2, strips, heads, V), device=x.device)
+    shares = torch.empty((2, strips, heads, V), dtype=torch.float32, device=x.device)
     make = torch.empty if x.numel() else torch.zeros
     d_weight = make(weight.shape, dtype=weight.dtype, device=x.device)
     d_bias = None if bias is None else make(bias.shape, dtype=d_weight.dtype, device=x.device)

@@ -52,7 +52,7 @@ def backward(grads, needed, x, weight, bias, window, cu_seqlens, lengths, sizes)
     N, near = _sequences(x, cu_seqlens), None if window is None else window.contiguous()
     strips, strip = _strips(x.shape[0], x.shape[1])
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shares = torch.empty((x.shape[0] * strips, W + 1, x.shape[2]), device=x.device)
+    shares = torch.empty((x.shape[0] * strips, W + 1, x.shape[2]), dtype=torch.float32, device=x.device)
     d_window = torch.zeros_like(near) if near is not None and needed[3] else None
     make = torch.empty if x.numel() else torch.zeros
     d_weight = make(weight.shape, dtype=weight.dtype, device=x.device)

@@ -92,7 +92,8 @@ def step(
         N, T, s.num_heads, s.value_heads, s.head_dim, s.head_v_dim, s.conv_size, s.conv_bias, bias is not None, s.lower_bound,
         s.allow_neg_eigval, s.norm_eps, row.stride()[:2], beta.stride()[:2], *where, slots is not None, draft, fast(row),
     )  # fmt: skip
-    scratch = torch.empty((N * s.num_heads, form.tokens, 3 * _padded(s.head_dim) + _padded(s.head_v_dim) + 16), device=row.device)
+    width = 3 * _padded(s.head_dim) + _padded(s.head_v_dim) + 16
+    scratch = torch.empty((N * s.num_heads, form.tokens, width), dtype=torch.float32, device=row.device)
     run, on_device = _launch(form)
     q, k, v = row.split((s.key_dim, s.key_dim, s.value_dim), -1)
     tensors = dict(q=q, k=k, v=v, g=g.contiguous(), beta=beta, gate=gate.contiguous())
@@ -111,7 +112,7 @@ def step(
 
 def _log(layer: Any, x: Tensor, slots: Slots | None) -> Log:
     s, (N, T), device = layer.sizes, x.shape[:2], x.device
-    wide = lambda *shape: torch.empty((N, T, s.value_heads, *shape), device=device)
+    wide = lambda *shape: torch.empty((N, T, s.value_heads, *shape), dtype=torch.float32, device=device)
     k = torch.empty((N, T, s.value_heads, s.head_dim), dtype=x.dtype, device=device)
     kind = torch.int64 if slots is None else slots.slots.dtype
     owners = torch.empty(N, dtype=kind, device=device), torch.empty(N, dtype=torch.int32, device=device)
