@@ -58,7 +58,7 @@ class Learner:
         for group in self.adam.param_groups:
             group["lr"] = self.settings.rate(self.count)
         self.adam.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.place.device)
+        total = torch.zeros((), dtype=torch.float32, device=self.place.device)
         for piece in zip(self._pieces(tokens), self._pieces(targets), strict=True):
             value = self._loss(*piece)
             (value / self.accumulate).backward()
@@ -145,7 +145,7 @@ class Learner:
         moments: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for name, parameter in self.named.items():
             moments[parameter] = {
-                "step": torch.tensor(float(state.step), device=parameter.device if fused else "cpu"),
+                "step": torch.tensor(float(state.step), dtype=torch.float32, device=parameter.device if fused else "cpu"),
                 "exp_avg": torch.from_numpy(state.first[name].copy()).to(parameter),
                 "exp_avg_sq": torch.from_numpy(state.second[name].copy()).to(parameter),
             }
