@@ -27,6 +27,8 @@ def run(args) -> int:
     from kdakit.measure.choices import UsageError
     from kdakit.models import place
 
+    if args.seed < 0:
+        raise UsageError(f"--seed must not be negative, got {args.seed}")
     begin = time.perf_counter()
     out = console.output()
     folder = Path(args.out)
