@@ -90,6 +90,7 @@ def in_processes(workers: int, backends, cases: list[Case], dtypes, seed=0, grad
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - set(others):
                 process.kill()
+                process.join()
             raise
     return [x for n in sorted(outcomes) for x in outcomes[n]], [x for n in sorted(refusals) for x in refusals[n]]
 
