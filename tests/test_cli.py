@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -500,6 +501,19 @@ def test_verify_in_processes_is_verify():
     assert [(o.case, o.dtype, o.rows, o.ok) for o in here] == [(o.case, o.dtype, o.rows, o.ok) for o in there]
 
 
+def test_ctrl_c_ends_verify_in_processes_at_once(monkeypatch):
+    """It waits for no case that has not begun, and leaves no process."""
+
+    def interrupted(waiting):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "as_completed", interrupted)
+    before, begun = set(multiprocessing.active_children()), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        verification.in_processes(1, [], [CASES["wide"]] * 10_000, ["float32"])  # a minute of work
+    assert time.monotonic() - begun < 20 and set(multiprocessing.active_children()) <= before
+
+
 def test_bench_keeps_what_it_has_timed_when_it_is_stopped(tmp_path, monkeypatch):
     """A peer may tune itself for minutes at the next mode."""
     frameworks_of("torch")
@@ -730,6 +744,14 @@ def test_demo_says_what_the_framework_needs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "what_runs", lambda out: ["xla"])
     assert main(["demo", "--framework", "jax", "--out", str(tmp_path)]) == 2
     assert "needs flax: pip install 'kdakit[flax,models]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("here, chosen", [((), "torch"), (("jax",), "jax"), (("torch", "jax"), "torch")])
+def test_the_framework_that_is_there_is_taken(here, chosen, monkeypatch):
+    from kdakit.cli import demo
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: True if name in here else None)
+    assert demo.default_framework() == chosen
 
 
 def test_demo_says_what_to_install_when_nothing_runs(tmp_path, capsys, monkeypatch):
