@@ -353,6 +353,14 @@ def test_doctor_reports_a_backend_whose_supports_raises(broken, monkeypatch, cap
     assert "ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_counts_that_cannot_be_written_are_one_line(tmp_path):
+    """Of a program that ends, not a traceback below all that it said."""
+    code, source = "from kdakit.stacks import counts; counts.take('fla', 'chunk_kda')", str(Path(doctor.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": source, "KDAKIT_COUNTS": str(tmp_path / "nowhere" / "x.json")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "KDAKIT_COUNTS must be" in done.stderr
+
+
 def test_doctor_writes_its_table(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- generated: support -->\nold\n<!-- end generated: support -->\nafter\n")
