@@ -104,8 +104,8 @@ def check(args) -> None:
             if getattr(args, option):
                 raise UsageError(f"--{option} is the suite's own: leave it out, or leave out --suite")
         pick_one("suite", args.suite, [*suites.SUITES, *suites.WHOLE])
-        if (reason := suites.cannot_run()) is not None:
-            raise UsageError(f"--suite {args.suite} cannot run here: {reason}")
+        if args.suite in suites.WHOLE:
+            can_run(args.suite)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install 'kdakit[bench]'")
     if args.plot and kind in ("errors", "tune"):
@@ -240,12 +240,21 @@ def run_suite(args) -> dict[str, Any]:
     name = args.suite
     entries = pick("entry", args.entry, suites.SUITES[name])
     wanted = pick("backend", args.backend, dict.fromkeys(c for entry in suites.SUITES[name].values() for c in entry.contestants))
+    can_run(name)
     keep = lambda record: args.json and records.save(record, args.json)
     with console.progress() as bar:
         task = bar.add_task(name, total=len(entries))
         tick = lambda text: bar.update(task, advance=1, description=text)
         plan = sweeps.Plan(tuple(wanted), (), {}, repeat=args.repeat, seconds=args.seconds, with_errors=args.accuracy, keep=keep, tick=tick)
         return sweeps.suite(name, entries, plan)
+
+
+def can_run(suite: str) -> None:
+    from kdakit.measure import suites
+    from kdakit.measure.choices import UsageError
+
+    if (reason := suites.cannot_run()) is not None:
+        raise UsageError(f"--suite {suite} cannot run here: {reason}")
 
 
 def find_errors(args) -> dict[str, Any]:
