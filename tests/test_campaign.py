@@ -1,6 +1,8 @@
 """Campaigns of random problems: workers that may crash or hang, a command that repeats what failed, tables of what was shown."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -25,6 +27,17 @@ def test_time_runs_out(monkeypatch):
     begun = time.monotonic()
     found = list(campaign.search([10, 12, 16], "torch_native", None, 1, minutes=0.05, judge=pretend))
     assert time.monotonic() - begun < 50 and len(found) < 3, "one of them would take a minute"
+
+
+def test_workers_do_not_hear_ctrl_c():
+    """A terminal sends it to all processes; each would say where it was."""
+    worker = campaign.Worker(pretend, "torch_native", None)
+    for number in (0, 2):
+        os.kill(worker.process.pid, signal.SIGINT)
+        worker.give(str(number))
+        assert worker.wait().ok
+    worker.stop()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_what_time_may_end_is_a_sample():

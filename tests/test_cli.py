@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from kdakit.cli import (
     bench,
     doctor,
 )
-from kdakit.cli.main import main
+from kdakit.cli.main import COMMANDS, main
 from kdakit.dispatch import Backend
 from kdakit.measure import (
     checking,
@@ -95,7 +96,7 @@ def test_help_is_fast_and_imports_no_framework():
     assert float(seconds) < 5  # of its own: others may hold the machine
 
 
-@pytest.mark.parametrize("command", ["doctor", "verify", "bench", "demo", "train", "generate"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -117,11 +118,124 @@ def test_every_command_has_help(command, capsys):
         (["compile", "--table", "x.md"], "--render"),
         (["bench", "--render", "nowhere.json"], "nowhere.json"),
         (["compile", "--render", "nowhere.json"], "nowhere.json"),
+        (["bench", "--shape", "1x²x3x4"], "BxTxHxK"),
+        (["bench", "--suite", "all"], "--suite must be one of gpu"),
+        (["bench", "--model-steps", "0"], "must be positive"),
+        (["bench", "--seconds", "nan"], "must be positive"),
+        (["bench", "--tune", "--tiles", "."], "is a folder"),
+        (["doctor", "--shape", "1x8x2x999"], "K must be at most 256"),
+        (["doctor", "--device", "cpu"], "--device goes with --shape"),
+        (["verify", "--random", "0"], "--random must be positive"),
+        (["verify", "--workers", "-1", "--random", "2"], "--workers must be positive"),
+        (["verify", "--random", "2", "--problem", "5"], "two kinds of runs"),
+        (["verify", "--random", "2", "--case", "plain"], "--case goes with named cases"),
+        (["verify", "--minutes", "3"], "--minutes goes with --random"),
+        (["verify", "--table", "nowhere.md"], "nowhere.md"),
+        (["verify", "--seed", "-1"], "--seed must not be negative"),
+        (["tpu-report", "--minutes", "nan"], "--minutes must be positive"),
+        (["demo", "--seed", "-1"], "--seed must not be negative"),
+        (["generate", "run", "--temperature", "nan"], "--temperature at least 0"),
+        (["generate", "run", "--top-k", "-1"], "--top-k and --seed"),
     ],
 )
 def test_mistakes_exit_with_2_and_say_what_to_do(words, message, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["bench", "verify", "compile", "tpu-report"])
+def test_a_file_that_cannot_be_written_is_known_before_anything_runs(words, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for json_file, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "must lie in a folder")):
+        assert main([words, "--json", str(json_file)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("problem", ["abc", "5:K", "5:K=xx", "5:K=999", "5:nonsense=3"])
+def test_a_problem_that_nobody_may_pose_is_a_mistake(problem, capsys):
+    frameworks_of("torch")
+    assert main(["verify", "--backend", "torch_native", "--problem", problem]) == 2
+    assert capsys.readouterr().err.startswith("kdakit verify: ")
+
+
+def test_a_device_that_is_not_there_is_a_mistake(capsys):
+    frameworks_of("torch")
+    for words in (["--problem", "12"], ["--random", "1"]):
+        assert main(["verify", "--backend", "torch_native", "--device", "cuda:99", *words]) == 2
+        assert "--device cuda:99: PyTorch has" in capsys.readouterr().err
+
+
+def test_random_problems_of_all_backends_are_in_the_file(tmp_path):
+    from kdakit.cli import random_search
+    from kdakit.measure.trial import Verdict
+
+    verdicts = [Verdict(label, "", name, "float32", "forward", 16, 16, ok=True) for name in ("torch_native", "xla") for label in "12"]
+    args = types.SimpleNamespace(json=tmp_path / "new" / "r.json", random=2, seed=7, device="cpu")
+    random_search.write(args, random_search.Made(0.0, verdicts))
+    record = json.loads(args.json.read_text())
+    assert record["settings"]["backend"] == "torch_native xla"
+    assert [(row["backend"], row["label"]) for row in record["results"]] == [(v.backend, v.label) for v in verdicts]
+
+
+RECORD = Path(__file__).parents[1] / "benchmarks/results/2026-11-16_cpu_x86.json"
+
+
+def test_a_terminal_without_the_characters_and_a_reader_who_has_read_enough():
+    """The table of a record has dashes and corners that ASCII has not."""
+    command, source = [sys.executable, "-m", "kdakit", "bench", "--render", str(RECORD)], str(Path(doctor.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": source, "PYTHONIOENCODING": "ascii"}
+    suite = next((RECORD.parent / "gpu/suite").glob("*.json"))
+    done = subprocess.run([*command[:-1], str(suite)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr and "suite" in done.stdout
+    read, written = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, env=environment, stdout=written, stderr=subprocess.PIPE, text=True)
+    os.close(written)
+    assert done.returncode == 1 and not done.stderr
+
+
+def test_what_bench_has_not_measured_is_refused(tmp_path, capsys):
+    good = json.loads(RECORD.read_text())
+    file = tmp_path / "r.json"
+    for change in (dict(results=[{}]), dict(results=[1]), dict(missing=[1]), dict(kind="suite", settings={}), dict(kind="nothing")):
+        file.write_text(json.dumps(good | change))
+        assert main(["bench", "--render", str(file)]) == 2, change
+        assert capsys.readouterr().err.startswith(f"kdakit bench: {file} ")
+    file.write_text("[" * 100_000)
+    assert main(["bench", "--render", str(file)]) == 2
+    assert main(["compile", "--render", str(RECORD)]) == 2
+    assert "must be a record of kdakit compile" in capsys.readouterr().err
+
+
+def test_a_record_is_written_through_links_and_pipes(tmp_path):
+    from kdakit.measure import records
+
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for name in ("new/plain", "link"):
+        records.save({"a": 1}, str(tmp_path / name))
+        assert json.loads((tmp_path / name).read_text()) == {"a": 1}
+    assert (tmp_path / "link").is_symlink() and not [*tmp_path.rglob("*.part")]
+    records.save({}, os.devnull)
+    assert not Path(os.devnull).is_file()
+
+
+def test_a_chart_has_the_name_that_was_asked_for(tmp_path, capsys):
+    frameworks_of("matplotlib")
+    assert main(["bench", "--render", str(RECORD), "--plot", str(tmp_path / "chart")]) == 0
+    assert (tmp_path / "chart").read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "--render", str(RECORD), "--plot", str(tmp_path / "chart.xyz")]) == 2
+    assert "--plot must name a PNG" in capsys.readouterr().err
+
+
+def test_build_cuda_says_what_the_compiler_says(monkeypatch, tmp_path, capsys):
+    from kdakit.backends.cuda import build
+
+    if not (build.source_folder() / "c_api.cu").exists():
+        pytest.skip("the sources are not here")
+    monkeypatch.setenv("CUDACXX", "/bin/false")
+    assert main(["build-cuda", "--arch", "80", "--out", str(tmp_path / "lib.so")]) == 1
+    assert "nvcc failed on" in capsys.readouterr().err
+    assert main(["build-cuda", "--jobs", "0"]) == 2
 
 
 def test_pick():
@@ -237,6 +351,14 @@ def test_doctor_reports_a_backend_whose_supports_raises(broken, monkeypatch, cap
     monkeypatch.setattr(sys.modules["broken_backend"], "supports", lambda problem, device: 1 / 0)
     assert main(["doctor"]) == 0
     assert "ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_counts_that_cannot_be_written_are_one_line(tmp_path):
+    """Of a program that ends, not a traceback below all that it said."""
+    code, source = "from kdakit.stacks import counts; counts.take('fla', 'chunk_kda')", str(Path(doctor.__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": source, "KDAKIT_COUNTS": str(tmp_path / "nowhere" / "x.json")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "KDAKIT_COUNTS must be" in done.stderr
 
 
 def test_doctor_writes_its_table(tmp_path, capsys):
@@ -385,6 +507,19 @@ def test_verify_in_processes_is_verify():
     here = verification.verify(["torch_native"], cases, ["float32"])[0]
     there = verification.in_processes(2, ["torch_native"], cases, ["float32"])[0]
     assert [(o.case, o.dtype, o.rows, o.ok) for o in here] == [(o.case, o.dtype, o.rows, o.ok) for o in there]
+
+
+def test_ctrl_c_ends_verify_in_processes_at_once(monkeypatch):
+    """It waits for no case that has not begun, and leaves no process."""
+
+    def interrupted(waiting):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "as_completed", interrupted)
+    before, begun = set(multiprocessing.active_children()), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        verification.in_processes(1, [], [CASES["wide"]] * 10_000, ["float32"])  # a minute of work
+    assert time.monotonic() - begun < 20 and set(multiprocessing.active_children()) <= before
 
 
 def test_bench_keeps_what_it_has_timed_when_it_is_stopped(tmp_path, monkeypatch):
@@ -617,6 +752,14 @@ def test_demo_says_what_the_framework_needs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "what_runs", lambda out: ["xla"])
     assert main(["demo", "--framework", "jax", "--out", str(tmp_path)]) == 2
     assert "needs flax: pip install 'kdakit[flax,models]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("here, chosen", [((), "torch"), (("jax",), "jax"), (("torch", "jax"), "torch")])
+def test_the_framework_that_is_there_is_taken(here, chosen, monkeypatch):
+    from kdakit.cli import demo
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: True if name in here else None)
+    assert demo.default_framework() == chosen
 
 
 def test_demo_says_what_to_install_when_nothing_runs(tmp_path, capsys, monkeypatch):

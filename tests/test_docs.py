@@ -16,6 +16,7 @@ import pytest
 from kdakit import dispatch, reference
 from kdakit.cases import CASES
 from kdakit.cli import doctor
+from kdakit.cli.main import COMMANDS
 from kdakit.dispatch import Backend
 from kdakit.measure import checking, generated, records, results, tpu_table
 
@@ -66,6 +67,16 @@ def test_the_page_that_says_why_a_backend_was_chosen_prints_it():
     if "on cpu: torch_native" in done.stderr:
         assert told.strip().removesuffix(", ..") in done.stderr
     assert "DEBUG:kdakit:chunk B1 T64 H2 K32 V32" in done.stderr
+
+
+def test_every_command_has_a_section():
+    text = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    assert not [name for name in COMMANDS if f"## kdakit {name}\n" not in text]
+
+
+def test_a_release_is_built_with_addresses():
+    """By the script that test_readme_works_outside_the_repository is about."""
+    assert "python .ci/release.py" in (ROOT / ".github/workflows/release.yml").read_text()
 
 
 def test_readme_examples_are_short():

@@ -324,6 +324,8 @@ def test_whatever_moment_a_save_is_interrupted_the_folder_is_whole(saved, monkey
         (["train", "--batch", "0"], "--batch must be positive"),
         (["train", "--hidden", "0"], "hidden_size must be an integer of at least 1, got 0"),
         (["train", "--steps", "0"], "steps must be positive, got 0"),
+        (["train", "--heads", "0"], "num_heads must be a positive integer, got 0"),
+        (["train", "--seed", "-1"], "--seed must not be negative, got -1"),
         (["train", "--resume"], "must be a folder with checkpoint.json"),
         (["generate", "nowhere"], "nowhere must be a folder of kdakit train or a .safetensors file"),
         (["generate", ".", "--tokens", "0"], "--tokens at least 1"),
@@ -349,3 +351,12 @@ def test_a_text_that_changed_is_refused(tmp_path, capsys):
     source.write_bytes(b"too short")
     assert main(["train", str(source), "--out", str(tmp_path / "other"), "--steps", "2", *SMALL_RUN]) == 2
     assert "the text must have more than 480 bytes" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_keeps_its_last_checkpoint(tmp_path, capsys):
+    pytest.importorskip("torch")
+    words = ["--framework", "torch", "--out", str(tmp_path), "--learning-rate", "1e30", "--every", "1", "--steps", "4"]
+    assert main(["train", *words, *SMALL_RUN]) == 1
+    said = capsys.readouterr().err
+    step = checkpoint.load(tmp_path).state.step
+    assert "must be finite" in said and f"the checkpoint of step {step} stays" in said and 0 < step < 4

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from kdakit import dispatch
 from kdakit.backends import xla
+from kdakit.backends.cuda import library
 from kdakit.backends.triton_gpu import config as configs
 from kdakit.backends.triton_gpu import ffi, widened
 from kdakit.backends.triton_gpu.ffi import call
@@ -85,3 +86,22 @@ def test_mapped_and_compiled(seen):
     each = jnp.stack([jax.grad(loss)(*one) for one in zip(x, beta, strict=True)])
     mapped = jax.jit(jax.vmap(jax.grad(loss)))(x, beta)
     assert mapped.dtype == jnp.bfloat16 and bool((jnp.abs(mapped - each).astype(jnp.float32) <= 2e-2 * jnp.abs(each).max()).all())
+
+
+def test_where_the_compiled_call_is_kept(monkeypatch, tmp_path):
+    """Where nothing can be written the backend says so, and `auto` goes on; an empty variable is none, a home is not needed."""
+    from kdakit.backends.triton_gpu.ffi import handler
+
+    monkeypatch.setattr(handler, "compiler", lambda: "g++")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KDAKIT_CACHE_DIR", str(tmp_path / "file" / "x"))
+    assert "set KDAKIT_CACHE_DIR" in handler.unbuildable()
+    monkeypatch.setenv("KDAKIT_CACHE_DIR", str(tmp_path / "new" / "x"))
+    assert handler.unbuildable() is None and not (tmp_path / "new").exists()
+    monkeypatch.delenv("KDAKIT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert handler.folder() == tmp_path / ".cache" / "kdakit"
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without a home
+    assert "set KDAKIT_CACHE_DIR" in handler.unbuildable()
+    assert not library.path().exists() or library.path() == library.PLACE

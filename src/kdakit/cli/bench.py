@@ -6,7 +6,6 @@ Ratios only mean something within one run on one machine; the JSON records which
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 
@@ -53,7 +52,7 @@ def run(args) -> int:
     from kdakit.measure import records, results
 
     check(args)
-    found = [records.load(path) for path in args.render or ()] or [_chosen(args)(args)]
+    found = [recorded(path) for path in args.render or ()] or [_chosen(args)(args)]
     if args.render and args.json:
         found = [records.joined(found)]
     for record in found:
@@ -77,15 +76,18 @@ def run(args) -> int:
 
 def check(args) -> None:
     """Everything that can be wrong with the options, before anything is timed."""
-    from kdakit.measure import generated
-    from kdakit.measure.choices import UsageError
+    from kdakit.measure import generated, plots, suites
+    from kdakit.measure.choices import UsageError, pick_one, writable
 
-    for option, value in (("repeat", args.repeat), ("seconds", args.seconds), ("draws", args.draws)):
-        if value <= 0:
+    numbers = {"repeat": args.repeat, "seconds": args.seconds, "draws": args.draws, "model-steps": args.model_steps}
+    for option, value in numbers.items():
+        if value is not None and not value > 0:
             raise UsageError(f"--{option} must be positive, got {value}")
     for option, values in (("lengths", args.lengths), ("ranks", args.ranks)):
         if values and min(values) < 1:
             raise UsageError(f"--{option} takes numbers from 1, got {min(values)}")
+    if args.curve is not None and args.curve < 0:
+        raise UsageError(f"--curve must not be negative, got {args.curve}")
     kinds = [name for name in ("render", "errors", "suite", "scaling", "ranks") if getattr(args, name)] + ["tune"] * (args.tune is not None)
     if len(kinds) > 1:
         raise UsageError(f"--{kinds[0]} and --{kinds[1]} are two kinds of runs: choose one")
@@ -95,21 +97,38 @@ def check(args) -> None:
         "lengths": ["scaling", "ranks"],
     }  # fmt: skip
     for option, wanted in goes_with.items():
-        if getattr(args, option) and kind not in wanted:
+        if getattr(args, option) is not None and kind not in wanted:
             raise UsageError(f"--{option.replace('_', '-')} goes with --{' or --'.join(wanted)}")
     if kind == "suite":
         for option in ("shape", "mode", "against", "gate", "memory"):
             if getattr(args, option):
                 raise UsageError(f"--{option} is the suite's own: leave it out, or leave out --suite")
+        pick_one("suite", args.suite, [*suites.SUITES, *suites.WHOLE])
+        if args.suite in suites.WHOLE:
+            can_run(args.suite)
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install 'kdakit[bench]'")
     if args.plot and kind in ("errors", "tune"):
         raise UsageError(f"--plot draws times; of --{kind} there is a table")
-    for path in filter(None, (args.json, args.plot, args.tiles)):
-        if Path(path).is_dir():
-            raise UsageError(f"{path} is a folder: name a file")
+    if args.plot and plots.kind(args.plot) is None:
+        raise UsageError(f"--plot must name a PNG, or what else matplotlib writes, got {args.plot}")
+    writable(args.json, args.plot, args.tiles if args.tune != ["times"] else None)  # which are a folder's
     if args.table:
         generated.read(args.table, args.section)
+
+
+def recorded(path: str) -> dict[str, Any]:
+    """A record that can be shown; UsageError says which cannot."""
+    from kdakit.measure import machine, records, results
+    from kdakit.measure.choices import UsageError
+
+    record = records.load(path)
+    try:
+        list(results.tables(record)), results.absences(record["missing"]), results.provenance(record)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        kind, reason = record["kind"], machine.failure(problem).removeprefix(machine.FAILED)
+        raise UsageError(f"{path} must hold what kdakit bench has measured, got a record of kind {kind!r} ({reason})") from problem
+    return record
 
 
 def show(record: dict[str, Any]) -> None:
@@ -158,8 +177,8 @@ def plan_of(args, default_modes=("fwd", "fwdbwd"), **more):
     gate = args.gate or ("log_decay" if peers and inputs.gpu() is None else "bounded")
     return Plan(
         tuple(dict.fromkeys(chosen + peers)), tuple(pick("mode", modes, MODES)), {text: parse_shape(text) for text in shapes},
-        args.dtype, gate, args.chunk_size, args.repeat, args.seconds, args.accuracy, args.memory, tuple(args.lengths or ()),
-        tuple(args.ranks or ()), keep=lambda record: args.json and records.save(record, args.json), **more,
+        args.dtype, gate, args.chunk_size, args.repeat, args.seconds, args.accuracy, args.memory, tuple(dict.fromkeys(args.lengths or ())),
+        tuple(dict.fromkeys(args.ranks or ())), keep=lambda record: args.json and records.save(record, args.json), **more,
     )  # fmt: skip
 
 
@@ -216,19 +235,26 @@ def over_ranks(args) -> dict[str, Any]:
 def run_suite(args) -> dict[str, Any]:
     from kdakit.cli import console
     from kdakit.measure import records, suites, sweeps
-    from kdakit.measure.choices import UsageError, pick
+    from kdakit.measure.choices import pick
 
-    (name,) = pick("suite", [args.suite], [*suites.SUITES, *suites.WHOLE])
+    name = args.suite
     entries = pick("entry", args.entry, suites.SUITES[name])
     wanted = pick("backend", args.backend, dict.fromkeys(c for entry in suites.SUITES[name].values() for c in entry.contestants))
-    if (reason := suites.cannot_run()) is not None:
-        raise UsageError(f"--suite {name} cannot run here: {reason}")
+    can_run(name)
     keep = lambda record: args.json and records.save(record, args.json)
     with console.progress() as bar:
         task = bar.add_task(name, total=len(entries))
         tick = lambda text: bar.update(task, advance=1, description=text)
         plan = sweeps.Plan(tuple(wanted), (), {}, repeat=args.repeat, seconds=args.seconds, with_errors=args.accuracy, keep=keep, tick=tick)
         return sweeps.suite(name, entries, plan)
+
+
+def can_run(suite: str) -> None:
+    from kdakit.measure import suites
+    from kdakit.measure.choices import UsageError
+
+    if (reason := suites.cannot_run()) is not None:
+        raise UsageError(f"--suite {suite} cannot run here: {reason}")
 
 
 def find_errors(args) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -21,15 +22,26 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
+    try:
+        return make(args)
+    except RuntimeError as problem:  # what a compiler says
+        print(f"kdakit build-cuda: {problem}", file=sys.stderr)
+        return 1
+
+
+def make(args) -> int:
     from kdakit.backends.cuda import build, library
-    from kdakit.measure.choices import UsageError
+    from kdakit.measure.choices import UsageError, writable
 
     reason = build.unbuildable()
     if reason is not None:
         raise UsageError(reason)
+    if args.jobs < 1:
+        raise UsageError(f"--jobs must be positive, got {args.jobs}")
     found = args.arch or architectures_here()
     chosen = tuple(found or build.ARCHITECTURES)
     target = args.out or (library.PLACE if os.access(library.PLACE.parent, os.W_OK) else library.cache_place())
+    writable(str(target))
     why = "as asked" if args.arch else "the GPUs of this machine" if found else "no GPU is here: all that are known"
     print(f"compiler   {build.nvcc()} ({compiler_version(build.nvcc())})")
     print(f"sources    {build.source_folder()}")

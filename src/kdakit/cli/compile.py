@@ -5,12 +5,10 @@ Nothing is run. The prediction is optimistic: it counts instruction bundles, not
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 
@@ -35,8 +33,9 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     from kdakit.measure import generated, tpu_schedule, tpu_table
-    from kdakit.measure.choices import UsageError
+    from kdakit.measure.choices import UsageError, writable
 
+    writable(args.json)
     if args.render:
         text = tpu_table.render(args.render)
         generated.write(args.table, "schedule", text) if args.table else print(text)
@@ -88,7 +87,7 @@ def jobs(args) -> list[tuple[str, Any]]:
 
 def measure(args, made: list) -> dict[str, Any]:
     """Compile all, some at a time; one line on stderr and, with --json, one rewritten file for each that is done."""
-    from kdakit.measure import machine
+    from kdakit.measure import machine, records
 
     note = "static schedule by libtpu, nothing was run; cycles are instruction bundles and do not wait for memory"
     record = {"kind": "tpu_schedule", **machine.describe(), "settings": {"note": note}, "results": [], "missing": []}
@@ -104,7 +103,7 @@ def measure(args, made: list) -> dict[str, Any]:
                 found = [row for row in rows if row is not None]  # in the order asked for, not the one done in
                 record["results"] = [row for row in found if "reason" not in row]
                 record["missing"] = [row for row in found if "reason" in row]
-                _write(args.json, record)
+                records.keep(record, args.json)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -121,17 +120,6 @@ def _compile(target: str, job) -> tuple[dict[str, Any], float]:
 
 def _brief(row: dict[str, Any]) -> str:
     return row["reason"] if "reason" in row else f"{row['cycles'] / 1e6:.3f} M cycles"
-
-
-def _write(file: str | None, record: dict[str, Any]) -> None:
-    """The whole record so far; whoever stops the command keeps it."""
-    if file is None:
-        return
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(path)
 
 
 def show(record: dict[str, Any]) -> None:

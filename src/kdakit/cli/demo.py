@@ -27,6 +27,8 @@ def run(args) -> int:
     from kdakit.measure.choices import UsageError
     from kdakit.models import place
 
+    if args.seed < 0:
+        raise UsageError(f"--seed must not be negative, got {args.seed}")
     begin = time.perf_counter()
     out = console.output()
     folder = Path(args.out)
@@ -63,7 +65,8 @@ def run(args) -> int:
 def default_framework() -> str:
     import importlib.util
 
-    return "jax" if importlib.util.find_spec("torch") is None else "torch"
+    has = lambda name: importlib.util.find_spec(name) is not None
+    return "jax" if has("jax") and not has("torch") else "torch"
 
 
 def check_installed(framework: str) -> None:

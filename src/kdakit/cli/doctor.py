@@ -11,6 +11,7 @@ import platform
 from typing import Any
 
 from kdakit.cli.broken import broken_once, remember
+from kdakit.measure.choices import UsageError
 from kdakit.measure.machine import FAILED, attempt, failure
 
 OK = "yes"
@@ -28,6 +29,10 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
+    if args.shape is None and args.device is not None:
+        raise UsageError("--device goes with --shape: the tables are of every device")
+    if args.shape and args.json:
+        raise UsageError("--json is of the tables: leave it out, or --shape")
     if args.markdown or args.table:
         for path in args.table:
             write_tables(path)
@@ -52,14 +57,20 @@ def choices(args) -> list[str]:
 
     job = Job(parse_shape(args.shape), args.mode, args.dtype, args.gate)
     shape = job.shape
-    problem = job.tiny().problem(args.dtype, op=job.op, needs_grad=args.mode == "fwdbwd")  # arrays of that length are not needed
+    try:
+        problem = job.tiny().problem(args.dtype, op=job.op, needs_grad=args.mode == "fwdbwd")  # arrays of that length are not needed
+    except ValueError as wrong:
+        raise UsageError(f"--shape {args.shape}: {wrong}") from wrong
     problem = problem.replace(B=shape.B, T=1 if args.mode == "decode" else shape.T, N=len(shape.lengths) or shape.B)
     lines = [str(problem)]
     for framework, device in (("torch", attempt(_torch_device, args.device)), ("jax", attempt(_jax_device))):
         if isinstance(device, str):  # why there is none
             lines.append(f"{framework}: {device}")
             continue
-        choice = dispatch.explain(framework, problem, device)
+        choice = attempt(dispatch.explain, framework, problem, device)
+        if isinstance(choice, str):  # such as a device that is not there
+            lines.append(f"{framework} on {device}: {choice}")
+            continue
         lines.append(f"{framework} on {device}: {choice.name or 'nobody'}{choice.times}")
         lines += [f"    not {refusal}" for refusal in choice.refusals]
     return lines
@@ -80,7 +91,6 @@ def _jax_device() -> Any:
 def write_tables(path: str) -> None:
     """Rewrite those generated sections of a Markdown file that this command knows."""
     from kdakit.measure import generated
-    from kdakit.measure.choices import UsageError
 
     known = {"support": support_markdown, "contract": contract_markdown}
     found = [name for name in generated.sections(path) if name in known]

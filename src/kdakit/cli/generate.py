@@ -33,10 +33,12 @@ def run(args) -> int:
     from kdakit.models.generation import generate
     from kdakit.models.sampling import sampler
 
-    prompt = args.prompt.encode("utf-8")
+    prompt = args.prompt.encode("utf-8", "surrogateescape")  # bytes that are no text come back as they were typed
     if not prompt or args.tokens < 1 or not args.temperature >= 0:
         raise UsageError(f"--prompt must not be empty, --tokens at least 1, --temperature at least 0, "
                          f"got {args.prompt!r}, {args.tokens}, {args.temperature}")  # fmt: skip
+    if args.top_k < 0 or args.seed < 0:
+        raise UsageError(f"--top-k and --seed must not be negative, got {args.top_k} and {args.seed}")
     framework = args.framework or demo.default_framework()
     demo.check_installed(framework)
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 
 from kdakit import __version__
@@ -26,11 +28,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal has no character for ends no command
     args = build_parser().parse_args(argv)
     args.words = sys.argv[1:] if argv is None else argv
     try:
-        return COMMANDS[args.command].run(args)
-    except (UsageError, FileNotFoundError) as problem:
+        code = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return code
+    except UsageError as problem:
+        print(f"kdakit {args.command}: {problem}", file=sys.stderr)
+        return 2
+    except FloatingPointError as problem:  # weights or losses that are no numbers any more
+        print(f"kdakit {args.command}: {problem}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # who read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as problem:
+        if problem.errno is None:  # not of the system's: a library that cannot be loaded
+            raise
         print(f"kdakit {args.command}: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

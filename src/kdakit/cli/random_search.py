@@ -9,11 +9,13 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kdakit.measure.random_problems import Drawn
     from kdakit.measure.trial import Verdict
 
 SHRUNK = 3  # failures that are made smaller
@@ -29,26 +31,38 @@ def run(args) -> int:
     from kdakit.measure.choices import pick
 
     backends = pick("backend", args.backend or checking.native_backends(), names())
+    if args.device is not None and any(checking.framework_of(backend) == "torch" for backend in backends):
+        asked(torch_device, args.device)
     if args.problem:
         return repeat(args, backends)
     out, failed = console.output(), False
+    made = Made(time.monotonic())
     for backend in backends:
-        verdicts = campaign(args, backend)
+        verdicts = campaign(args, backend, made)
         show(out, backend, verdicts)
         failed |= not verdicts or any(not v.ok for v in verdicts)
     return int(failed)
 
 
+@dataclass
+class Made:
+    """What the JSON file holds: verdicts on all backends, one after the other."""
+
+    begun: float
+    verdicts: list[Verdict] = field(default_factory=list)
+    smaller: list[Verdict] = field(default_factory=list)
+
+
 def repeat(args, backends: list[str]) -> int:
     """Problems by number, in this process, every output shown."""
     from kdakit.cli import console
-    from kdakit.measure.random_problems import parse
     from kdakit.measure.trial import judge
 
+    drawn = [asked(possible, text) for text in args.problem]
     out, failed = console.output(), False
     for backend in backends:
-        for text in args.problem:
-            verdict = judge(parse(text), backend, args.device)
+        for problem in drawn:
+            verdict = judge(problem, backend, args.device)
             failed |= not verdict.ok
             out.print(f"{backend} {verdict.what}", markup=False)
             out.print(f"  {verdict.refused or verdict.complaint or 'within tolerance'}", markup=False)
@@ -56,30 +70,63 @@ def repeat(args, backends: list[str]) -> int:
     return int(failed)
 
 
-def campaign(args, backend: str) -> list[Verdict]:
+def asked(read: Callable[..., Any], *typed: Any) -> Any:
+    """What was typed, read; UsageError says what is wrong with it."""
+    from kdakit.measure.choices import UsageError
+
+    try:
+        return read(*typed)
+    except (ValueError, TypeError) as problem:
+        raise UsageError(str(problem)) from problem
+
+
+def torch_device(name: str) -> None:
+    """Raises where PyTorch has no such device. It is not opened: that is for the workers."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise ValueError(f"--device must be one of PyTorch's, got {name!r}: {problem}") from problem
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: PyTorch has {torch.cuda.device_count()} CUDA devices here")
+
+
+def possible(text: str) -> Drawn:
+    """The problem of a label; raises what is wrong with its changes."""
+    from kdakit.measure.random_problems import parse
+
+    drawn = parse(text)
+    drawn.problem()
+    return drawn
+
+
+def campaign(args, backend: str, made: Made) -> list[Verdict]:
     """All verdicts on one backend; the JSON file grows as they come."""
     from kdakit.cli import console
     from kdakit.measure.campaign import search
 
-    drawn = list(wanted(args, backend))
+    drawn = asked(lambda: list(wanted(args, backend)))
     workers = args.workers or os.cpu_count() or 1
-    found, saved, begun = [], 0.0, time.monotonic()
+    found, saved = [], 0.0
     with console.progress() as bar:
         task = bar.add_task(backend, total=len(drawn))
         for verdict in search(drawn, backend, args.device, workers, args.minutes):
             found.append(verdict)
+            made.verdicts.append(verdict)
             bad = sum(not v.ok for v in found)
             bar.update(task, advance=1, description=f"{backend}: {bad} failed" if bad else backend)
             if not verdict.ok:
                 print(f"FAILED {verdict.what}\n  {verdict.complaint}\n  repeat: {command(verdict)}", flush=True)
             if args.json and time.monotonic() - saved > SAVE_EVERY:
-                write(args, backend, found, begun)
+                write(args, made)
                 saved = time.monotonic()
     smaller = [shrunk(v, args.device) for v in found if not v.ok][:SHRUNK] if not args.minutes else []
     for verdict in smaller:
         print(f"smaller: {verdict.what}\n  {verdict.complaint}\n  repeat: {command(verdict)}", flush=True)
+    made.smaller += smaller
     if args.json:
-        write(args, backend, found, begun, smaller)
+        write(args, made)
     if args.record:
         record(args, backend, found)
     return found
@@ -97,8 +144,12 @@ def wanted(args, backend: str) -> Iterable[str]:
     grad = not args.no_grad
     if args.unshown and not on_gpu:
         raise UsageError(f"--unshown looks for Triton's kernels on a GPU: use --backend triton_gpu there, got {backend}")
+    if args.record and not on_gpu:
+        raise UsageError(f"--record notes which of Triton's kernels a GPU has shown: use --backend triton_gpu there, got {backend}")
     found = numbers(args.seed, args.random, on_gpu, lambda drawn: drawn.dtype in dtypes and (grad or not drawn.grad))
     labels = with_changes(found, args.change or [])
+    if args.change:
+        labels = (possible(label).label for label in labels)
     return unshown(labels, args.device) if args.unshown else labels
 
 
@@ -124,7 +175,7 @@ def unshown(labels: Iterable[str], device: Any) -> Iterator[str]:
 def shrunk(verdict: Verdict, device: Any) -> Verdict:
     """The verdict on the smallest problem found that fails too; every try in a worker, which may not survive it."""
     from kdakit.measure.campaign import Worker, judge_label
-    from kdakit.measure.random_problems import Drawn, parse
+    from kdakit.measure.random_problems import parse
     from kdakit.measure.shrink import shrink
 
     worker, last = Worker(judge_label, verdict.backend, device), verdict
@@ -149,20 +200,19 @@ def command(verdict: Verdict) -> str:
     return f"kdakit verify --backend {verdict.backend} --problem {verdict.label}"
 
 
-def write(args, backend: str, verdicts: list[Verdict], begun: float, smaller: list[Verdict] = ()) -> None:  # type: ignore[assignment]
+def write(args, made: Made) -> None:
     """Everything so far, in one piece."""
     from kdakit.measure import machine, records
 
+    verdicts, backends = made.verdicts, " ".join(dict.fromkeys(v.backend for v in made.verdicts))
     rows = [row(v) for v in verdicts]
     counts = Counter(f"{v.dtype} {v.call}" for v in verdicts if v.ok and not v.refused)
-    settings = {"random": args.random, "seed": args.seed, "backend": backend, "seconds": round(time.monotonic() - begun, 1)}
+    settings = {"random": args.random, "seed": args.seed, "backend": backends, "seconds": round(time.monotonic() - made.begun, 1)}
     settings |= {"commit": os.environ.get("COMMIT", "")}
     described = machine.describe("cpu" if args.device == "cpu" else records.device())
     text = {"kind": "random", **described, "settings": settings, "failed": sum(not v.ok for v in verdicts), "right": counts,
-            "smaller": [row(v) for v in smaller], "missing": [], "results": rows}  # fmt: skip
-    part = Path(f"{args.json}.part")
-    part.write_text("{\n" + ",\n".join(f" {json.dumps(n)}: {_lines(x)}" for n, x in text.items()) + "\n}\n")
-    part.replace(args.json)
+            "smaller": [row(v) for v in made.smaller], "missing": [], "results": rows}  # fmt: skip
+    records.save_text("{\n" + ",\n".join(f" {json.dumps(n)}: {_lines(x)}" for n, x in text.items()) + "\n}\n", args.json)
 
 
 def _lines(x: Any) -> str:
@@ -173,7 +223,16 @@ def _lines(x: Any) -> str:
 
 def row(v: Verdict) -> dict[str, Any]:
     worst = max(v.used, key=lambda name: v.used[name], default=None)
-    told = {"label": v.label, "dtype": v.dtype, "call": v.call, "K": v.K, "V": v.V, "ok": v.ok, "seconds": [v.seconds, v.judged]}
+    told = {
+        "backend": v.backend,
+        "label": v.label,
+        "dtype": v.dtype,
+        "call": v.call,
+        "K": v.K,
+        "V": v.V,
+        "ok": v.ok,
+        "seconds": [v.seconds, v.judged],
+    }
     told |= {"worst": [worst, v.used[worst] if v.used[worst] < float("inf") else None]} if worst else {}
     told |= {"refused": v.refused} if v.refused else {}
     return told if v.ok else told | {"what": v.what, "complaint": v.complaint}

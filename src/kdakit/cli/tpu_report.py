@@ -16,15 +16,12 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """The exit code is 1 where a part failed."""
-    from pathlib import Path
-
     from kdakit.measure import records, tpu_report
-    from kdakit.measure.choices import UsageError, pick
+    from kdakit.measure.choices import UsageError, pick, writable
 
-    if args.minutes <= 0:
+    if not args.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {args.minutes:g}")
-    if Path(args.json).is_dir():
-        raise UsageError(f"{args.json} is a folder: name a file")
+    writable(args.json)
     parts = {part.name: part for part in tpu_report.parts(tiny=args.tiny, minutes=args.minutes)}
     chosen = [parts[name] for name in pick("part", args.part, parts)]
     if args.list:
@@ -32,13 +29,8 @@ def run(args) -> int:
             print(f"{part.name}: python -m {' '.join(part.words)}")
         return 0
 
-    def save(report) -> None:
-        whole = f"{args.json}.part"
-        records.save(report, whole)
-        Path(whole).replace(args.json)
-
     tell = lambda row: print(f"{row['part']}: {tpu_report.verdict(row)} ({row['seconds']:.0f} s)", flush=True)
-    report = tpu_report.collect(chosen, save, tell)
+    report = tpu_report.collect(chosen, lambda report: records.save(report, args.json), tell)
     fine = tpu_report.ok(report)
     print(f"{'All parts went well' if fine else 'Not all parts went well'}. Please send {args.json}", flush=True)
     return 0 if fine else 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,6 +105,8 @@ def fresh(args):
     for name in ("batch", "length", "accumulate"):
         if given[name] < 1:
             raise UsageError(f"--{name} must be positive, got {given[name]}")
+    if given["seed"] < 0:
+        raise UsageError(f"--seed must not be negative, got {given['seed']}")
     if given["batch"] % given["accumulate"]:
         raise UsageError(f"--accumulate must divide the batch of {given['batch']}, got {given['accumulate']}")
     config = ModelConfig(
@@ -232,6 +235,7 @@ def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int, s
                 rows = [log.Row(step - len(read) + 1 + i, x, rates[i], rate * speed.tokens, share) for i, x in enumerate(read)]
                 if folder is not None:
                     log.append(folder, rows)
+                _finite(step, read[-1], run_)
                 of_peak = "" if share is None else f", {share:.1%} of peak"
                 bar.update(task, description=f"loss {read[-1]:.3f}, {rate * speed.tokens:,.0f} tokens/s{of_peak}")
                 losses, seen = losses + read, now
@@ -239,6 +243,7 @@ def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int, s
                 rate = len(losses) / (time.perf_counter() - begin)
                 row = {"step": step, "loss": float(np.mean(losses)), "held_out": learner.loss(*check),
                        "tokens_per_second": rate * speed.tokens, "peak_share": speed.share(rate)}  # fmt: skip
+                _finite(step, row["held_out"], run_)
                 run_.curve.append(row)
                 run_.state = learner.state()
                 if folder is not None:
@@ -247,6 +252,13 @@ def _loop(out, learner, run_, data, held_out, folder: Path | None, every: int, s
                 out.print(f"step {step:6}  loss {row['loss']:.4f}  held out {row['held_out']:.4f}  "
                           f"{row['tokens_per_second']:,.0f} tokens/s{of_peak}", markup=False)  # fmt: skip
                 losses, begin, seen = [], time.perf_counter(), time.perf_counter()
+
+
+def _finite(step: int, loss: float, run_) -> None:
+    """A run whose loss is no number has no weights either that anybody could go on from: the checkpoint before it stays."""
+    if not math.isfinite(loss):
+        saved = f"the checkpoint of step {run_.state.step} stays" if run_.state.step else "there is no checkpoint"
+        raise FloatingPointError(f"the loss of step {step} must be finite, got {loss}: try a smaller --learning-rate; {saved}")
 
 
 def _finish(out, learner, run_, folder: Path, index: str) -> None:

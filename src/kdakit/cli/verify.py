@@ -5,9 +5,7 @@ The error of each output is held against the one tolerance rule of kdakit.accura
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
+    check(args)
     if args.random is not None or args.problem:
         from kdakit.cli import random_search
         from kdakit.measure.random_problems import MORE
@@ -51,12 +50,10 @@ def run(args) -> int:
     from kdakit.cases import CASES, DTYPES, MODEL_CASES, SEGMENT_CASES
     from kdakit.cli import console
     from kdakit.dispatch import names
-    from kdakit.measure import checking, verification
-    from kdakit.measure.choices import UsageError, pick
+    from kdakit.measure import checking, records, verification
+    from kdakit.measure.choices import pick
 
     known = CASES | SEGMENT_CASES | (MODEL_CASES if args.large else {})
-    if args.workers is not None and args.workers < 1:
-        raise UsageError(f"--workers must be positive, got {args.workers}")
     backends, dtypes = pick("backend", args.backend or checking.native_backends(), names()), pick("dtype", args.dtype, DTYPES)
     cases = [known[name] for name in pick("case", args.case, known)]
     with console.progress() as bar:
@@ -66,7 +63,7 @@ def run(args) -> int:
         outcomes, refusals = verify(backends, cases, dtypes, seed=args.seed, grad=not args.no_grad, op=args.op, tick=tick)
     show(outcomes, refusals, args.verbose)
     if args.json:
-        Path(args.json).write_text(json.dumps(as_json(args, outcomes, refusals), indent=1) + "\n")
+        records.save(as_json(args, outcomes, refusals), args.json)
     passed = bool(outcomes) and all(outcome.ok for outcome in outcomes)
     if args.table and not passed:
         print(f"left {args.table} as it is: the table is written when everything passes")
@@ -81,6 +78,32 @@ def run(args) -> int:
         generated.write(args.table, "errors", f"{text}\n\n{made}")
         print(f"wrote the error table of {args.table}")
     return 0 if passed else 1
+
+
+def check(args) -> None:
+    """Everything that can be wrong with the options, before anything runs."""
+    from kdakit.measure import generated
+    from kdakit.measure.choices import UsageError, writable
+
+    for option, value in (("workers", args.workers), ("random", args.random), ("minutes", args.minutes)):
+        if value is not None and not value > 0:
+            raise UsageError(f"--{option} must be positive, got {value}")
+    if args.seed is not None and args.seed < 0:
+        raise UsageError(f"--seed must not be negative, got {args.seed}")
+    if args.random is not None and args.problem:
+        raise UsageError("--random and --problem are two kinds of runs: choose one")
+    kind = "--random" if args.random is not None else "--problem" if args.problem else "named cases"
+    goes_with = {
+        "change": ["--random"], "minutes": ["--random"], "record": ["--random"], "unshown": ["--random"],
+        "device": ["--random", "--problem"], "workers": ["named cases", "--random"], "json": ["named cases", "--random"],
+        "case": ["named cases"], "large": ["named cases"], "table": ["named cases"],
+    }  # fmt: skip
+    for option, wanted in goes_with.items():
+        if getattr(args, option) and kind not in wanted:
+            raise UsageError(f"--{'with' if option == 'change' else option} goes with {' or '.join(wanted)}, not with {kind}")
+    writable(args.json)
+    if args.table:
+        generated.read(args.table, "errors")
 
 
 def output_name(name: str) -> str:

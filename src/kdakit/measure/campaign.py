@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from kdakit.measure.interrupts import unheard
 from kdakit.measure.random_problems import form_of, parse
 from kdakit.measure.trial import Verdict
 from kdakit.measure.trial import judge as judge_drawn
@@ -57,7 +58,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, judge, backend, device), daemon=True)
-        with environment(WORKER):
+        with environment(WORKER), unheard():
             self.process.start()
         theirs.close()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UsageError(Exception):
@@ -18,7 +20,31 @@ def pick(kind: str, wanted: Iterable[str] | None, known: Iterable[str]) -> list[
         return known
     for name in wanted:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"--{kind} must be 'all' or some of {', '.join(known)}, got {name!r}{hint}")
+            raise UsageError(f"--{kind} must be 'all' or some of {', '.join(known)}, got {name!r}{_nearest(name, known)}")
     return list(dict.fromkeys(wanted))
+
+
+def pick_one(kind: str, name: str, known: Iterable[str]) -> str:
+    """`name`, which must be one of `known`."""
+    known = list(known)
+    if name not in known:
+        raise UsageError(f"--{kind} must be one of {', '.join(known)}, got {name!r}{_nearest(name, known)}")
+    return name
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def writable(*files: str | None) -> None:
+    """Each can be written, in a folder that is there or can be made: known before anything is measured."""
+    for file in filter(None, files):
+        place = Path(os.path.abspath(file))
+        if place.is_dir():
+            raise UsageError(f"{file} is a folder: name a file")
+        there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+        if there != place and not there.is_dir():
+            raise UsageError(f"{file} must lie in a folder, and {there} is none")
+        if not os.access(there, os.W_OK):
+            raise UsageError(f"{file} must be a file that can be written to, and {there} cannot")

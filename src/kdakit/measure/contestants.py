@@ -78,7 +78,7 @@ def parse_shape(text: str) -> Shape:
     if text in SHAPES:
         return SHAPES[text]
     parts = text.lower().split("x")
-    if len(parts) != 4 or not all(p.isdigit() and int(p) > 0 for p in parts):
+    if len(parts) != 4 or not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise UsageError(f"--shape must be one of {', '.join(SHAPES)} or BxTxHxK such as 1x2048x4x128, got {text!r}")
     return Shape(*map(int, parts))
 
@@ -88,7 +88,7 @@ def split(name: str) -> tuple[str, int]:
     backend, at, devices = name.partition("@")
     if not at:
         return name, 1
-    if not devices.isdigit() or int(devices) < 1 or backend not in dispatch.names() or checking.framework_of(backend) != "jax":
+    if not devices.isdecimal() or int(devices) < 1 or backend not in dispatch.names() or checking.framework_of(backend) != "jax":
         raise UsageError(f"--backend NAME@N must be a JAX backend and its number of devices, such as xla@2, got {name!r}")
     return backend, int(devices)
 

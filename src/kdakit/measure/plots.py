@@ -20,6 +20,14 @@ def together(found: list[dict[str, Any]]) -> dict[str, Any]:
     return found[-1] | {"results": rows, "date": " to ".join(dict.fromkeys((dates[0], dates[-1])))}
 
 
+def kind(path: str) -> str | None:
+    """The format that a file's name asks for, a PNG if it says nothing; None: matplotlib writes no such files."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    suffix = Path(path).suffix.removeprefix(".").lower() or "png"
+    return suffix if suffix in FigureCanvasBase.get_supported_filetypes() else None
+
+
 def save(record: dict[str, Any], path: str) -> None:
     """A PNG of the record: bars for a race, lines for a scaling run."""
     try:
@@ -42,7 +50,7 @@ def save(record: dict[str, Any], path: str) -> None:
     figure.text(0.01, 0.01, note, fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
+    figure.savefig(path, dpi=140, format=kind(path))
     plt.close(figure)
 
 

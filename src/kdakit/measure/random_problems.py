@@ -190,11 +190,11 @@ def with_changes(drawn: Iterable[int], changes: list[str]) -> Iterator[str]:
 def parse(text: str) -> Drawn:
     """What `Drawn.label` wrote."""
     number, _, rest = text.partition(":")
-    if not number.isdecimal():
+    parts = [part.partition("=") for part in rest.split(",") if part]
+    if not number.isdecimal() or not all(name and equals for name, equals, _ in parts):
         raise ValueError(f"a problem must be NUMBER or NUMBER:name=value,.., got {text!r}")
     drawn = draw(int(number))
-    changes = dict(part.split("=", 1) for part in rest.split(",") if part)
-    return drawn.changed(**{name: _value(drawn, name, x) for name, x in changes.items()}) if changes else drawn
+    return drawn.changed(**{name: _value(drawn, name, x) for name, _, x in parts}) if parts else drawn
 
 
 def _value(drawn: Drawn, name: str, text: str) -> Any:
@@ -204,7 +204,10 @@ def _value(drawn: Drawn, name: str, text: str) -> Any:
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     like = known.get(name, 1)
-    return text if isinstance(like, str) else int(text) if text.lstrip("-").isdecimal() else float(text)
+    try:
+        return text if isinstance(like, str) else int(text) if text.lstrip("-").isdecimal() else float(text)
+    except ValueError:
+        raise ValueError(f"{name} of a problem must be a number, None, True or False, got {text!r}") from None
 
 
 def _size(rng, padded: int, even: bool) -> int:

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from kdakit.measure import checking, inputs, machine, peers
 from kdakit.measure.choices import UsageError
+from kdakit.models.disk import write_whole
 
 
 def record(kind: str, settings: dict[str, Any], measured, missing) -> dict[str, Any]:
@@ -44,8 +46,17 @@ def device() -> str:
 
 
 def save(record: dict[str, Any], path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+    save_text(json.dumps(record, indent=1) + "\n", path)
+
+
+def save_text(text: str, path: str) -> None:
+    """Whoever stops the command finds the whole text or the one before. A link, or what is no file, such as a pipe, is written into."""
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_symlink() or (place.exists() and not (place.is_file() and os.access(place.parent, os.W_OK))):
+        place.write_text(text, encoding="utf-8")
+    else:
+        write_whole(place, text.encode())
 
 
 def keep(record: dict[str, Any], path: str | None) -> None:
@@ -57,8 +68,8 @@ def keep(record: dict[str, Any], path: str | None) -> None:
 def load(path: str | Path) -> dict[str, Any]:
     """A record that has the form above; UsageError says what is wrong with others."""
     try:
-        record = json.loads(Path(path).read_text())
-    except ValueError as problem:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as problem:
         raise UsageError(f"{path} is no JSON: {problem}") from problem
     if wrong := faults(record):
         raise UsageError(f"{path} is no record: {wrong[0]}")
@@ -104,6 +115,8 @@ def faults(record: Any) -> list[str]:
              if not isinstance(record.get(name), kind)]  # fmt: skip
     if found:
         return found
+    if not all(isinstance(row, dict) for row in [*record["results"], *record["missing"]]):
+        return ["every row of results and missing must be an object"]
     if record["kind"] not in KINDS:
         found.append(f"kind must be one of {', '.join(KINDS)}, got {record['kind']!r}")
     found += [f"machine must name its {name}" for name in ("cpu", "device") if not record["machine"].get(name)]

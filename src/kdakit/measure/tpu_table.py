@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from kdakit.measure import tpu_decode_table
+from kdakit.measure import records, tpu_decode_table
+from kdakit.measure.choices import UsageError
 from kdakit.measure.generated import markdown_table
 from kdakit.measure.tpu_kernels import CHIPS, Job
 from kdakit.measure.tpu_schedule import why
@@ -27,13 +26,20 @@ Found = dict[tuple[str, Job], dict[str, Any]]
 
 def render(files: list[str]) -> str:
     """All tables that the records are enough for."""
-    records = [json.loads(Path(file).read_text()) for file in files]
+    read = [_schedules(file) for file in files]
     about = lambda record: {name: record[name] for name in ("date", "commit")}
-    found: Found = {(row["target"], Job(**row["job"])): row | about(r) for r in records for row in r["results"]}
-    failed = {(row["target"], Job(**row["job"])): row["reason"] for record in records for row in record["missing"]}
+    found: Found = {(row["target"], Job(**row["job"])): row | about(r) for r in read for row in r["results"]}
+    failed = {(row["target"], Job(**row["job"])): row["reason"] for record in read for row in record["missing"]}
     parts = [against_tokamax(found), peers(found), memory(found), variants(found), calls(found), heads(found), kernels(found)]
-    parts += [tpu_decode_table.render(found), chips(found, failed), provenance(records)]
+    parts += [tpu_decode_table.render(found), chips(found, failed), provenance(read)]
     return "\n\n".join(part for part in parts if part)
+
+
+def _schedules(file: str) -> dict[str, Any]:
+    record = records.load(file)
+    if record["kind"] != "tpu_schedule":
+        raise UsageError(f"{file} must be a record of kdakit compile, got one of kind {record['kind']!r}")
+    return record
 
 
 def against_tokamax(found: Found) -> str:

@@ -12,6 +12,7 @@ from kdakit import dispatch
 from kdakit.cases import Case
 from kdakit.measure import checking
 from kdakit.measure.checking import Row
+from kdakit.measure.interrupts import unheard
 
 
 class Outcome(NamedTuple):
@@ -73,13 +74,24 @@ def in_processes(workers: int, backends, cases: list[Case], dtypes, seed=0, grad
     outcomes: dict[int, list[Outcome]] = {}
     refusals: dict[int, list[Refusal]] = {}
     pairs = [(case, dtype) for dtype in dtypes for case in cases]
+    others = multiprocessing.active_children()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(verify, backends, [case], [dtype], seed, grad, op, _nothing): n for n, (case, dtype) in enumerate(pairs)}
-        for done in as_completed(waiting):
-            n = waiting[done]
-            outcomes[n], refusals[n] = done.result()
-            for backend in backends:
-                tick(f"{backend} {pairs[n][0].name} {pairs[n][1]}")
+        try:
+            with unheard():
+                waiting = {
+                    pool.submit(verify, backends, [case], [dtype], seed, grad, op, _nothing): n for n, (case, dtype) in enumerate(pairs)
+                }
+            for done in as_completed(waiting):
+                n = waiting[done]
+                outcomes[n], refusals[n] = done.result()
+                for backend in backends:
+                    tick(f"{backend} {pairs[n][0].name} {pairs[n][1]}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - set(others):
+                process.kill()
+                process.join()
+            raise
     return [x for n in sorted(outcomes) for x in outcomes[n]], [x for n in sorted(refusals) for x in refusals[n]]
 
 

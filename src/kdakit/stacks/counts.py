@@ -61,4 +61,7 @@ def _begun(stack: str) -> None:
 
 
 def _write(file: str) -> None:
-    Path(file).write_text(json.dumps({stack: of(stack) for stack in _taken}, indent=1))
+    try:
+        Path(file).write_text(json.dumps({stack: of(stack) for stack in _taken}, indent=1))
+    except OSError as problem:  # of somebody's program, which ends here
+        log.warning("KDAKIT_COUNTS must be a file that can be written to: %s", problem)

@@ -56,7 +56,7 @@ def nvcc() -> str | None:
         shutil.which("nvcc"),
         os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"),
     ):
-        if found and Path(found).exists():
+        if found and Path(found).is_file():
             return found
     return None
 

@@ -120,8 +120,9 @@ def path() -> Path:
 
 
 def cache_place() -> Path:
-    """One for each version of the interface."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kdakit" / f"abi-{ABI_VERSION}" / PLACE.name
+    """One for each version of the interface. Nothing is there for a user without a home, of whom nothing is expanded."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "kdakit" / f"abi-{ABI_VERSION}" / PLACE.name
 
 
 def check(where: Path) -> None:

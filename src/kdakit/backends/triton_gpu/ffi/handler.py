@@ -27,7 +27,19 @@ def compiler() -> str | None:
 
 def unbuildable() -> str | None:
     """Why the call cannot be made known to XLA; None: it can."""
-    return None if compiler() else "needs a C++ compiler for its call: install g++, or set CXX"
+    if compiler() is None:
+        return "needs a C++ compiler for its call: install g++, or set CXX"
+    return _unwritable(folder())
+
+
+@lru_cache(maxsize=4)
+def _unwritable(into: Path) -> str | None:
+    if _target(into).exists():
+        return None
+    there = next(path for path in (into.absolute(), *into.absolute().parents) if os.path.exists(path))
+    if into.parts[0] != "~" and there.is_dir() and os.access(there, os.W_OK):  # a "~" that is left: the user has no home
+        return None
+    return f"needs a folder to keep its compiled call in, and {into} cannot be written to: set KDAKIT_CACHE_DIR"
 
 
 def register() -> None:
@@ -44,14 +56,20 @@ def _register() -> None:
 
 def folder() -> Path:
     """Of compiled things: $KDAKIT_CACHE_DIR, or kdakit in the user's cache."""
-    given = os.environ.get("KDAKIT_CACHE_DIR")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kdakit"
+    if given := os.environ.get("KDAKIT_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "kdakit"
+
+
+def _target(into: Path) -> Path:
+    """The library for this source and this jaxlib."""
+    key = hashlib.sha256(SOURCE.read_bytes() + jax.__version__.encode() + " ".join(FLAGS).encode()).hexdigest()[:16]
+    return into / f"launches-{key}.so"
 
 
 def build(into: Path) -> Path:
-    """The library for this source and this jaxlib, whole or not at all."""
-    key = hashlib.sha256(SOURCE.read_bytes() + jax.__version__.encode() + " ".join(FLAGS).encode()).hexdigest()[:16]
-    target = into / f"launches-{key}.so"
+    """`_target`, whole or not at all."""
+    target = _target(into)
     if target.exists():
         return target
     into.mkdir(parents=True, exist_ok=True)
