@@ -33,6 +33,9 @@ def make_jobs():
     for _ in range(12):
         cuts = np.sort(rng.choice(T + 1, size=N - 1))
         jobs.append({"case": "varlen_many", "size": 8, "dtype": "float64", "lengths": np.diff([0, *cuts, T]).tolist()})
+    for _ in range(4):  # with padding behind the last sequence
+        cuts = np.sort(rng.choice(T + 1, size=N))
+        jobs.append({"case": "varlen_many", "size": 8, "dtype": "float64", "lengths": np.diff([0, *cuts]).tolist()})
     for name, size in UNEVEN:
         for _ in range(3):
             cuts = np.sort(rng.integers(0, EVERY_CASE[name].T + 1, size - 1))

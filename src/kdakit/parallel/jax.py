@@ -41,6 +41,7 @@ def chunk_kda(
         q, k, v, g, beta: this device's tokens; arrays of one shape on all devices.
         initial_state: [N, HV, K, V], the same on every device; read where a sequence begins.
         cu_seqlens: [N + 1] offsets of all sequences over the tokens of all devices, the same everywhere; sequences may cross devices.
+            Tokens past cu_seqlens[-1] are padding.
         segment_ids: [B, T], those of this device's tokens; a segment may go on from one device to the next.
         length: how many of the T slots hold tokens, from the first on; another number on each device, traced or not, 0 too. What lies in
             the other slots is not read, and o is zero there. All T if None.
@@ -187,7 +188,7 @@ class Context:
             inside = begin - count + jnp.arange(count) >= starts[:, None]  # [N, count]
             goes_on = (starts < begin) & (begin < stops)
             before = jnp.where((inside & goes_on[:, None])[..., None], before, 0)
-            cu_seqlens = _local_offsets(cu_seqlens, begin, held, line.shape[1])
+            cu_seqlens = _local_offsets(cu_seqlens, begin, held)
         edges = np.cumsum([x.shape[-1] for x in inputs])[:-1]
         return cu_seqlens, jnp.split(before, edges, -1)
 
@@ -214,10 +215,9 @@ def _extent(axis_name, T: int, length):
     return jnp.where(jnp.arange(devices) < device, lengths, 0).sum(), length, lengths.sum()
 
 
-def _local_offsets(cu_seqlens, begin, held, T: int):
-    """Offsets of the sequences in this device's slots. Those behind the tokens go to the last sequence: they change no state."""
-    offsets = jnp.clip(cu_seqlens - begin, 0, held)
-    return offsets.at[-1].set(T)
+def _local_offsets(cu_seqlens, begin, held):
+    """Offsets of the sequences in this device's slots. What lies behind them, padding or no token at all, is nobody's."""
+    return jnp.clip(cu_seqlens - begin, 0, held)
 
 
 def _tokens(x, length):
@@ -274,7 +274,7 @@ def _place(axis_name, q, cu_seqlens, segment_ids, length) -> Place:
         continues=(starts < begin) & (begin < stops),
         ends=holder(jnp.maximum(stops - 1, starts)),
         leaving=(starts < begin + held) & (begin + held < stops),
-        cu_seqlens=_local_offsets(cu_seqlens, begin, held, T),
+        cu_seqlens=_local_offsets(cu_seqlens, begin, held),
     )
 
 
