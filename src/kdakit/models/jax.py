@@ -86,7 +86,7 @@ class KimiLinear(nnx.Module):
 
     def new_cache(self, batch_size: int, max_length: int) -> list:
         """One entry a layer, for sequences of up to max_length tokens; only full-attention layers grow with it."""
-        return [block.attn.new_cache(batch_size, max_length) for block in self.model.layers]
+        return [block.attn.new_cache(batch_size, max_length, self.dtype) for block in self.model.layers]
 
     def __call__(self, tokens, attention_mask=None, cache: list | None = None, cu_seqlens=None, context=None):
         """tokens [B, T]; attention_mask [B, T], 0 at padding, wherever it is; or packed sequences, B = 1 with cu_seqlens [N + 1].
