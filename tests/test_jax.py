@@ -18,7 +18,14 @@ import jax.numpy as jnp  # noqa: E402
 from kdakit import chunked, reference  # noqa: E402
 from kdakit.backends import xla  # noqa: E402
 from kdakit.cases import CASES, SEGMENT_CASES, Case  # noqa: E402
-from kdakit.jax import chunk_kda, fused_recurrent_kda, kda_gate, naive_chunk_kda, naive_recurrent_kda  # noqa: E402
+from kdakit.jax import (  # noqa: E402
+    chunk_kda,
+    fused_recurrent_kda,
+    kda_gate,
+    kda_gate_chunk_cumsum,
+    naive_chunk_kda,
+    naive_recurrent_kda,
+)
 from kdakit.measure import checking  # noqa: E402
 from kdakit.problem import Arrays  # noqa: E402
 
@@ -280,6 +287,18 @@ def test_jit_value_and_grad_and_recompute():
     close(jax.jit(jax.grad(loss(fused_recurrent_kda, output_final_state=True)))(arrays), gradient)
 
 
+def test_second_derivatives():
+    """Reverse over reverse. Gates so strong that their products leave float64: what no sum takes of them must not spoil it."""
+    arrays = inputs(Case("twice", "", B=1, T=16, H=1, HV=1, K=4, V=2, gate="slow", initial_state=False))
+    arrays["g"] = arrays["g"] - jnp.where(jnp.arange(16) % 5 == 4, 900.0, 0)[None, :, None, None]
+
+    def twice(function, arrays):
+        value = lambda kept: (jnp.cos(function(**arrays | kept)[0]) ** 2).sum()
+        return jax.grad(lambda kept: sum((x * jnp.cos(x)).sum() for x in jax.grad(value)(kept).values()))({n: arrays[n] for n in "kg"})
+
+    close(*(jax.jit(partial(twice, function))(arrays) for function in (chunk_kda, naive_recurrent_kda)), 1e-4)
+
+
 def test_naive_chunk_is_differentiable_at_any_length():
     arrays = inputs(Case("naive", "", B=1, T=21, K=8, V=4))
     options = dict(output_final_state=True)
@@ -495,6 +514,24 @@ def test_unknown_arguments_and_backends():
     with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
         chunk_kda(**arrays, backend="torch_native")
     same(chunk_kda(**arrays, backend="xla"), chunk_kda(**arrays))
+
+
+def test_strict_dtype_promotion():
+    """Users of jax_numpy_dtype_promotion='strict' trace calls and their gradients as everybody does."""
+    arrays = inputs(Case("strict", "", T=20, H=1, K=8, V=4, segments=((9, 11),)))
+    ids = arrays.pop("segment_ids")
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.eval_shape(jax.grad(loss(partial(chunk_kda, segment_ids=ids), output_final_state=True)), arrays)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), arrays)
+
+
+def test_gates_summed_up_under_jit():
+    """Offsets from NumPy are looked up by traced places."""
+    g = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 2, 3)), jnp.float32)
+    found = jax.jit(lambda g: kda_gate_chunk_cumsum(g, jnp.zeros(2), 4, cu_seqlens=np.array([0, 7, 20])))(g)
+    gate = np.asarray(kda_gate(g, jnp.zeros(2)))
+    pieces = [gate[:, a:b].cumsum(1) for a, b in ((0, 4), (4, 7), (7, 11), (11, 15), (15, 19), (19, 20))]
+    np.testing.assert_allclose(found, np.concatenate(pieces, 1), rtol=1e-6)
 
 
 def test_gate():

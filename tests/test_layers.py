@@ -195,6 +195,16 @@ def test_pieces_and_steps_are_the_whole(framework, options):
     close(np.concatenate(parts, 1), whole)
 
 
+def test_offsets_from_numpy_under_jit():
+    """Constants of the program, in which traced places are looked up; token 9 is padding."""
+    jax = pytest.importorskip("jax")
+    pytest.importorskip("flax")
+    from kdakit.layers.jax import Rows
+
+    owner, place = jax.jit(lambda: Rows(cu_seqlens=np.array([0, 5, 5, 9])).places(10))()
+    assert owner.tolist() == [0] * 5 + [2] * 4 + [3] and place.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0]
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_without_the_delta_rule_it_is_gated_linear_attention(framework):
     rng = np.random.default_rng(0)

@@ -140,6 +140,23 @@ def test_prefill_and_steps_are_one_pass(framework):
     same(np.concatenate(parts, 1), whole, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_steps_in_half_precision_in_jax(dtype):
+    """Of both kinds of layer; a cache that keeps its dtypes can be carried through a scan."""
+    jax, nnx = pytest.importorskip("jax"), pytest.importorskip("flax.nnx")
+    model = jax_model(dtype=dtype)
+    graph, state = nnx.split(model)
+    call = lambda tokens, cache: nnx.merge(graph, state)(tokens, cache=cache)
+    whole, _ = jax.jit(call)(TOKENS, None)
+
+    def step(cache, token):
+        logits, cache = call(token[:, None], cache)
+        return cache, logits[:, 0]
+
+    _, steps = jax.lax.scan(step, model.new_cache(3, 29), TOKENS.T)
+    same(np.moveaxis(np.asarray(steps, np.float32), 0, 1), np.asarray(whole, np.float32), 0.05)
+
+
 def test_without_a_cache_it_is_the_same():
     import torch
 

@@ -74,6 +74,18 @@ def test_pallas_tpu(case):
     not_finite.check(case, "float32", runs("pallas_tpu", case), values=(np.nan, -np.inf) if FULL else (np.nan,), gradients=FULL)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_reset_is_nothing_to_take_out(dtype):
+    """A log-decay of -inf becomes one that is finite in the gate's own dtype and forgets all the same."""
+    jnp = pytest.importorskip("jax.numpy")
+    from kdakit import quarantine
+
+    arrays = checking.to_jax(SEGMENTS.arrays(dtype), SEGMENTS.dtypes(dtype))
+    found = quarantine.isolate(SEGMENTS.problem(dtype), arrays._replace(g=arrays.g.at[:, 5].set(-jnp.inf).astype(dtype)))
+    assert found.arrays.g.dtype == dtype and jnp.isfinite(found.arrays.g).all() and not found.bad.any()
+    assert not jnp.exp(found.arrays.g[:, 5].astype(jnp.float32)).any()
+
+
 @pytest.mark.parametrize("case", [SEGMENTS] + [ROWS, FUSED_PACKED] * FULL, ids=lambda c: c.name)
 def test_pallas_tpu_that_looks_afterwards(case, monkeypatch):
     """As on a TPU: the kernels run on what they get, and again where something was not finite; gradients too. The second run is another

@@ -207,6 +207,7 @@ def kda_gate_chunk_cumsum(g, A_log, chunk_size, scale=None, dt_bias=None, cu_seq
     T = g.shape[1]
     t = jnp.arange(T)
     if cu_seqlens is not None:
+        cu_seqlens = jnp.asarray(cu_seqlens)
         t = t - cu_seqlens[jnp.searchsorted(cu_seqlens[1:], t, side="right").clip(max=len(cu_seqlens) - 2)]
     place = (t % chunk_size)[:, None, None]
     step = 1

@@ -19,7 +19,7 @@ from jax import lax
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
 
-FORGET = -1e30  # a log-decay whose sums over any chunk are finite, and whose exponential is 0
+FORGET = -1e30  # a log-decay whose sums over any chunk are finite, and whose exponential is 0; float16 has none so low
 
 
 class Quarantine(NamedTuple):
@@ -40,8 +40,10 @@ def again_if(lost, found, again):
 
 
 def isolate(problem: Problem, arrays: Arrays) -> Quarantine:
-    g = arrays.g if problem.options.gate != "log_decay" else jnp.where(arrays.g == -jnp.inf, FORGET, arrays.g).astype(arrays.g.dtype)
-    arrays = arrays._replace(g=g)
+    g = arrays.g
+    if problem.options.gate == "log_decay":
+        g = jnp.where(g == -jnp.inf, jnp.asarray(max(FORGET, float(jnp.finfo(g.dtype).min)), g.dtype), g)
+        arrays = arrays._replace(g=g)
     keys = _spoiled(arrays.q) | _spoiled(arrays.k)  # [B, T, H]
     bad = jnp.repeat(keys, problem.group, axis=2) | _spoiled(arrays.v) | _spoiled(g) | ~jnp.isfinite(arrays.beta)
     starts = _starts(problem, arrays)

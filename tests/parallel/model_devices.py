@@ -17,6 +17,7 @@ from kdakit.models.config import ModelConfig
 from kdakit.models.jax import KimiLinear
 from kdakit.parallel.heads import parameter_specs
 from kdakit.parallel.jax import Context, sharded_chunk_kda
+from kdakit.training.jax import _cut_loss, _whole_loss
 
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 CONFIG = ModelConfig(vocab_size=32, hidden_size=24, num_layers=2, attention_every=2, head_dim=8, num_heads=2, num_v_heads=4)
@@ -84,6 +85,14 @@ def compare(mesh, rows, tokens, targets, slices=None, **options):
         assert accuracy.error(gradient[...], want_gradients[name][...]) < 1e-6, name
 
 
+def compare_losses(mesh, tokens, targets):
+    """A learner's loss where most targets do not count: none in one part, in others as many as there may be."""
+    graph, state = made()
+    targets = targets.at[0].set(-1).at[:2, :12].set(-1)
+    found, want = (jax.jit(measure)(state, tokens, targets) for measure in (_cut_loss(graph, mesh), _whole_loss(graph)))
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
 def compare_calls(*cuts):
     """The operator on whole arrays, cut over a mesh as axes say, with states and parameters: value and gradients of the plain call."""
     rng = np.random.default_rng(1)
@@ -113,6 +122,7 @@ def main():
     axes = ("data", "context", "heads")
     mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 3)
     compare(mesh, P("data", "context"), tokens, targets)
+    compare_losses(mesh, tokens, targets)
     everywhere = dict(batch="data", context="context", heads="heads")
     # test_jax.py has batch and heads without a context
     compare_calls((mesh, everywhere), *([(mesh, dict(batch="data", heads="heads"))] if FULL else []))

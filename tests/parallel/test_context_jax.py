@@ -33,6 +33,9 @@ def make_jobs():
     for _ in range(12):
         cuts = np.sort(rng.choice(T + 1, size=N - 1))
         jobs.append({"case": "varlen_many", "size": 8, "dtype": "float64", "lengths": np.diff([0, *cuts, T]).tolist()})
+    for _ in range(4):  # with padding behind the last sequence
+        cuts = np.sort(rng.choice(T + 1, size=N))
+        jobs.append({"case": "varlen_many", "size": 8, "dtype": "float64", "lengths": np.diff([0, *cuts]).tolist()})
     for name, size in UNEVEN:
         for _ in range(3):
             cuts = np.sort(rng.integers(0, EVERY_CASE[name].T + 1, size - 1))
@@ -110,6 +113,11 @@ found, want = (
 )
 for a, b in zip(found, want, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+# A_log and dt_bias as checkpoints have them; states before chunks, where no tokens are split.
+gate = dict(use_gate_in_kernel=True, A_log=np.zeros((1, 1, 2, 1), np.float32), dt_bias=x[:, :1], return_intermediate_states=True)
+for a, b in zip(*(f(x, x, x, x, x[..., 0]**2, **gate) for f in (sharded_chunk_kda(mesh, heads="heads"), chunk_kda)), strict=True):
+    assert a is b is None or np.abs(np.asarray(a) - b).max() < 1e-5
 """
 
 
@@ -120,8 +128,23 @@ def test_whole_arrays_on_a_mesh_of_explicit_axes():
     assert done.returncode == 0
 
 
+def test_refusals():
+    import jax
+
+    from kdakit.parallel import jax as parallel
+
+    mesh, x = jax.make_mesh((1,), ("context",)), np.zeros((1, 4, 1, 2), np.float32)
+    with pytest.raises(ValueError, match="heads must be an axis of the mesh, context, got 'model'"):
+        parallel.sharded_chunk_kda(mesh, heads="model")
+    call, cu = parallel.sharded_chunk_kda(mesh, context="context"), np.array([0, 4])
+    for name, value in (("return_intermediate_states", True), ("cu_seqlens_cpu", cu)):
+        with pytest.raises(ValueError, match=f"{name}.* across devices"):
+            call(x, x, x, x, x[..., 0], cu_seqlens=cu, **{name: value})
+
+
 def test_the_model_cut_over_context_heads_and_data():
     """Eight devices as 2 x 2 x 2, then 1 x 4 x 2 with packed sequences, in even and uneven slices: as on one device, gradients too."""
-    pytest.importorskip("flax")
+    for package in ("flax", "optax"):
+        pytest.importorskip(package)
     done = subprocess.run([sys.executable, DEVICES.with_name("model_devices.py")], env=os.environ | {"XLA_FLAGS": FLAGS}, timeout=600)
     assert done.returncode == 0

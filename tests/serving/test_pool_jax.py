@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 from kdakit import accuracy  # noqa: E402
-from kdakit.serving.jax import StatePool, commit, decode, prefill, verify  # noqa: E402
+from kdakit.serving.jax import StatePool, commit, decode, pages, prefill, verify  # noqa: E402
 from kdakit.serving.slots import PoolFull  # noqa: E402
 
 
@@ -45,6 +45,20 @@ def test_wrong_slots():
     assert [i for i in range(6) if o[i].any()] == [0, 5]
     after = np.array(pool.pool.contents.storage.states)
     assert [i for i in range(5) if not np.array_equal(before[i], after[i])] == [a, b]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_calls_of_nobody(dtype):
+    """No rows are rows, and no tokens tokens, as in PyTorch: a server with nothing to do need not know."""
+    pool = StatePool.create(3, HV, K, V, dtype=dtype)
+    (a, b), pool = pool.allocate(2)
+    o, pool = decode(pool, [], **arrays(tokens(rng(), 0, 1)))
+    p, pool, made = prefill(pool, [], **arrays(tokens(rng(), 0, 4)))
+    r, draft = verify(pool, [], **arrays(tokens(rng(), 0, 2)))
+    s, pool = decode(commit(pool, draft, []), [a, b], **arrays(tokens(rng(), 2, 0)))
+    assert [x.shape for x in (o, p, r, s)] == [(0, 1, HV, V), (0, 4, HV, V), (0, 2, HV, V), (2, 0, HV, V)] and made == []
+    o, _ = pages.decode(jnp.zeros((5, HV, K, V)), jnp.array([[1, 2], [3, 4]]), **arrays(tokens(rng(), 2, 0)))
+    assert o.shape == (2, 0, HV, V)
 
 
 def test_a_draft_does_not_reach_the_next_owner():

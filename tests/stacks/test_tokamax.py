@@ -89,6 +89,17 @@ def test_gradients_of_segments():
     assert not any(np.asarray(g)[:, NEXT == 0].any() for g in gradients[0])
 
 
+def test_padding_may_hold_anything():
+    """Gradients of the gate's parameters, which all tokens share, too."""
+    x, _ = inputs(raw=True)
+    x = [np.where((NEXT > 0).reshape(1, B, T, *[1] * (a.ndim - 3)), a, np.float32(np.nan)) for a in x]
+    named = dict(use_gate_in_kernel=True, segment_ids=NEXT, max_num_segments=N)
+    parameters = np.zeros(H, np.float32), np.zeros(H * K, np.float32)
+    loss = lambda x, a_log, bias: (call(*x, a_log=a_log, delta_time_bias=bias, **named)[0] ** 2).sum()
+    found = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, *parameters)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(found)) and np.asarray(found[1]).all()
+
+
 def test_implementations(monkeypatch):
     """Every backend of ours by its name; tokamax's own names let kdakit choose."""
     from kdakit import dispatch

@@ -86,7 +86,7 @@ class KimiLinear(nnx.Module):
 
     def new_cache(self, batch_size: int, max_length: int) -> list:
         """One entry a layer, for sequences of up to max_length tokens; only full-attention layers grow with it."""
-        return [block.attn.new_cache(batch_size, max_length) for block in self.model.layers]
+        return [block.attn.new_cache(batch_size, max_length, self.dtype) for block in self.model.layers]
 
     def __call__(self, tokens, attention_mask=None, cache: list | None = None, cu_seqlens=None, context=None):
         """tokens [B, T]; attention_mask [B, T], 0 at padding, wherever it is; or packed sequences, B = 1 with cu_seqlens [N + 1].
@@ -140,7 +140,13 @@ class KimiLinear(nnx.Module):
 
 def loss(model: KimiLinear, tokens, targets, cu_seqlens=None, context=None):
     """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count. With a context: of this slice."""
+    total, count = summed_loss(model, tokens, targets, cu_seqlens, context)
+    return total / count
+
+
+def summed_loss(model: KimiLinear, tokens, targets, cu_seqlens=None, context=None):
+    """The sum that `loss` is the mean of, and of how many targets: those of several slices add up."""
     logits, _ = model(tokens, cu_seqlens=cu_seqlens, context=context)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    return -jnp.where(targets >= 0, chosen, 0).sum() / (targets >= 0).sum()
+    return -jnp.where(targets >= 0, chosen, 0).sum(), (targets >= 0).sum().astype(log_p.dtype)

@@ -41,6 +41,7 @@ def chunk_kda(
         q, k, v, g, beta: this device's tokens; arrays of one shape on all devices.
         initial_state: [N, HV, K, V], the same on every device; read where a sequence begins.
         cu_seqlens: [N + 1] offsets of all sequences over the tokens of all devices, the same everywhere; sequences may cross devices.
+            Tokens past cu_seqlens[-1] are padding.
         segment_ids: [B, T], those of this device's tokens; a segment may go on from one device to the next.
         length: how many of the T slots hold tokens, from the first on; another number on each device, traced or not, 0 too. What lies in
             the other slots is not read, and o is zero there. All T if None.
@@ -52,6 +53,8 @@ def chunk_kda(
     """
     if options.get("return_intermediate_states"):
         raise ValueError("return_intermediate_states=True has no meaning across devices, whose chunks begin at their own first token")
+    if options.get("cu_seqlens_cpu") is not None:
+        raise ValueError("cu_seqlens_cpu must be None across devices, whose slices have offsets of their own: pass cu_seqlens alone")
     if cu_seqlens is not None and segment_ids is not None:
         raise ValueError("segment_ids and cu_seqlens say the same thing twice: pass one of them, got both")
     inputs = (q, k, v, g, beta)
@@ -67,7 +70,8 @@ def chunk_kda(
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     initial = jnp.zeros((N, HV, K, V), dtype)
     if initial_state is not None:
-        initial = _rows(where.begins, initial_state.mT if state_v_first else initial_state, 0)
+        given = initial_state.astype(jnp.promote_types(initial_state.dtype, dtype))
+        initial = _rows(where.begins, given.mT if state_v_first else given, 0)
     own, o_map = _map(*lax.stop_gradient((inputs, parameters, initial)), options, where)
     entering = _scan(axis_name, _leaving(own, where), reverse=False)
     start = _rows(where.continues, entering, initial)
@@ -87,6 +91,10 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
     Sequences packed with cu_seqlens have no batch to split. Any T: where the devices of `context` do not divide it, the last ones get
     fewer tokens.
     """
+    for name, axes in (("context", context), ("batch", batch), ("heads", heads)):
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis not in mesh.axis_names:
+                raise ValueError(f"{name} must be an axis of the mesh, {', '.join(mesh.axis_names)}, got {axis!r}")
     tokens = P(batch, context, heads)
     states, parameters = P(batch, heads), {"A_log": P(heads), "dt_bias": P(heads)}
     explicit = AxisType.Explicit in mesh.axis_types  # as `jax.make_mesh` makes them: there shard_map moves nothing by itself
@@ -96,11 +104,11 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
 
     def call(q, k, v, g, beta, *, initial_state=None, A_log=None, dt_bias=None, cu_seqlens=None, segment_ids=None, **options):
         given = {"initial_state": initial_state, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu_seqlens, "segment_ids": segment_ids}
-        given = {name: x for name, x in given.items() if x is not None}
+        given = {name: jnp.ravel(x) if name in parameters and x.ndim > 1 else x for name, x in given.items() if x is not None}
         if cu_seqlens is not None and batch is not None:
             raise ValueError(f"batch must be None with cu_seqlens, whose B is 1, got {batch!r}")
         specs = {"initial_state": states, **parameters, "cu_seqlens": P(), "segment_ids": P(batch, context)}
-        wants_state = options.get("output_final_state", False)
+        wants_state, wants_states = (options.get(name) for name in ("output_final_state", "return_intermediate_states"))
         T = q.shape[1]
         more = -T % (1 if context is None else mesh.shape[context])  # slots without a token
         widen = lambda x: jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2)) if more else x
@@ -118,13 +126,14 @@ def sharded_chunk_kda(mesh: Mesh, *, context: str | None = None, batch: str | No
             o, final_state = chunk_kda(**named, axis_name=context, length=length)
             return o, lax.psum(final_state, context) if wants_state else None
 
-        o, final_state = jax.shard_map(
+        whole = P(batch, None, heads)
+        o, *rest = jax.shard_map(
             run,
             mesh=mesh,
             in_specs=((tokens,) * 5, {name: specs[name] for name in given}),
-            out_specs=(tokens, states if wants_state else None),
+            out_specs=(tokens, states if wants_state else None, *([whole] if wants_states else [])),
         )(inputs, given)
-        return (placed(o, P(batch, None, heads))[:, :T] if more else o), final_state
+        return (placed(o, whole)[:, :T] if more else o), *rest
 
     return call
 
@@ -187,7 +196,7 @@ class Context:
             inside = begin - count + jnp.arange(count) >= starts[:, None]  # [N, count]
             goes_on = (starts < begin) & (begin < stops)
             before = jnp.where((inside & goes_on[:, None])[..., None], before, 0)
-            cu_seqlens = _local_offsets(cu_seqlens, begin, held, line.shape[1])
+            cu_seqlens = _local_offsets(cu_seqlens, begin, held)
         edges = np.cumsum([x.shape[-1] for x in inputs])[:-1]
         return cu_seqlens, jnp.split(before, edges, -1)
 
@@ -214,10 +223,9 @@ def _extent(axis_name, T: int, length):
     return jnp.where(jnp.arange(devices) < device, lengths, 0).sum(), length, lengths.sum()
 
 
-def _local_offsets(cu_seqlens, begin, held, T: int):
-    """Offsets of the sequences in this device's slots. Those behind the tokens go to the last sequence: they change no state."""
-    offsets = jnp.clip(cu_seqlens - begin, 0, held)
-    return offsets.at[-1].set(T)
+def _local_offsets(cu_seqlens, begin, held):
+    """Offsets of the sequences in this device's slots. What lies behind them, padding or no token at all, is nobody's."""
+    return jnp.clip(cu_seqlens - begin, 0, held)
 
 
 def _tokens(x, length):
@@ -274,7 +282,7 @@ def _place(axis_name, q, cu_seqlens, segment_ids, length) -> Place:
         continues=(starts < begin) & (begin < stops),
         ends=holder(jnp.maximum(stops - 1, starts)),
         leaving=(starts < begin + held) & (begin + held < stops),
-        cu_seqlens=_local_offsets(cu_seqlens, begin, held, T),
+        cu_seqlens=_local_offsets(cu_seqlens, begin, held),
     )
 
 

@@ -65,8 +65,9 @@ def _whole(tokens, state, flags):
 def _segments(tokens, state, segment_ids, N: int, flags):
     known = (segment_ids > 0) & (segment_ids <= N)
     if state is None and not flags["output_final_state"]:
-        o, _ = ours.chunk_kda(*tokens, segment_ids=jnp.where(known, segment_ids, 0), **flags)
-        return jnp.where(known[..., None, None], o, 0), None
+        cleared = lambda x: jnp.where(known.reshape(*known.shape, *[1] * (x.ndim - 2)), x, 0)  # gradients of parameters see all tokens
+        o, _ = ours.chunk_kda(*map(cleared, tokens), segment_ids=jnp.where(known, segment_ids, 0), **flags)
+        return cleared(o), None
     # One packed row: the segments of all rows by row and id, then what is padding, which cu_seqlens leaves out.
     B, T = segment_ids.shape
     place = jnp.where(known, jnp.arange(B)[:, None] * N + segment_ids - 1, B * N).reshape(-1)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from kdakit.models.config import ModelConfig
-from kdakit.models.jax import KimiLinear, loss
+from kdakit.models.jax import KimiLinear, loss, summed_loss
 from kdakit.models.place import Place
 from kdakit.parallel.jax import Context
 from kdakit.training.optimizer import AdamW, TrainingState, decays
@@ -112,11 +112,13 @@ def _whole_loss(graph):
 
 
 def _cut_loss(graph, mesh):
-    """The same of a batch [B, T] cut over the mesh, rows over `data`, tokens over `context`; the parts are of one size."""
+    """The same of a batch [B, T] cut over the mesh, rows over `data`, tokens over `context`. No mean of the parts' means: one may have more
+    targets that count than another."""
     axes = ("data", "context")
 
     def part(parameters, tokens, targets):
-        return lax.pmean(loss(nnx.merge(graph, parameters), tokens, targets, context=Context("context")), axes)
+        total, count = lax.psum(summed_loss(nnx.merge(graph, parameters), tokens, targets, context=Context("context")), axes)
+        return total / count
 
     return jax.shard_map(part, mesh=mesh, in_specs=(P(), P(*axes), P(*axes)), out_specs=P())
 

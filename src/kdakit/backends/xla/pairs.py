@@ -74,7 +74,7 @@ def pair_products_backward(q, k_beta, k, decays: BlockDecays, d_A_qk, d_A_kk):
 def _inside(q, k_beta, k, g, prefix, near=None):
     """[.., n, 2, 16, 16]: the lower triangles of the blocks of A_qk (with its diagonal) and A_kk, of all rows and channels or of `near`."""
     q, k_beta, k = (x.reshape(prefix.shape) for x in (q, k_beta, k))
-    f_rows = SHIFT * prefix
+    f_rows = SHIFT * jnp.where(prefix >= SMALLEST, prefix, SMALLEST)  # what is far is not taken, but derivatives see it
     f_columns = 1 / f_rows
     if near is not None:
         f_rows, f_columns = jnp.where(near, f_rows, 0), jnp.where(near, f_columns, 0)

@@ -114,7 +114,7 @@ def window_tokens(plan: Plan, x, index):
     if plan.source is None:
         return lax.dynamic_slice_in_dim(x, index * plan.G * plan.C, plan.G * plan.C, axis=1)
     tokens = x.take(plan.source[index], axis=1, mode="clip")
-    return jnp.where(plan.valid[index].reshape(1, -1, *(1,) * (x.ndim - 2)), tokens, 0)
+    return jnp.where(plan.valid[index].reshape(1, -1, *(1,) * (x.ndim - 2)), tokens, jnp.zeros((), x.dtype))
 
 
 def window_valid(plan: Plan, index):

@@ -33,10 +33,12 @@ class FullAttention(nnx.Module):
         self.v_proj = Linear(hidden_size, kv_heads * head_dim, rngs=rngs)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, rngs=rngs)
 
-    def new_cache(self, batch_size: int, max_length: int) -> KeyValueCache:
+    def new_cache(self, batch_size: int, max_length: int, dtype: Any = None) -> KeyValueCache:
+        """dtype: of the activations, the parameters' own if None."""
         weight = self.k_proj.weight[...]
+        dtype = weight.dtype if dtype is None else dtype
         shape = (batch_size, max_length, weight.shape[0] // self.head_dim, self.head_dim)
-        return KeyValueCache(jnp.zeros(shape, weight.dtype), jnp.zeros(shape, weight.dtype), jnp.zeros(batch_size, jnp.int32))
+        return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(batch_size, jnp.int32))
 
     def mix(self, x, rows: Rows, cache: KeyValueCache | None = None):
         """x [B, T, hidden_size] as `rows` says. Beyond the cache's capacity the outputs are NaN: too late to raise inside a graph."""
@@ -49,7 +51,8 @@ class FullAttention(nnx.Module):
         else:
             cache, mask, fits = _extend(cache, k, v, rows)
             flat = (lambda a: a.reshape(1, -1, *a.shape[2:])) if rows.cu_seqlens is not None else (lambda a: a)
-            o = jnp.where(fits[..., None, None], _attend(q, flat(cache.keys), flat(cache.values), mask), jnp.nan)
+            k, v = (flat(a).astype(q.dtype) for a in (cache.keys, cache.values))
+            o = jnp.where(fits[..., None, None], _attend(q, k, v, mask), jnp.nan)
         return self.o_proj(o.reshape(*o.shape[:-2], -1)), cache
 
 
@@ -59,7 +62,10 @@ def _heads(x, size: int):
 
 def _attend(q, k, v, mask):
     """q [B, T, H, D], k and v [B, M, HKV, D], mask [B, T, M] or None: causal."""
-    return jax.nn.dot_product_attention(q, k, v, mask=None if mask is None else mask[:, None], is_causal=mask is None)
+    dtype = q.dtype
+    if dtype == jnp.float16:  # whose products JAX asks for in a precision that CPUs and TPUs do not have
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, mask=None if mask is None else mask[:, None], is_causal=mask is None).astype(dtype)
 
 
 def _within(rows: Rows, T: int):

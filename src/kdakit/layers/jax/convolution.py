@@ -28,7 +28,7 @@ class ShortConvolution(nnx.Module):
             before = jnp.zeros((x.shape[0], W - 1, x.shape[2]), x.dtype) if window is None else window.astype(x.dtype)
             line = jnp.concatenate([before, x], 1)  # [B, W - 1 + T, D]
             y = sum(line[:, j : j + x.shape[1]] * taps[:, j] for j in range(W))
-            after = None if window is None else _last(line, rows.lengths, W - 1)
+            after = None if window is None else _last(line, rows.lengths, W - 1).astype(window.dtype)
         else:
             y, after = _packed(x, rows, window, taps)
         return jax.nn.silu(y if self.bias is None else y + self.bias[...].astype(x.dtype)), after

@@ -75,9 +75,12 @@ class KimiDeltaAttention(nnx.Module):
         self.o_norm = RMSNorm(rank, norm_eps)
         self.o_proj = Linear(sizes.value_dim, hidden_size, rngs=rngs)
 
-    def new_cache(self, batch_size: int, max_length: int | None = None) -> DeltaCache:
-        """The cache of `batch_size` sequences that have seen nothing; max_length is for other kinds of layer."""
-        s, dtype = self.sizes, self.q_proj.weight[...].dtype
+    def new_cache(self, batch_size: int, max_length: int | None = None, dtype: Any = None) -> DeltaCache:
+        """The cache of `batch_size` sequences that have seen nothing; max_length is for other kinds of layer.
+
+        dtype: of the activations, the parameters' own if None.
+        """
+        s, dtype = self.sizes, self.q_proj.weight[...].dtype if dtype is None else dtype
         widths = (s.key_dim, s.key_dim, s.value_dim)
         windows = [jnp.zeros((batch_size, s.conv_size - 1, width), dtype) if s.use_short_conv else None for width in widths]
         shape = (batch_size, s.value_heads, s.head_dim, s.head_v_dim)

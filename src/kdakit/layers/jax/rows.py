@@ -47,9 +47,9 @@ class Rows(NamedTuple):
 
     def places(self, T: int):
         """For packed rows, [T] each: the token's sequence and its place in it."""
-        tokens = jnp.arange(T)
-        owner = (tokens[:, None] >= self.cu_seqlens[1:]).sum(-1)  # not searchsorted, which jax 0.10 cannot do inside shard_map
-        return owner, tokens - self.cu_seqlens[owner]
+        tokens, edges = jnp.arange(T), jnp.asarray(self.cu_seqlens)
+        owner = (tokens[:, None] >= edges[1:]).sum(-1)  # not searchsorted, which jax 0.10 cannot do inside shard_map
+        return owner, tokens - edges[owner]
 
     def counts(self, B: int, T: int):
         """How many tokens each sequence has here: [N]."""

@@ -81,7 +81,7 @@ def _plain(problem: Problem, arrays: Arrays, states, source, target, module, dev
         page = target[:, t] if every else target
         place = jnp.where((source >= 0) & (page >= 0), page, states.shape[0])
         states = states.at[place].set(layout(S).astype(states.dtype), mode="drop")
-    return jnp.where(live, jnp.concatenate(found, 1), 0), states
+    return jnp.where(live, jnp.concatenate([arrays.v[:, :0], *found], 1), 0), states
 
 
 def _sizes(states, state_v_first: bool) -> PoolSizes:

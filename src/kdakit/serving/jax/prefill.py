@@ -38,6 +38,8 @@ def prefill(
     inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
     place = dict(backend=backend, device=device_of(arrays.q))
     shape = arrays.v.shape
+    if not problem.N:
+        return jnp.zeros(shape, arrays.v.dtype), pool, []
     problem, arrays, inputs = _packed(problem, arrays, inputs)
     visible = not isinstance(arrays.cu_seqlens, jax.core.Tracer)
     if visible and (place["device"] == "cpu" or checks_enabled()):

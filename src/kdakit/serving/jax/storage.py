@@ -50,9 +50,9 @@ def write(sizes: PoolSizes, storage: Storage, index, states, decay=None) -> Stor
 
 def quantise(states, before, feedback: bool):
     """Codes [.., K, V], residual or None, scales [.., K, groups]. `before`: scales to keep where they still fit."""
-    V = states.shape[-1]
-    padded = jnp.pad(states, [(0, 0)] * (states.ndim - 1) + [(0, -V % SCALE_GROUP)])
-    padded = padded.reshape(*padded.shape[:-1], -1, SCALE_GROUP)
+    *lead, V = states.shape
+    groups = -(-V // SCALE_GROUP)
+    padded = jnp.pad(states, [(0, 0)] * len(lead) + [(0, -V % SCALE_GROUP)]).reshape(*lead, groups, SCALE_GROUP)
     largest = jnp.abs(padded).max(-1)
     scales = largest / LARGEST
     if before is not None:
@@ -61,7 +61,7 @@ def quantise(states, before, feedback: bool):
     rounded = jnp.round(steps) if feedback else jnp.floor(steps + dither(padded))
     codes = jnp.clip(rounded, -LARGEST, LARGEST)
     residual = jnp.clip(jnp.round((steps - codes) * RESIDUAL), -LARGEST, LARGEST)
-    codes, residual = (x.astype(jnp.int8).reshape(*states.shape[:-1], -1)[..., :V] for x in (codes, residual))
+    codes, residual = (x.astype(jnp.int8).reshape(*lead, groups * SCALE_GROUP)[..., :V] for x in (codes, residual))
     return codes, residual if feedback else None, scales
 
 
