@@ -53,6 +53,8 @@ def chunk_kda(
     """
     if options.get("return_intermediate_states"):
         raise ValueError("return_intermediate_states=True has no meaning across devices, whose chunks begin at their own first token")
+    if "transpose_state_layout" in options:
+        raise TypeError("transpose_state_layout is the old name of state_v_first, which calls across devices take alone")
     if options.get("cu_seqlens_cpu") is not None:
         raise ValueError("cu_seqlens_cpu must be None across devices, whose slices have offsets of their own: pass cu_seqlens alone")
     if cu_seqlens is not None and segment_ids is not None:
