@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import kdakit.torch as kt  # noqa: E402
@@ -86,6 +87,23 @@ def test_compile_reuses_one_graph_for_all_lengths():
     for T in (5, 33, 70, 129):
         compiled(*log_decay_inputs(T=T))
     assert len(compilations) == 1
+
+
+def test_compile_reuses_one_backward_for_all_lengths():
+    """What a call keeps for it depends on the length, where that is short."""
+    compilations = []
+
+    def counting(graph, example):
+        compilations.append(graph)
+        return graph.forward
+
+    call = lambda *a: kt.chunk_kda(*a)[0]
+    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=counting), dynamic=True)
+    for T in (70, 18, 33, 129):
+        x = [a.requires_grad_() for a in log_decay_inputs(T=T)]
+        want, got = (torch.autograd.grad(f(*x).sin().sum(), x) for f in (call, compiled))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert len(compilations) == 2
 
 
 def test_compile_packed():
