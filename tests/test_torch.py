@@ -331,6 +331,14 @@ def test_on_the_device_meta_there_are_shapes(call):
     assert [(x.device.type, x.shape) for x in d] == [("meta", x.shape) for x in given]
     with torch.no_grad():
         assert call(*given[:5], **options)[0].shape == given[2].shape
+        assert call(given[0], given[1].bfloat16(), *given[2:5], **options)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("call", [kt.chunk_kda, kt.fused_recurrent_kda])
+def test_after_no_tokens_the_final_state_is_a_copy(call):
+    *x, _, _, state = (a.detach() for a in inputs(T=0))
+    _, final = call(*x, initial_state=state, output_final_state=True)
+    assert torch.equal(final, state) and final.data_ptr() != state.data_ptr()
 
 
 def test_what_is_remembered_of_a_call_is_its_own():

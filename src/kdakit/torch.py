@@ -222,9 +222,8 @@ def of_one_dtype(arrays: Arrays) -> Arrays:
         return arrays
     if not all(x.is_floating_point() and x.element_size() > 1 for x in (q, k, v)):
         return arrays  # the checks say which
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    if _autocasts(q):
+        dtype = torch.get_autocast_dtype(q.device.type)
     else:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return arrays._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
@@ -233,7 +232,11 @@ def of_one_dtype(arrays: Arrays) -> Arrays:
 def _as(q: Tensor, found: tuple) -> Any:
     """Outputs in q's dtype, unless autocast has chosen another."""
     o = found[0]
-    return found if o.dtype == q.dtype or torch.is_autocast_enabled(q.device.type) else (o.to(q.dtype), *found[1:])
+    return found if o.dtype == q.dtype or _autocasts(q) else (o.to(q.dtype), *found[1:])
+
+
+def _autocasts(q: Tensor) -> bool:
+    return q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
 
 
 def _options(arrays: Arrays, **flags: Any) -> Options:
