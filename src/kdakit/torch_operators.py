@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from kdakit import dispatch
 from kdakit.problem import (
@@ -257,7 +258,15 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # what is saved counts as output: its gradients would be written out as zeros
 
 
+NO_BATCHED_GRADIENTS = (
+    "KDA has no gradients by PyTorch's older vmap (is_grads_batched=True, torch.autograd.functional with vectorize=True): use "
+    "torch.func.vmap over torch.autograd.grad(.., retain_graph=True), or torch.func.jacrev"
+)
+
+
 def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
+    if any(d is not None and is_legacy_batchedtensor(d) for d in (d_o, d_final_state)):
+        raise NotImplementedError(NO_BATCHED_GRADIENTS)
     kept = ctx.saved_tensors  # once: activation checkpointing unpacks them on access
     arrays, saved = kept[:10], list(kept[10:])
     if d_o is None:
