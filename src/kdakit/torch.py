@@ -288,13 +288,15 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
+    if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _not_compiled_under_a_transform(op, arrays, options, backend)
     plain = unwatched(arrays)
     differentiated = _check_tensors(arrays, backend, plain)
     if plain and differentiated:
         o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
     elif plain:
         o, final_state, states = run(arrays, op, options, backend, False)[0]
-    elif transforms_active() and not torch.compiler.is_compiling():
+    elif transforms_active():
         o, final_state, states = Transformed.apply(*arrays[:10], op, options.encode(), backend)
     elif differentiated:
         o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
@@ -305,3 +307,9 @@ def _call(op: str, arrays: Arrays, options: Options, backend: str):
     if states is not None:
         states = states.detach()  # nobody differentiates them, and they do not say that anybody could
     return (o, final, states) if options.return_intermediate_states else (o, final)
+
+
+@torch.compiler.disable
+def _not_compiled_under_a_transform(op: str, arrays: Arrays, options: Options, backend: str):
+    """A compiler would lose the derivative in torch.func, or refuse the vmap."""
+    return _call(op, arrays, options, backend)
