@@ -319,6 +319,9 @@ def test_full_attention_cache(framework):
     close(got[:, :8], whole[:, :8])
     assert np.isnan(got[:, 8]).all()
 
+    for given, wanted in ((dict(x=x), 2), (dict(x=x[:, :1]), 2), (dict(x=x[:1], cu=np.array([0, 2, 2, 6])), 3)):
+        with pytest.raises(ValueError, match=f"cache must have a row for each of the {wanted} sequences of this call.*got 1"):
+            layer(**given, cache=layer.layer.new_cache(1))
 
 PEER = Path(__file__).parent / "helpers" / "fla_layer.py"
 
@@ -337,3 +340,6 @@ def test_against_fla_on_the_cpu(which):
     assert done.returncode == 0, done.stderr[-3000:]
     differences = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert len(differences) == 4 and max(differences) < 1e-5, done.stdout
+    for other in (1, 3):
+        with pytest.raises(ValueError, match=f"cache must have a row for each of the 2 sequences of this call.*got {other}"):
+            run(x, layer.new_cache(other, 9))

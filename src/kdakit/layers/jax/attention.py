@@ -10,6 +10,7 @@ from flax import nnx
 
 from kdakit.layers.jax.linear import Linear
 from kdakit.layers.jax.rows import Rows
+from kdakit.layers.sizes import check_cache
 
 
 class KeyValueCache(NamedTuple):
@@ -47,6 +48,7 @@ class FullAttention(nnx.Module):
         elif cache is None:
             o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
         else:
+            check_cache(cache.lengths.shape[0], rows.sequences(x))
             cache, mask, fits = _extend(cache, k, v, rows)
             flat = (lambda a: a.reshape(1, -1, *a.shape[2:])) if rows.cu_seqlens is not None else (lambda a: a)
             o = jnp.where(fits[..., None, None], _attend(q, flat(cache.keys), flat(cache.values), mask), jnp.nan)

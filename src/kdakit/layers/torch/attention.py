@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kdakit.layers.sizes import check_cache
 from kdakit.layers.torch.rows import Rows
 
 
@@ -49,6 +50,7 @@ class FullAttention(nn.Module):
             mask = rows.context.visible(x, rows.cu_seqlens)
             o = _attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
         elif cache is None:
+            check_cache(cache.lengths.shape[0], rows.sequences(x))
             o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
         else:
             cache, mask, fits = _extend(cache, k, v, rows)
