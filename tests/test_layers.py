@@ -183,6 +183,38 @@ def test_packed_sequences_do_not_meet(framework):
     assert np.abs(again[0, cu[3] : cu[4]] - o[0, cu[3] : cu[4]]).max() > 1e-3
 
 
+def test_tokens_behind_the_last_packed_sequence():
+    """Nobody's: neither outputs nor caches of the sequences know of them."""
+    layer, x, cu = make("torch", RICH), inputs(1, 12), np.array([0, 5, 5, 9])
+    _, before = layer(inputs(3, 2, seed=3), cache=layer.layer.new_cache(3))
+    want, cache = layer(x[:, :9], cu=cu, cache=before)
+    x[:, 9:] = np.nan
+    got, other = layer(x, cu=cu, cache=before)
+    close(got[:, :9], want, 1e-6)
+    for a, b in zip(other, cache, strict=True):
+        close(np.asarray(a), np.asarray(b), 1e-6)
+
+
+def test_a_cache_keeps_what_it_shows():
+    """Not the inputs whose last ones are its windows."""
+    torch = pytest.importorskip("torch")
+    from kdakit.layers.torch import KimiDeltaAttention
+
+    layer = KimiDeltaAttention(**RICH)
+    for mask in (None, torch.ones(2, 50)):
+        _, cache = layer(torch.from_numpy(inputs(2, 50)), mask, layer.new_cache(2))
+        assert [x.untyped_storage().nbytes() for x in cache] == [x.nbytes for x in cache]
+
+
+@pytest.mark.parametrize("options", [PLAIN, NO_CONV, NO_CONV | dict(delta_rule=False)], ids=["plain", "no_conv", "no_delta_rule"])
+def test_no_tokens_and_no_sequences(options):
+    pytest.importorskip("torch")
+    layer = make("torch", options)
+    for B, T in ((2, 0), (0, 3), (0, 0)):
+        o, cache = layer(inputs(B, T), cache=layer.layer.new_cache(B))
+        assert o.shape == (B, T, 24) and not cache.state.any()
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("options", [RICH, NO_CONV | dict(delta_rule=False)], ids=["kda", "no_delta_rule"])
 def test_pieces_and_steps_are_the_whole(framework, options):
