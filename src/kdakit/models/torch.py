@@ -170,4 +170,4 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, context: Any = None) -> Tensor:
     """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count. With a context: of this slice."""
     logits, _ = model(tokens, cu_seqlens=cu_seqlens, context=context)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long().clamp(min=-1), ignore_index=-1)
