@@ -319,6 +319,9 @@ def test_inputs_are_checked(framework):
     ):
         with pytest.raises(ValueError, match=message):
             layer(**given)
+    for given, wanted in ((dict(x=x), 2), (dict(x=x[:, :1]), 2), (dict(x=x[:1], cu=np.array([0, 2, 2, 6])), 3)):
+        with pytest.raises(ValueError, match=f"cache must have a row for each of the {wanted} sequences of this call.*got 1"):
+            layer(**given, cache=layer.layer.new_cache(1))
     with pytest.raises(ValueError, match="cu_seqlens must be None with delta_rule=False"):
         make(framework, PLAIN | dict(delta_rule=False))(x[:1], cu=cu)
     with pytest.raises(ValueError, match="mode must be one of auto, chunk, recurrent, got 'fused'"):
@@ -335,6 +338,7 @@ def test_full_attention_cache(framework):
 
         layer = FullAttention(24, 4, 6, 2)
         run = torch.no_grad()(lambda x, cache: layer.mix(torch.from_numpy(x), Rows(), cache))
+        padded = torch.no_grad()(lambda x, cache, mask: layer.mix(torch.from_numpy(x), Rows.from_mask(torch.from_numpy(mask)), cache)[0])
     else:
         jax = pytest.importorskip("jax")
         nnx = pytest.importorskip("flax.nnx")
@@ -342,7 +346,11 @@ def test_full_attention_cache(framework):
 
         layer = FullAttention(24, 4, 6, 2, rngs=nnx.Rngs(0))
         run = jax.jit(lambda x, cache: layer.mix(x, Rows(), cache))
+        padded = jax.jit(lambda x, cache, mask: layer.mix(x, Rows.from_mask(mask), cache)[0])
     whole = np.asarray(run(x, None)[0])
+    for other in (1, 3):
+        with pytest.raises(ValueError, match=f"cache must have a row for each of the 2 sequences of this call.*got {other}"):
+            run(x, layer.new_cache(other, 9))
     cache, parts = layer.new_cache(2, 8), []
     for start, stop in ((0, 4), (4, 5), (5, 9)):
         o, cache = run(x[:, start:stop], cache)
@@ -350,10 +358,20 @@ def test_full_attention_cache(framework):
     got = np.concatenate(parts, 1)
     close(got[:, :8], whole[:, :8])
     assert np.isnan(got[:, 8]).all()
+    got = np.asarray(padded(x, layer.new_cache(2, 8), np.array([[1] * 9, [1] * 8 + [0]])))
+    assert np.isnan(got[0, 8]).all() and np.isfinite(got[1]).all()  # padding takes no place, and stays a number for the layers behind
 
-    for given, wanted in ((dict(x=x), 2), (dict(x=x[:, :1]), 2), (dict(x=x[:1], cu=np.array([0, 2, 2, 6])), 3)):
-        with pytest.raises(ValueError, match=f"cache must have a row for each of the {wanted} sequences of this call.*got 1"):
-            layer(**given, cache=layer.layer.new_cache(1))
+
+def test_compiled_attention_knows_no_sizes():
+    torch = pytest.importorskip("torch")
+    from kdakit.layers.torch import FullAttention, Rows
+
+    for kv_heads in (2, 4):
+        layer, x = FullAttention(24, 4, 6, kv_heads), torch.from_numpy(inputs(2, 7))
+        call = torch.no_grad()(lambda x, cache, layer=layer: layer.mix(x, Rows(), cache)[0])
+        cache = layer.new_cache(2, 9)
+        assert torch.equal(torch.compile(call, backend="eager", fullgraph=True, dynamic=True)(x, cache), call(x, cache))
+
 
 PEER = Path(__file__).parent / "helpers" / "fla_layer.py"
 
@@ -372,6 +390,3 @@ def test_against_fla_on_the_cpu(which):
     assert done.returncode == 0, done.stderr[-3000:]
     differences = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert len(differences) == 4 and max(differences) < 1e-5, done.stdout
-    for other in (1, 3):
-        with pytest.raises(ValueError, match=f"cache must have a row for each of the 2 sequences of this call.*got {other}"):
-            run(x, layer.new_cache(other, 9))

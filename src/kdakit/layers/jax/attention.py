@@ -78,13 +78,15 @@ def _extend(cache: KeyValueCache, k, v, rows: Rows):
     if rows.cu_seqlens is None:
         owner = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
         place = cache.lengths[:, None] + jnp.arange(T)  # [B, T]
-        write = place < M if rows.lengths is None else (place < M) & rows.real(T)
+        fits = write = place < M
+        if rows.lengths is not None:  # padding takes no place, and what it gets must stay a number
+            fits, write = fits | ~rows.real(T), write & rows.real(T)
         mask = slots <= place[..., None]
     else:
         owner, place = rows.places(T)
         place, owner = (cache.lengths[owner] + place)[None], owner[None]
-        write = place < M
+        fits = write = place < M
         mask = ((owner[..., None, None] == jnp.arange(N)[:, None]) & (slots <= place[..., None, None])).reshape(1, T, N * M)
     spot = jnp.where(write, place, M)  # M is outside, and dropped
     keys, values = (old.at[owner, spot].set(new.astype(old.dtype), mode="drop") for old, new in ((cache.keys, k), (cache.values, v)))
-    return KeyValueCache(keys, values, cache.lengths + rows.counts(B, T).astype(cache.lengths.dtype)), mask, place < M
+    return KeyValueCache(keys, values, cache.lengths + rows.counts(B, T).astype(cache.lengths.dtype)), mask, fits
