@@ -51,9 +51,9 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), 1)
         _check_integer("attention_every", self.attention_every, 0)
+        self.layer_sizes()
         if self.attention_heads % self.kv_heads:
             raise ValueError(f"num_kv_heads must divide the {self.attention_heads} attention heads, got {self.kv_heads}")
-        self.layer_sizes()
 
     @property
     def attention_heads(self) -> int:
