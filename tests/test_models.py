@@ -307,8 +307,9 @@ def test_samplers():
     drawn = np.bincount(sampler(1.0)(logits), minlength=4) / 4000
     np.testing.assert_allclose(drawn, np.exp(logits[0]) / np.exp(logits[0]).sum(), atol=0.03)
     assert set(sampler(1.0, top_k=2)(logits)) == {2, 3}
-    with pytest.raises(ValueError, match="temperature must not be negative, got -1"):
-        sampler(-1.0)
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"temperature must not be negative, got {wrong}"):
+            sampler(wrong)
 
 
 def test_prompts_are_checked():

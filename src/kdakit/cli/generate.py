@@ -34,7 +34,7 @@ def run(args) -> int:
     from kdakit.models.sampling import sampler
 
     prompt = args.prompt.encode("utf-8")
-    if not prompt or args.tokens < 1 or args.temperature < 0:
+    if not prompt or args.tokens < 1 or not args.temperature >= 0:
         raise UsageError(f"--prompt must not be empty, --tokens at least 1, --temperature at least 0, "
                          f"got {args.prompt!r}, {args.tokens}, {args.temperature}")  # fmt: skip
     framework = args.framework or demo.default_framework()

@@ -13,7 +13,7 @@ def greedy(logits: np.ndarray) -> np.ndarray:
 
 def sampler(temperature: float, top_k: int = 0, seed: int = 0) -> Callable[[np.ndarray], np.ndarray]:
     """logits [B, vocabulary] -> tokens [B]. Temperature 0 takes the largest; top_k > 0 draws among the k largest only."""
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must not be negative, got {temperature}")
     if temperature == 0:
         return greedy
