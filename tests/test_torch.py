@@ -226,6 +226,23 @@ def test_gradient_of_the_final_state_alone():
     assert (d_q == 0).all() and (d_v != 0).any()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("call", [kt.chunk_kda, kt.fused_recurrent_kda])
+def test_results_may_be_changed_in_place(call, packed):
+    """They are the caller's, in training too: scaled, partly reset, and cut off before the next piece."""
+    x = [a.requires_grad_() for a in log_decay_inputs(B=1, T=20)]
+    options = dict(output_final_state=True, cu_seqlens=torch.tensor([0, 5, 5, 20]) if packed else None)
+    o, state = call(*x, **options)
+    want = torch.autograd.grad((2 * o).sin().sum() + state[:, 1:].sum(), x)
+    o, state = call(*x, **options)
+    o.mul_(2)
+    state[:, 0] = 0
+    got = torch.autograd.grad(o.sin().sum() + state.sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    _, state = call(*x, **options)
+    assert not state.detach_().requires_grad
+
+
 def test_second_derivatives_are_refused():
     q, k, v, g, beta = (x.requires_grad_() for x in log_decay_inputs(T=5))
     (d_q,) = torch.autograd.grad(kt.chunk_kda(q, k, v, g, beta)[0].sum(), q, create_graph=True)

@@ -300,7 +300,8 @@ class Differentiated(torch.autograd.Function):
     def forward(ctx, *inputs):
         output = _forward(*inputs, True)
         _setup_context(ctx, (*inputs, True), output)
-        return output[:3]
+        # Autograd takes part of a larger tensor for a view, and lets nobody change it in place: the same memory, as a tensor of its own.
+        return tuple(x.new_empty(0).set_(x) if x._is_view() else x for x in output[:3])
 
     @staticmethod
     def backward(ctx, *grads):
