@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options
 from kdakit.torch_gates import fused_kda_gate, kda_gate, kda_gate_chunk_cumsum, naive_kda_gate, naive_kda_lowerbound_gate
-from kdakit.torch_operators import Differentiated, run, run_in_place, unwatched
+from kdakit.torch_operators import Differentiated, no_view, run, run_in_place, unwatched
 from kdakit.torch_transforms import Transformed, check_no_tangents, transforms_active
 
 __all__ = [
@@ -295,7 +295,7 @@ def _call(op: str, arrays: Arrays, options: Options, backend: str):
     if plain and differentiated:
         o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
     elif plain:
-        o, final_state, states = run(arrays, op, options, backend, False)[0]
+        o, final_state, states = map(no_view, run(arrays, op, options, backend, False)[0])
     elif transforms_active():
         o, final_state, states = Transformed.apply(*arrays[:10], op, options.encode(), backend)
     elif differentiated:

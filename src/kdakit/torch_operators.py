@@ -292,6 +292,12 @@ def unwatched(tensors) -> bool:
     return torch._C._get_tracing_state() is None and _PLAIN.issuperset(map(type, tensors)) and not getattr(tensors[0], "is_meta", False)
 
 
+def no_view(x: Tensor | None) -> Tensor | None:
+    """The same memory, as a tensor of its own: autograd takes part of a larger one for a view, which nobody may detach_ and, where it is
+    one of several, change in place."""
+    return x.new_empty(0).set_(x) if x is not None and x._is_view() else x
+
+
 class Differentiated(torch.autograd.Function):
     """kdakit::forward with its derivative, for calls that are `unwatched`: what PyTorch does around an operator takes the host as long as
     all the rest. Returns o, the final state and the states."""
@@ -300,8 +306,7 @@ class Differentiated(torch.autograd.Function):
     def forward(ctx, *inputs):
         output = _forward(*inputs, True)
         _setup_context(ctx, (*inputs, True), output)
-        # Autograd takes part of a larger tensor for a view, and lets nobody change it in place: the same memory, as a tensor of its own.
-        return tuple(x.new_empty(0).set_(x) if x._is_view() else x for x in output[:3])
+        return tuple(map(no_view, output[:3]))
 
     @staticmethod
     def backward(ctx, *grads):
