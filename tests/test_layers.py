@@ -183,6 +183,38 @@ def test_packed_sequences_do_not_meet(framework):
     assert np.abs(again[0, cu[3] : cu[4]] - o[0, cu[3] : cu[4]]).max() > 1e-3
 
 
+def test_tokens_behind_the_last_packed_sequence():
+    """Nobody's: neither outputs nor caches of the sequences know of them."""
+    layer, x, cu = make("torch", RICH), inputs(1, 12), np.array([0, 5, 5, 9])
+    _, before = layer(inputs(3, 2, seed=3), cache=layer.layer.new_cache(3))
+    want, cache = layer(x[:, :9], cu=cu, cache=before)
+    x[:, 9:] = np.nan
+    got, other = layer(x, cu=cu, cache=before)
+    close(got[:, :9], want, 1e-6)
+    for a, b in zip(other, cache, strict=True):
+        close(np.asarray(a), np.asarray(b), 1e-6)
+
+
+def test_a_cache_keeps_what_it_shows():
+    """Not the inputs whose last ones are its windows."""
+    torch = pytest.importorskip("torch")
+    from kdakit.layers.torch import KimiDeltaAttention
+
+    layer = KimiDeltaAttention(**RICH)
+    for mask in (None, torch.ones(2, 50)):
+        _, cache = layer(torch.from_numpy(inputs(2, 50)), mask, layer.new_cache(2))
+        assert [x.untyped_storage().nbytes() for x in cache] == [x.nbytes for x in cache]
+
+
+@pytest.mark.parametrize("options", [PLAIN, NO_CONV, NO_CONV | dict(delta_rule=False)], ids=["plain", "no_conv", "no_delta_rule"])
+def test_no_tokens_and_no_sequences(options):
+    pytest.importorskip("torch")
+    layer = make("torch", options)
+    for B, T in ((2, 0), (0, 3), (0, 0)):
+        o, cache = layer(inputs(B, T), cache=layer.layer.new_cache(B))
+        assert o.shape == (B, T, 24) and not cache.state.any()
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("options", [RICH, NO_CONV | dict(delta_rule=False)], ids=["kda", "no_delta_rule"])
 def test_pieces_and_steps_are_the_whole(framework, options):
@@ -297,6 +329,9 @@ def test_inputs_are_checked(framework):
     ):
         with pytest.raises(ValueError, match=message):
             layer(**given)
+    for given, wanted in ((dict(x=x), 2), (dict(x=x[:, :1]), 2), (dict(x=x[:1], cu=np.array([0, 2, 2, 6])), 3)):
+        with pytest.raises(ValueError, match=f"cache must have a row for each of the {wanted} sequences of this call.*got 1"):
+            layer(**given, cache=layer.layer.new_cache(1))
     with pytest.raises(ValueError, match="cu_seqlens must be None with delta_rule=False"):
         make(framework, PLAIN | dict(delta_rule=False))(x[:1], cu=cu)
     with pytest.raises(ValueError, match="mode must be one of auto, chunk, recurrent, got 'fused'"):
@@ -313,6 +348,7 @@ def test_full_attention_cache(framework):
 
         layer = FullAttention(24, 4, 6, 2)
         run = torch.no_grad()(lambda x, cache: layer.mix(torch.from_numpy(x), Rows(), cache))
+        padded = torch.no_grad()(lambda x, cache, mask: layer.mix(torch.from_numpy(x), Rows.from_mask(torch.from_numpy(mask)), cache)[0])
     else:
         jax = pytest.importorskip("jax")
         nnx = pytest.importorskip("flax.nnx")
@@ -320,7 +356,11 @@ def test_full_attention_cache(framework):
 
         layer = FullAttention(24, 4, 6, 2, rngs=nnx.Rngs(0))
         run = jax.jit(lambda x, cache: layer.mix(x, Rows(), cache))
+        padded = jax.jit(lambda x, cache, mask: layer.mix(x, Rows.from_mask(mask), cache)[0])
     whole = np.asarray(run(x, None)[0])
+    for other in (1, 3):
+        with pytest.raises(ValueError, match=f"cache must have a row for each of the 2 sequences of this call.*got {other}"):
+            run(x, layer.new_cache(other, 9))
     cache, parts = layer.new_cache(2, 8), []
     for start, stop in ((0, 4), (4, 5), (5, 9)):
         o, cache = run(x[:, start:stop], cache)
@@ -328,6 +368,19 @@ def test_full_attention_cache(framework):
     got = np.concatenate(parts, 1)
     close(got[:, :8], whole[:, :8])
     assert np.isnan(got[:, 8]).all()
+    got = np.asarray(padded(x, layer.new_cache(2, 8), np.array([[1] * 9, [1] * 8 + [0]])))
+    assert np.isnan(got[0, 8]).all() and np.isfinite(got[1]).all()  # padding takes no place, and stays a number for the layers behind
+
+
+def test_compiled_attention_knows_no_sizes():
+    torch = pytest.importorskip("torch")
+    from kdakit.layers.torch import FullAttention, Rows
+
+    for kv_heads in (2, 4):
+        layer, x = FullAttention(24, 4, 6, kv_heads), torch.from_numpy(inputs(2, 7))
+        call = torch.no_grad()(lambda x, cache, layer=layer: layer.mix(x, Rows(), cache)[0])
+        cache = layer.new_cache(2, 9)
+        assert torch.equal(torch.compile(call, backend="eager", fullgraph=True, dynamic=True)(x, cache), call(x, cache))
 
 
 PEER = Path(__file__).parent / "helpers" / "fla_layer.py"

@@ -21,6 +21,7 @@ CONFIG = ModelConfig(
 DEEP = ModelConfig(
     vocab_size=40, hidden_size=16, num_layers=3, attention_every=3, head_dim=8, num_heads=1, lower_bound=-5.0, safe_gate=True
 )
+ALTERNATE = replace(DEEP, num_layers=4, attention_every=2)  # KDA behind attention
 RNG = np.random.default_rng(0)
 TOKENS, TARGETS = RNG.integers(0, 40, (3, 29)), RNG.integers(-1, 40, (3, 29))
 
@@ -205,6 +206,65 @@ def test_left_padded_batches_and_packed_sequences(framework):
             same(batch[i, 29 - n :], alone[i], 1e-5)
         assert not batch[i, : 29 - n].any()
     same(one, two, 1e-5)
+
+
+def test_padding_takes_no_place_in_a_cache():
+    """What fits without its padding is as it is alone, behind layers of attention too."""
+    import torch
+
+    model, tokens, mask = torch_model(ALTERNATE), torch.from_numpy(TOKENS), torch.zeros(2, 6)
+    mask[0, 5], mask[1, 1:] = 1, 1
+    with torch.no_grad():
+        _, cache = model(tokens[:2, :7], cache=model.new_cache(2, 12))
+        logits, cache = model(tokens[:2, 7:13], attention_mask=mask, cache=cache)
+        last, _ = model(tokens[:2, 12:13], cache=cache)
+        whole, _ = model(torch.cat([tokens[:1, :7], tokens[:1, 12:13], tokens[:1, 12:13]], 1))
+    same(logits[0, 5].numpy(), whole[0, 7].numpy(), 1e-5)
+    same(last[0].numpy(), whole[0, 8:].numpy(), 1e-5)
+
+
+def test_a_packed_sequence_that_no_longer_fits_spoils_no_other():
+    import torch
+
+    model, cu = torch_model(ALTERNATE), torch.tensor([0, 4, 11, 13])
+    packed = torch.from_numpy(TOKENS[:1, :13])
+    with torch.no_grad():
+        logits, cache = model(packed, cu_seqlens=cu, cache=model.new_cache(3, 6))
+        after, _ = model(packed[0, :3, None], cache=cache)
+        for n, (start, stop) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
+            whole, _ = model(torch.cat([packed[:, start:stop], packed[:, n : n + 1]], 1))
+            if n == 1:
+                assert logits[0, stop - 1].isnan().all() and after[n].isnan().all()
+            else:
+                same(logits[0, start:stop].numpy(), whole[0, :-1].numpy(), 1e-5)
+                same(after[n].numpy(), whole[0, -1:].numpy(), 1e-5)
+
+
+def test_several_continuations_of_one_cache():
+    """A cache that was given is as it was, and so are those that came out of it, unless it was given to be overwritten."""
+    import torch
+
+    model, tokens = torch_model(ALTERNATE), torch.from_numpy(TOKENS)
+    whole = torch.cat([tokens[:, :10], tokens[:, 12:14]], 1)
+    with torch.no_grad():
+        _, cache = model(tokens[:, :10], cache=model.new_cache(3, 20))
+        _, one = model(tokens[:, 12:13], cache=cache)
+        for start, stop in ((20, 21), (20, 25)):
+            model(tokens[:, start:stop], cache=cache)
+        same(model(tokens[:, 13:14], cache=one)[0].numpy(), model(whole)[0][:, -1:].numpy(), 1e-5)
+        keys = one[1].keys
+        assert model(tokens[:, 13:14], cache=one, in_place=True)[1][1].keys is keys
+
+
+def test_targets_that_do_not_count():
+    """Whatever number below zero marks them, and whatever integers they are."""
+    import torch
+
+    from kdakit.models.torch import loss
+
+    model, tokens = torch_model(), torch.from_numpy(TOKENS)
+    value = lambda marked: float(loss(model, tokens, torch.where(tokens % 3 == 0, marked, tokens).to(marked.dtype)).detach())
+    assert value(torch.tensor(-1)) == value(torch.tensor(-100)) == value(torch.tensor(-2, dtype=torch.int32))
 
 
 def test_checkpointed_activations_change_nothing():

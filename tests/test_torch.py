@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import kdakit.torch as kt  # noqa: E402
@@ -86,6 +87,23 @@ def test_compile_reuses_one_graph_for_all_lengths():
     for T in (5, 33, 70, 129):
         compiled(*log_decay_inputs(T=T))
     assert len(compilations) == 1
+
+
+def test_compile_reuses_one_backward_for_all_lengths():
+    """What a call keeps for it depends on the length, where that is short."""
+    compilations = []
+
+    def counting(graph, example):
+        compilations.append(graph)
+        return graph.forward
+
+    call = lambda *a: kt.chunk_kda(*a)[0]
+    compiled = torch.compile(call, fullgraph=True, backend=aot_autograd(fw_compiler=counting), dynamic=True)
+    for T in (70, 18, 33, 129):
+        x = [a.requires_grad_() for a in log_decay_inputs(T=T)]
+        want, got = (torch.autograd.grad(f(*x).sin().sum(), x) for f in (call, compiled))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert len(compilations) == 2
 
 
 def test_compile_packed():
@@ -208,6 +226,23 @@ def test_gradient_of_the_final_state_alone():
     assert (d_q == 0).all() and (d_v != 0).any()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("call", [kt.chunk_kda, kt.fused_recurrent_kda])
+def test_results_may_be_changed_in_place(call, packed):
+    """They are the caller's, in training too: scaled, partly reset, and cut off before the next piece."""
+    x = [a.requires_grad_() for a in log_decay_inputs(B=1, T=20)]
+    options = dict(output_final_state=True, cu_seqlens=torch.tensor([0, 5, 5, 20]) if packed else None)
+    o, state = call(*x, **options)
+    want = torch.autograd.grad((2 * o).sin().sum() + state[:, 1:].sum(), x)
+    o, state = call(*x, **options)
+    o.mul_(2)
+    state[:, 0] = 0
+    got = torch.autograd.grad(o.sin().sum() + state.sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    for given in (x, [a.detach() for a in x]):
+        assert not any(a.detach_().requires_grad for a in call(*given, **options))
+
+
 def test_second_derivatives_are_refused():
     q, k, v, g, beta = (x.requires_grad_() for x in log_decay_inputs(T=5))
     (d_q,) = torch.autograd.grad(kt.chunk_kda(q, k, v, g, beta)[0].sum(), q, create_graph=True)
@@ -313,6 +348,14 @@ def test_on_the_device_meta_there_are_shapes(call):
     assert [(x.device.type, x.shape) for x in d] == [("meta", x.shape) for x in given]
     with torch.no_grad():
         assert call(*given[:5], **options)[0].shape == given[2].shape
+        assert call(given[0], given[1].bfloat16(), *given[2:5], **options)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("call", [kt.chunk_kda, kt.fused_recurrent_kda])
+def test_after_no_tokens_the_final_state_is_a_copy(call):
+    *x, _, _, state = (a.detach() for a in inputs(T=0))
+    _, final = call(*x, initial_state=state, output_final_state=True)
+    assert torch.equal(final, state) and final.data_ptr() != state.data_ptr()
 
 
 def test_what_is_remembered_of_a_call_is_its_own():

@@ -319,7 +319,9 @@ def test_whatever_moment_a_save_is_interrupted_the_folder_is_whole(saved, monkey
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["train", "nowhere.txt"], "nowhere.txt"),
+        (["train", "nowhere.txt"], "the text must be a file that can be read, got: [Errno 2] No such file or directory"),
+        (["train", "."], "the text must be a file that can be read, got: [Errno 21] Is a directory"),
+        (["train", "--heads", "0"], "num_heads must be a positive integer, got 0"),
         (["train", "--every", "0"], "--every must be positive"),
         (["train", "--batch", "0"], "--batch must be positive"),
         (["train", "--hidden", "0"], "hidden_size must be an integer of at least 1, got 0"),
@@ -329,6 +331,7 @@ def test_whatever_moment_a_save_is_interrupted_the_folder_is_whole(saved, monkey
         (["train", "--resume"], "must be a folder with checkpoint.json"),
         (["generate", "nowhere"], "nowhere must be a folder of kdakit train or a .safetensors file"),
         (["generate", ".", "--tokens", "0"], "--tokens at least 1"),
+        (["generate", ".", "--temperature", "nan"], "--temperature at least 0, got '\\n', 400, nan"),
     ],
 )
 def test_mistakes_exit_with_2(words, message, capsys, tmp_path, monkeypatch):
@@ -350,7 +353,8 @@ def test_a_text_that_changed_is_refused(tmp_path, capsys):
     assert "has changed since" in capsys.readouterr().err and contents(folder) == before
     source.write_bytes(b"too short")
     assert main(["train", str(source), "--out", str(tmp_path / "other"), "--steps", "2", *SMALL_RUN]) == 2
-    assert "the text must have more than 480 bytes" in capsys.readouterr().err
+    assert "the text must have at least 500 bytes for sequences of 24, got" in capsys.readouterr().err
+    assert [len(text.split(b"x" * size)[1]) for size in (499, 500)] == [24, 25]  # of which a batch needs one more than its length
 
 
 def test_a_run_that_diverges_keeps_its_last_checkpoint(tmp_path, capsys):

@@ -92,6 +92,35 @@ def test_vmap_of_gates_with_parameters():
         assert torch.allclose(found[n], torch.func.grad(loss)(A_log, *(a[n] for a in x)), rtol=1e-12)
 
 
+@calls
+@pytest.mark.parametrize("options", [{}, dict(cu_seqlens=torch.tensor([0, 3, 3, 7]))], ids=["batched", "packed"])
+def test_many_cotangents_of_one_call(call, options):
+    """With parameters, whose gradients belong to each cotangent. The vmap that torch.autograd still has is refused with the way out."""
+    x = [a.requires_grad_() for a in (*inputs()[:5], torch.zeros(4, dtype=torch.float64))]
+    o, final = call(*x[:5], A_log=x[5], use_gate_in_kernel=True, output_final_state=True, **options)
+    for out in ([o], [final], [o, final]):
+        many = [torch.randn(3, *a.shape, dtype=a.dtype) for a in out]
+        wanted = x if o is out[0] else x[1:]  # no state depends on q
+        found = torch.func.vmap(lambda *d, out=out, wanted=wanted: torch.autograd.grad(out, wanted, d, retain_graph=True))(*many)
+        for n in range(3):
+            alone = torch.autograd.grad(out, wanted, [d[n] for d in many], retain_graph=True)
+            assert all(torch.allclose(a[n], b, rtol=1e-9, atol=1e-12) for a, b in zip(found, alone, strict=True))
+    with pytest.raises(NotImplementedError, match=r"is_grads_batched.*use torch.func.vmap"):
+        torch.autograd.grad(o, x[0], torch.ones(3, *o.shape, dtype=o.dtype), is_grads_batched=True)
+
+
+@calls
+def test_compiled_code_leaves_a_transform_to_pytorch(call):
+    """A compiler would lose its derivatives."""
+    x = inputs(3)
+    many = torch.func.vmap(lambda q: call(q, *(a[0] for a in x[1:5]))[0])
+    assert torch.equal(torch.compile(many, backend="eager")(x[0]), many(x[0]))
+    torch.compiler.reset()
+    one = torch.compile(torch.func.grad(lambda q: call(q, *(a[0] for a in x[1:5]))[0].sum()), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="not_compiled_under_a_transform"):
+        one(x[0][0])
+
+
 def test_functionalize_and_in_place():
     x = inputs()
     assert torch.equal(torch.func.functionalize(lambda q: kt.chunk_kda(q, *x[1:5])[0])(x[0]), kt.chunk_kda(*x[:5])[0])

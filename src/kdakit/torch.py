@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kdakit.problem import DIFFERENTIABLE, Arrays, Options, check_backend_name, fold_compatibility, make_options
 from kdakit.torch_gates import fused_kda_gate, kda_gate, kda_gate_chunk_cumsum, naive_kda_gate, naive_kda_lowerbound_gate
-from kdakit.torch_operators import Differentiated, run, run_in_place, unwatched
+from kdakit.torch_operators import Differentiated, no_view, run, run_in_place, unwatched
 from kdakit.torch_transforms import Transformed, check_no_tangents, transforms_active
 
 __all__ = [
@@ -222,9 +222,8 @@ def of_one_dtype(arrays: Arrays) -> Arrays:
         return arrays
     if not all(x.is_floating_point() and x.element_size() > 1 for x in (q, k, v)):
         return arrays  # the checks say which
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    if _autocasts(q):
+        dtype = torch.get_autocast_dtype(q.device.type)
     else:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     return arrays._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
@@ -233,7 +232,11 @@ def of_one_dtype(arrays: Arrays) -> Arrays:
 def _as(q: Tensor, found: tuple) -> Any:
     """Outputs in q's dtype, unless autocast has chosen another."""
     o = found[0]
-    return found if o.dtype == q.dtype or torch.is_autocast_enabled(q.device.type) else (o.to(q.dtype), *found[1:])
+    return found if o.dtype == q.dtype or _autocasts(q) else (o.to(q.dtype), *found[1:])
+
+
+def _autocasts(q: Tensor) -> bool:
+    return q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
 
 
 def _options(arrays: Arrays, **flags: Any) -> Options:
@@ -285,13 +288,15 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
+    if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return _not_compiled_under_a_transform(op, arrays, options, backend)
     plain = unwatched(arrays)
     differentiated = _check_tensors(arrays, backend, plain)
     if plain and differentiated:
         o, final_state, states = Differentiated.apply(*arrays[:10], op, options.encode(), backend)
     elif plain:
-        o, final_state, states = run(arrays, op, options, backend, False)[0]
-    elif transforms_active() and not torch.compiler.is_compiling():
+        o, final_state, states = map(no_view, run(arrays, op, options, backend, False)[0])
+    elif transforms_active():
         o, final_state, states = Transformed.apply(*arrays[:10], op, options.encode(), backend)
     elif differentiated:
         o, final_state, states, _ = torch.ops.kdakit.forward(*arrays[:10], op, options.encode(), backend, True)
@@ -302,3 +307,9 @@ def _call(op: str, arrays: Arrays, options: Options, backend: str):
     if states is not None:
         states = states.detach()  # nobody differentiates them, and they do not say that anybody could
     return (o, final, states) if options.return_intermediate_states else (o, final)
+
+
+@torch.compiler.disable
+def _not_compiled_under_a_transform(op: str, arrays: Arrays, options: Options, backend: str):
+    """A compiler would lose the derivative in torch.func, or refuse the vmap."""
+    return _call(op, arrays, options, backend)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from kdakit import dispatch
 from kdakit.problem import (
@@ -257,7 +258,15 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # what is saved counts as output: its gradients would be written out as zeros
 
 
+NO_BATCHED_GRADIENTS = (
+    "KDA has no gradients by PyTorch's older vmap (is_grads_batched=True, torch.autograd.functional with vectorize=True): use "
+    "torch.func.vmap over torch.autograd.grad(.., retain_graph=True), or torch.func.jacrev"
+)
+
+
 def _autograd_backward(ctx, d_o, d_final_state, _d_states, _d_saved):
+    if any(d is not None and is_legacy_batchedtensor(d) for d in (d_o, d_final_state)):
+        raise NotImplementedError(NO_BATCHED_GRADIENTS)
     kept = ctx.saved_tensors  # once: activation checkpointing unpacks them on access
     arrays, saved = kept[:10], list(kept[10:])
     if d_o is None:
@@ -283,6 +292,12 @@ def unwatched(tensors) -> bool:
     return torch._C._get_tracing_state() is None and _PLAIN.issuperset(map(type, tensors)) and not getattr(tensors[0], "is_meta", False)
 
 
+def no_view(x: Tensor | None) -> Tensor | None:
+    """The same memory, as a tensor of its own: autograd takes part of a larger one for a view, which nobody may detach_ and, where it is
+    one of several, change in place."""
+    return x.new_empty(0).set_(x) if x is not None and x._is_view() else x
+
+
 class Differentiated(torch.autograd.Function):
     """kdakit::forward with its derivative, for calls that are `unwatched`: what PyTorch does around an operator takes the host as long as
     all the rest. Returns o, the final state and the states."""
@@ -291,7 +306,7 @@ class Differentiated(torch.autograd.Function):
     def forward(ctx, *inputs):
         output = _forward(*inputs, True)
         _setup_context(ctx, (*inputs, True), output)
-        return output[:3]
+        return tuple(map(no_view, output[:3]))
 
     @staticmethod
     def backward(ctx, *grads):

@@ -96,6 +96,17 @@ class Backward(torch.autograd.Function):
         return _vmapped(Backward.apply, info.batch_size, in_dims, inputs, INPUTS + 2)
 
 
+def _operator_vmapped(info: Any, in_dims: tuple, *inputs: Any) -> tuple[list[Tensor], list[int]]:
+    """kdakit::backward for many cotangents of one call. What its forward has kept, after the tensors, is of that call alone."""
+    call = lambda *x: torch.ops.kdakit.backward(*x[:INPUTS], [], *x[INPUTS:])
+    dims, x = (given[:INPUTS] + given[INPUTS + 1 :] for given in (in_dims, inputs))
+    found, out_dims = _vmapped(call, info.batch_size, dims, x, INPUTS + 2)
+    return list(found), list(out_dims)
+
+
+torch.library.register_vmap("kdakit::backward", _operator_vmapped)
+
+
 def _vmapped(call: Callable[..., tuple], size: int, in_dims: tuple, inputs: tuple, tensors: int) -> tuple:
     """`call` for each of a batch: (results, the dimension of each result that counts them). All inputs of calls that are not packed have a
     row for each sequence, but for the parameters, places 5 and 6, whose gradients would be added up."""

@@ -159,7 +159,12 @@ def _own_folder(args, run_) -> Iterator[None]:
 def _read(path: str | None) -> bytes:
     from kdakit.training import text
 
-    return text.book() if path is None else Path(path).read_bytes()
+    if path is None:
+        return text.book()
+    try:
+        return Path(path).read_bytes()
+    except OSError as problem:
+        raise UsageError(f"the text must be a file that can be read, got: {problem}") from problem
 
 
 def _text(data: dict[str, Any]):
@@ -170,7 +175,8 @@ def _text(data: dict[str, Any]):
         raise UsageError(f"{data['text']} must be the text that the run began with, and has changed since")
     train, held_out = text.split(content)
     if len(held_out) <= data["length"]:
-        raise UsageError(f"the text must have more than {20 * data['length']} bytes for sequences of {data['length']}, got {len(content)}")
+        least = 20 * (data["length"] + 1)  # a twentieth is held out
+        raise UsageError(f"the text must have at least {least} bytes for sequences of {data['length']}, got {len(content)}")
     return train, held_out
 
 

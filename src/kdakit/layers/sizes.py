@@ -110,6 +110,12 @@ def check_context(context, attention_mask, cache) -> None:
             raise ValueError(f"{name} must be None with a context: pack sequences of different lengths with cu_seqlens")
 
 
+def check_cache(sequences: int, wanted: int) -> None:
+    """A cache has a row for each sequence of the call."""
+    if sequences != wanted:
+        raise ValueError(f"cache must have a row for each of the {wanted} sequences of this call, see new_cache({wanted}), got {sequences}")
+
+
 def check_rows(shape, hidden_size: int, mask_shape, packed: bool) -> None:
     """The input of a layer: [B, T, hidden_size], a mask [B, T], or B = 1 packed with cu_seqlens; never both."""
     if len(shape) != 3 or shape[-1] != hidden_size:

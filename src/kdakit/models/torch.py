@@ -142,18 +142,19 @@ class KimiLinear(nn.Module):
     def inference(self, graph: bool = True):
         """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays and without gradients.
 
-        graph: on a CUDA device a step of one token a sequence is captured once for each size of cache and replayed. It uses the cache up:
-        go on with the one that comes back.
+        graph: a step of one token a sequence uses the cache up: go on with the one that comes back. On a CUDA device it is captured once
+        for each size of cache and replayed.
         """
         device = self.model.embeddings.weight.device
 
         @torch.no_grad()
         def call(tokens: np.ndarray, cache: list):
             given = torch.as_tensor(tokens, device=device)
-            if graph and device.type == "cuda" and given.shape[1] == 1:
+            step = graph and given.shape[1] == 1
+            if step and device.type == "cuda":
                 logits, cache = self._steps(self, given, cache)
             else:
-                logits, cache = self(given, cache=cache)
+                logits, cache = self(given, cache=cache, in_place=step)
             return logits.float().cpu().numpy(), cache
 
         return call
@@ -170,4 +171,4 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, context: Any = None) -> Tensor:
     """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count. With a context: of this slice."""
     logits, _ = model(tokens, cu_seqlens=cu_seqlens, context=context)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long().clamp(min=-1), ignore_index=-1)

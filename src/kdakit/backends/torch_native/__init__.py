@@ -153,7 +153,9 @@ def step(problem: Problem, arrays: Arrays, config: Any = None, final_state: torc
     x = x._replace(q=q, k=k)
     if problem.varlen:
         x, place, real = _pad_sequences(problem, arrays, x)
-    o, final = recurrence(x, initial_states(problem, arrays)[: problem.N])
+    initial = initial_states(problem, arrays)[: problem.N]
+    o, final = recurrence(x, initial)
+    final = final.clone() if final is initial else final  # after no tokens: perhaps the caller's own memory
     if problem.varlen:
         o = o.flatten(0, 1).index_select(0, place).masked_fill(~real[:, None, None], 0)[None] if o.numel() else torch.zeros_like(arrays.v)
     return Result(o.to(arrays.v.dtype), _final_state(problem, final))

@@ -45,8 +45,14 @@ def visible_cu_seqlens(arrays: Arrays) -> torch.Tensor | None:
 
 
 def covering_chunk(length: int, chunk_size: int) -> int:
-    """The smallest power of two that holds `length` tokens, at most chunk_size."""
-    return min(chunk_size, 1 << max(length - 1, 0).bit_length())
+    """The smallest power of two that holds `length` tokens, at most chunk_size. A length that torch.compile does not know stays unknown, so
+    that one program serves all: each power below chunk_size is added where there are more tokens."""
+    if isinstance(length, int):
+        return min(chunk_size, 1 << max(length - 1, 0).bit_length())
+    size, power = 1, 1
+    while power < chunk_size:
+        size, power = size + power * torch.sym_min(length // (power + 1), 1), 2 * power
+    return size
 
 
 def chunk_tokens(problem: Problem) -> int:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from kdakit.layers.jax.linear import Linear
 from kdakit.layers.jax.rows import Rows
+from kdakit.layers.sizes import check_cache
 
 
 class KeyValueCache(NamedTuple):
@@ -49,6 +50,7 @@ class FullAttention(nnx.Module):
         elif cache is None:
             o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
         else:
+            check_cache(cache.lengths.shape[0], rows.sequences(x))
             cache, mask, fits = _extend(cache, k, v, rows)
             flat = (lambda a: a.reshape(1, -1, *a.shape[2:])) if rows.cu_seqlens is not None else (lambda a: a)
             k, v = (flat(a).astype(q.dtype) for a in (cache.keys, cache.values))
@@ -82,13 +84,15 @@ def _extend(cache: KeyValueCache, k, v, rows: Rows):
     if rows.cu_seqlens is None:
         owner = jnp.broadcast_to(jnp.arange(B)[:, None], (B, T))
         place = cache.lengths[:, None] + jnp.arange(T)  # [B, T]
-        write = place < M if rows.lengths is None else (place < M) & rows.real(T)
+        fits = write = place < M
+        if rows.lengths is not None:  # padding takes no place, and what it gets must stay a number
+            fits, write = fits | ~rows.real(T), write & rows.real(T)
         mask = slots <= place[..., None]
     else:
         owner, place = rows.places(T)
         place, owner = (cache.lengths[owner] + place)[None], owner[None]
-        write = place < M
+        fits = write = place < M
         mask = ((owner[..., None, None] == jnp.arange(N)[:, None]) & (slots <= place[..., None, None])).reshape(1, T, N * M)
     spot = jnp.where(write, place, M)  # M is outside, and dropped
     keys, values = (old.at[owner, spot].set(new.astype(old.dtype), mode="drop") for old, new in ((cache.keys, k), (cache.values, v)))
-    return KeyValueCache(keys, values, cache.lengths + rows.counts(B, T).astype(cache.lengths.dtype)), mask, place < M
+    return KeyValueCache(keys, values, cache.lengths + rows.counts(B, T).astype(cache.lengths.dtype)), mask, fits

@@ -16,7 +16,7 @@ from kdakit.layers.jax.gated_linear import gated_linear_attention
 from kdakit.layers.jax.linear import Linear
 from kdakit.layers.jax.norm import RMSNorm
 from kdakit.layers.jax.rows import Rows
-from kdakit.layers.sizes import MODES, LayerSizes, check_context, check_rows
+from kdakit.layers.sizes import MODES, LayerSizes, check_cache, check_context, check_rows
 
 
 class DeltaCache(NamedTuple):
@@ -101,6 +101,8 @@ class KimiDeltaAttention(nnx.Module):
 
     def mix(self, x, rows: Rows, cache: DeltaCache | None = None):
         """The layer on rows as the model arranges them: padding, if any, behind the tokens."""
+        if cache is not None:
+            check_cache(cache.state.shape[0], rows.sequences(x))
         if cache is not None and all(a is None for a in rows) and (found := fused_step.step_with_cache(self, x, cache)) is not None:
             return found
         return self._mix(x, rows, cache)

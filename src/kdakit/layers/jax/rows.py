@@ -45,6 +45,10 @@ class Rows(NamedTuple):
         """[B, T]: which places of padded rows hold tokens."""
         return jnp.arange(T) < self.lengths[:, None]
 
+    def sequences(self, x) -> int:
+        """How many there are in x [B, T, ..]."""
+        return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
     def places(self, T: int):
         """For packed rows, [T] each: the token's sequence and its place in it."""
         tokens, edges = jnp.arange(T), jnp.asarray(self.cu_seqlens)

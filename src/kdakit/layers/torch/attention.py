@@ -8,14 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kdakit.layers.sizes import check_cache
 from kdakit.layers.torch.rows import Rows
 
 
 class KeyValueCache(NamedTuple):
-    """The keys and values of everything that N sequences have seen: `lengths` of them, in M places and one for what is thrown away.
-
-    Without gradients they are written in place: places from `lengths` on belong to the cache that comes out.
-    """
+    """The keys and values of everything that N sequences have seen: `lengths` of them, in M places and one for what is thrown away."""
 
     keys: Tensor  # [N, M + 1, H, D]
     values: Tensor  # [N, M + 1, H, D]
@@ -45,15 +43,17 @@ class FullAttention(nn.Module):
     def mix(self, x: Tensor, rows: Rows, cache: KeyValueCache | None = None) -> tuple[Tensor, KeyValueCache | None]:
         """x [B, T, hidden_size] as `rows` says. Beyond the cache's capacity the outputs are NaN: too late to raise inside a graph."""
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        attend = _attend if rows.cu_seqlens is None else _attend_apart
         if rows.context is not None:
             mask = rows.context.visible(x, rows.cu_seqlens)
-            o = _attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
+            o = attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
         elif cache is None:
-            o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
+            o = attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
         else:
+            check_cache(cache.lengths.shape[0], rows.sequences(x))
             cache, mask, fits = _extend(cache, k, v, rows)
             flat = (lambda a: a.flatten(0, 1)[None]) if rows.cu_seqlens is not None else (lambda a: a)
-            o = torch.where(fits[..., None, None], _attend(q, flat(cache.keys), flat(cache.values), mask), torch.nan)
+            o = torch.where(fits[..., None, None], attend(q, flat(cache.keys), flat(cache.values), mask), torch.nan)
         return self.o_proj(o.flatten(-2)), cache
 
 
@@ -61,7 +61,17 @@ def _attend(q, k, v, mask):
     """q [B, T, H, D], k and v [B, M, HKV, D], mask [B, T, M] or None: causal."""
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     mask = None if mask is None else mask[:, None]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    grouped = not q.shape[1] == k.shape[1]  # noqa: SIM201  a comparison of torch.compile's sizes is no bool yet, its negation is one
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped).transpose(1, 2)
+
+
+def _attend_apart(q, k, v, mask):
+    """The same of packed sequences: what is not finite in one would reach the others, 0 * NaN, and becomes the NaN of who sees it."""
+    good = [a.isfinite().flatten(2).all(-1) for a in (q, k, v)]  # [B, T], [B, M] twice
+    q, k, v = (torch.where(own[..., None, None], a, 0) for own, a in zip(good, (q, k, v), strict=True))
+    o = _attend(q, k, v, mask)
+    spoiled = (mask & ~(good[1] & good[2])[:, None]).any(-1) | ~good[0]
+    return torch.where(spoiled[..., None, None], torch.nan, o)
 
 
 def _within(rows: Rows, T: int) -> Tensor:
@@ -78,14 +88,21 @@ def _extend(cache: KeyValueCache, k: Tensor, v: Tensor, rows: Rows):
     if rows.cu_seqlens is None:
         owner = torch.arange(B, device=k.device)[:, None].expand(B, T)
         place = cache.lengths[:, None] + torch.arange(T, device=k.device)  # [B, T]
-        write = place < M if rows.lengths is None else (place < M) & rows.real(T)
+        fits = write = place < M
+        if rows.lengths is not None:  # padding takes no place, and what it gets must stay a number
+            fits, write = fits | ~rows.real(T), write & rows.real(T)
         mask = slots <= place[..., None]
     else:
         owner, place = rows.places(T)
+        write = (owner < N)[None]  # tokens behind the last sequence are nobody's
+        owner = owner.clamp(max=N - 1)
         place, owner = (cache.lengths[owner] + place)[None], owner[None]
-        write = place < M
+        fits = place < M
+        write = write & fits
         mask = ((owner[..., None, None] == torch.arange(N, device=k.device)[:, None]) & (slots <= place[..., None, None])).flatten(2)
     spot = (owner, torch.where(write, place, M))
-    put = torch.Tensor.index_put if torch.is_grad_enabled() else torch.Tensor.index_put_
-    keys, values = (put(old, spot, new.to(old.dtype)) for old, new in ((cache.keys, k), (cache.values, v)))
-    return KeyValueCache(keys, values, cache.lengths + rows.counts(B, T, k.device)), mask, place < M
+    put = torch.Tensor.index_put_ if rows.in_place and not torch.is_grad_enabled() else torch.Tensor.index_put
+    # What is thrown away may be NaN, which no mask would keep out of the sums.
+    kept = ((old, torch.where(write[..., None, None], new, 0)) for old, new in ((cache.keys, k), (cache.values, v)))
+    keys, values = (put(old, spot, new.to(old.dtype)) for old, new in kept)
+    return KeyValueCache(keys, values, cache.lengths + rows.counts(B, T, k.device)), mask, fits

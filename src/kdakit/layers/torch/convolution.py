@@ -48,6 +48,8 @@ class ShortConvolution(nn.Module):
     def _packed(self, x, rows, window, taps):
         T, W = x.shape[1], self.width
         owner, place = rows.places(T)
+        if window is not None:
+            owner = owner.clamp(max=window.shape[0] - 1)  # tokens behind the last sequence are nobody's
         y = x * taps[:, -1]
         for back in range(1, W):
             earlier = F.pad(x, (0, 0, back, 0))[:, :T]
@@ -59,7 +61,7 @@ class ShortConvolution(nn.Module):
 def _last(line: Tensor, lengths: Tensor | None, keep: int) -> Tensor:
     """The last `keep` inputs of every row of [B, keep + T, D], of which `keep + lengths` count."""
     if lengths is None:
-        return line[:, line.shape[1] - keep :]
+        return line[:, line.shape[1] - keep :].clone()  # a view would keep the whole line in memory
     index = lengths[:, None] + torch.arange(keep, device=line.device)
     return line[torch.arange(line.shape[0], device=line.device)[:, None], index]
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kdakit.layers.sizes import MODES, LayerSizes, check_context, check_rows
+from kdakit.layers.sizes import MODES, LayerSizes, check_cache, check_context, check_rows
 from kdakit.layers.torch.convolution import ShortConvolution
 from kdakit.layers.torch.fused.layer import Inputs, fused_dtype, fused_inputs, fused_output
 from kdakit.layers.torch.fused.step import Carried, layer_step, takes_step
@@ -109,6 +109,8 @@ class KimiDeltaAttention(nn.Module):
     def mix(self, x: Tensor, rows: Rows, cache: DeltaCache | None = None) -> tuple[Tensor, DeltaCache | None]:
         """The layer on rows as the model arranges them: padding, if any, behind the tokens."""
         s = self.sizes
+        if cache is not None:
+            check_cache(cache.state.shape[0], rows.sequences(x))
         if cache is not None and self._takes_step(x, rows, cache):
             before = Carried._make(cache)
             after = before if rows.in_place else Carried._make(map(torch.empty_like, before))

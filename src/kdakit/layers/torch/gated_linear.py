@@ -43,6 +43,7 @@ def _chunks(q, k, v, g, beta, C):
     q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q * q.shape[-1] ** -0.5, k))
-    padded = (F.pad(x, (0, 0, 0, 0, 0, -v.shape[1] % C)) for x in (q, k, v, g, beta[..., None]))
+    missing = max(-v.shape[1] % C, C - v.shape[1])  # of the last chunk, or of the only one
+    padded = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v, g, beta[..., None]))
     q, k, v, g, beta = (x.transpose(1, 2).unflatten(2, (-1, C)) for x in padded)
     return q, k, v, g, beta[..., 0]

@@ -47,6 +47,10 @@ class Rows(NamedTuple):
         lengths = _given("lengths", self.lengths)
         return torch.arange(T, device=lengths.device) < lengths[:, None]
 
+    def sequences(self, x: Tensor) -> int:
+        """How many there are in x [B, T, ..]."""
+        return x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
     def places(self, T: int) -> tuple[Tensor, Tensor]:
         """For packed rows, [T] each: the token's sequence and its place in it."""
         cu_seqlens = _given("cu_seqlens", self.cu_seqlens)
