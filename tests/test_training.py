@@ -39,12 +39,14 @@ SMALL_RUN = [
 ]
 
 
-def learner(framework, config=TINY, seed=0, **settings):
+def learner(framework, config=TINY, seed=0, accumulate=1, **settings):
     for package in ("torch",) if framework == "torch" else ("jax", "flax", "optax"):
         pytest.importorskip(package)
     import importlib
 
-    return importlib.import_module(f"kdakit.training.{framework}").Learner(config, AdamW(**dict(steps=10, warmup=2) | settings), seed)
+    return importlib.import_module(f"kdakit.training.{framework}").Learner(
+        config, AdamW(**dict(steps=10, warmup=2) | settings), seed, accumulate=accumulate
+    )
 
 
 # Data
@@ -117,6 +119,18 @@ def test_schedule():
 
 def batches(count, seed=0):
     return [text.batch(np.frombuffer(text.book(5000), np.uint8), np.random.default_rng([seed, i]), 2, 24) for i in range(count)]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_every_target_counts_alike_in_pieces(framework):
+    """A piece without any, and one with a few: the mean is one over the batch, not of the pieces' means."""
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 256, (2, 3, 7))
+    targets[0], targets[1, 2:] = -1, -100
+    found = [learner(framework, accumulate=n) for n in (1, 3)]
+    losses = [[x.step(tokens, targets) for _ in range(2)] for x in found]
+    assert np.isfinite(losses).all() and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][0] == pytest.approx(learner(framework).loss(tokens, targets), rel=1e-5)
 
 
 def test_both_frameworks_learn_alike_and_take_over_from_each_other():

@@ -140,13 +140,12 @@ class KimiLinear(nnx.Module):
 
 def loss(model: KimiLinear, tokens, targets, cu_seqlens=None, context=None):
     """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count. With a context: of this slice."""
-    total, count = summed_loss(model, tokens, targets, cu_seqlens, context)
-    return total / count
+    return summed_loss(model, tokens, targets, cu_seqlens, context) / (targets >= 0).sum().astype(jnp.float32)
 
 
 def summed_loss(model: KimiLinear, tokens, targets, cu_seqlens=None, context=None):
-    """The sum that `loss` is the mean of, and of how many targets: those of several slices add up."""
+    """The sum that `loss` is the mean of: those of several slices add up."""
     logits, _ = model(tokens, cu_seqlens=cu_seqlens, context=context)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-    return -jnp.where(targets >= 0, chosen, 0).sum(), (targets >= 0).sum().astype(log_p.dtype)
+    return -jnp.where(targets >= 0, chosen, 0).sum()

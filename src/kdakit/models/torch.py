@@ -170,5 +170,15 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def loss(model: nn.Module, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, context: Any = None) -> Tensor:
     """Mean cross-entropy of targets [B, T] under the model's logits; targets below 0 do not count. With a context: of this slice."""
+    return _cross_entropy(model, tokens, targets, cu_seqlens, context, "mean")
+
+
+def summed_loss(model: nn.Module, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, context: Any = None) -> Tensor:
+    """The sum that `loss` is the mean of: those of several slices add up."""
+    return _cross_entropy(model, tokens, targets, cu_seqlens, context, "sum")
+
+
+def _cross_entropy(model, tokens, targets, cu_seqlens, context, reduction):
     logits, _ = model(tokens, cu_seqlens=cu_seqlens, context=context)
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten().long().clamp(min=-1), ignore_index=-1)
+    counted = targets.flatten().long().clamp(min=-1)
+    return F.cross_entropy(logits.flatten(0, 1).float(), counted, ignore_index=-1, reduction=reduction)

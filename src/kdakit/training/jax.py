@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from kdakit.models.config import ModelConfig
-from kdakit.models.jax import KimiLinear, loss, summed_loss
+from kdakit.models.jax import KimiLinear, summed_loss
 from kdakit.models.place import Place
 from kdakit.parallel.jax import Context
 from kdakit.training.optimizer import AdamW, TrainingState, decays
@@ -23,7 +23,7 @@ class Learner:
     """A model and its AdamW. Arrays in and out are NumPy's. With a `mesh` batches are cut over its axes `data` and `context`.
 
     place: where to compute and in which dtype (default: float32 on JAX's first device); weights and moments are float32.
-    accumulate: the batch goes through the model in so many pieces, whose gradients are averaged. weights: the first ones, for the seed's.
+    accumulate: the batch goes through the model in so many pieces, whose gradients are added up. weights: the first ones, for the seed's.
     """
 
     def __init__(
@@ -44,16 +44,17 @@ class Learner:
         )
         self.moments = self.chain.init(state)
 
-        measure = _whole_loss(graph) if mesh is None else _cut_loss(graph, mesh)
+        summed = _whole_sum(graph) if mesh is None else _cut_sum(graph, mesh)
 
         def update(parameters, moments, tokens, targets, rate):
-            value, gradients = _averaged(jax.value_and_grad(measure), accumulate, parameters, tokens, targets)
+            measure = lambda *piece: summed(*piece) / _counted(targets)
+            value, gradients = _added(jax.value_and_grad(measure), accumulate, parameters, tokens, targets)
             updates, moments = self.chain.update(gradients, moments, parameters)
             return jax.tree.map(lambda p, u: p - rate * u, parameters, updates), moments, value
 
         self._update = jax.jit(update, donate_argnums=(0, 1))
         self._logits = jax.jit(lambda parameters, tokens: nnx.merge(graph, parameters)(tokens)[0])
-        self._loss = jax.jit(measure)
+        self._loss = jax.jit(lambda parameters, tokens, targets: summed(parameters, tokens, targets) / _counted(targets))
 
     @property
     def model(self) -> KimiLinear:
@@ -94,31 +95,34 @@ class Learner:
         self.moments = (clip, adam._replace(count=jnp.asarray(state.step, jnp.int32), mu=first, nu=second), decay)
 
 
-def _averaged(measure, pieces: int, parameters, tokens, targets):
-    """Value and gradients of a batch [B, T], as the mean over `pieces` of its rows, one after the other."""
+def _added(measure, pieces: int, parameters, tokens, targets):
+    """Value and gradients of a batch [B, T], the sum over `pieces` of its rows, one after the other."""
     if pieces == 1:
         return measure(parameters, tokens, targets)
     cut = lambda x: x.reshape(pieces, -1, x.shape[1])
 
     def add(total, piece):
-        return jax.tree.map(lambda a, b: a + b / pieces, total, measure(parameters, *piece)), None
+        return jax.tree.map(jnp.add, total, measure(parameters, *piece)), None
 
     nothing = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), parameters))
     return lax.scan(add, nothing, (cut(tokens), cut(targets)))[0]
 
 
-def _whole_loss(graph):
-    return lambda parameters, tokens, targets: loss(nnx.merge(graph, parameters), tokens, targets)
+def _counted(targets):
+    """How many targets of a batch count in its loss. One part may have more of them than another, so nobody takes a mean of means."""
+    return (targets >= 0).sum().astype(jnp.float32)
 
 
-def _cut_loss(graph, mesh):
-    """The same of a batch [B, T] cut over the mesh, rows over `data`, tokens over `context`. No mean of the parts' means: one may have more
-    targets that count than another."""
+def _whole_sum(graph):
+    return lambda parameters, tokens, targets: summed_loss(nnx.merge(graph, parameters), tokens, targets)
+
+
+def _cut_sum(graph, mesh):
+    """The same of a batch [B, T] cut over the mesh, rows over `data`, tokens over `context`."""
     axes = ("data", "context")
 
     def part(parameters, tokens, targets):
-        total, count = lax.psum(summed_loss(nnx.merge(graph, parameters), tokens, targets, context=Context("context")), axes)
-        return total / count
+        return lax.psum(summed_loss(nnx.merge(graph, parameters), tokens, targets, context=Context("context")), axes)
 
     return jax.shard_map(part, mesh=mesh, in_specs=(P(), P(*axes), P(*axes)), out_specs=P())
 

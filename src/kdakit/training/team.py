@@ -1,6 +1,6 @@
 """Several processes that train one model: each batch is cut over them, rows over `data`, tokens over `context`.
 
-Every process draws the same batches and keeps its part; losses and gradients are averaged over all, so that each then makes the same step.
+Every process draws the same batches and keeps its part; losses and gradients are added up over all, so that each then makes the same step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Team:
         rows, columns = (np.array_split(np.arange(n), self.mesh.size(i))[self.mesh.get_local_rank(i)] for i, n in enumerate(array.shape))
         return np.ascontiguousarray(array[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
 
-    def mean(self, x: Tensor) -> Tensor:
-        """The average over all processes, whose parts are of one size."""
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all processes, in place."""
         dist.all_reduce(x)
-        return x.div_(dist.get_world_size())
+        return x
 
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """In one exchange for all parameters."""
+    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Those of all processes, in one exchange for all parameters."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = self.mean(torch.cat([g.flatten() for g in gradients]))
+        flat = self.sum(torch.cat([g.flatten() for g in gradients]))
         for gradient, new in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(new.view_as(gradient))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kdakit.models.config import ModelConfig
 from kdakit.models.place import Place
-from kdakit.models.torch import KimiLinear, cast, loss
+from kdakit.models.torch import KimiLinear, cast, summed_loss
 from kdakit.models.weights import as_plain_floats, check_weights
 from kdakit.training.optimizer import AdamW, TrainingState, decays
 
@@ -21,7 +21,7 @@ class Learner:
 
     place: where to compute and in which dtype (default: float32 on the CPU). In any other dtype the model is a copy, made anew after every
     step, of float32 master weights: those are what AdamW moves and what a checkpoint holds.
-    accumulate: the batch goes through the model in so many pieces, whose gradients are averaged in float32.
+    accumulate: the batch goes through the model in so many pieces, whose gradients are added up in float32.
     weights: the first ones, instead of those drawn by `seed`. build: makes the model; for a comparison with other layers.
     """
 
@@ -59,18 +59,19 @@ class Learner:
             group["lr"] = self.settings.rate(self.count)
         self.adam.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float32, device=self.place.device)
+        count = counted(targets)
         for piece in zip(self._pieces(tokens), self._pieces(targets), strict=True):
-            value = self._loss(*piece)
-            (value / self.accumulate).backward()
+            value = self._summed(*piece) / count
+            value.backward()
             self._collect()
-            total += value.detach() / self.accumulate
+            total += value.detach()
         if self.team is not None:
-            self.team.average_gradients(self.named.values())
+            self.team.add_gradients(self.named.values())
         self._clip()
         self._move()
         self._refresh()
         self.count += 1
-        return total if self.team is None else self.team.mean(total)
+        return total if self.team is None else self.team.sum(total)
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
         return np.split(rows, self.accumulate) if self.accumulate > 1 else [rows]
@@ -108,14 +109,12 @@ class Learner:
         # From ordinary memory the copy would wait for everything that the GPU has still to do.
         return made.pin_memory().to(self.place.device, non_blocking=True) if self.place.device.type == "cuda" else made
 
-    def _loss(self, tokens, targets):
+    def _summed(self, tokens, targets) -> Tensor:
+        """Over this process's part: one part may have more targets that count than another, so nobody takes a mean of means."""
         if self.team is None:
-            return loss(self.model, self._tensor(tokens), self._tensor(targets))
+            return summed_loss(self.model, self._tensor(tokens), self._tensor(targets))
         tokens, targets = (self._tensor(self.team.part(x)) for x in (tokens, targets))
-        return loss(self.model, tokens, targets, context=self.team.context)
-
-    def _mean(self, value) -> float:
-        return float(value.detach() if self.team is None else self.team.mean(value.detach().clone()))
+        return summed_loss(self.model, tokens, targets, context=self.team.context)
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
@@ -123,7 +122,8 @@ class Learner:
 
     @torch.no_grad()
     def loss(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        return self._mean(self._loss(tokens, targets))
+        total = self._summed(tokens, targets) / counted(targets)
+        return float(total if self.team is None else self.team.sum(total))
 
     def weights(self) -> dict[str, np.ndarray]:
         """The master weights, as `kdakit.models.weights.save` takes them."""
@@ -166,6 +166,11 @@ def masters(model: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
     kept = {n: nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()}
     cast(model, dtype)
     return kept
+
+
+def counted(targets: np.ndarray) -> int:
+    """How many targets of a batch count in its loss."""
+    return int((targets >= 0).sum())
 
 
 ALIGNED = 64  # numbers: where a parameter may begin in memory that it shares with others
