@@ -43,17 +43,19 @@ class FullAttention(nn.Module):
     def mix(self, x: Tensor, rows: Rows, cache: KeyValueCache | None = None) -> tuple[Tensor, KeyValueCache | None]:
         """x [B, T, hidden_size] as `rows` says. Beyond the cache's capacity the outputs are NaN: too late to raise inside a graph."""
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        attend = _attend if rows.cu_seqlens is None else _attend_apart
         if rows.context is not None:
             mask = rows.context.visible(x, rows.cu_seqlens)
-            o = attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
+            o = _attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
         elif cache is None:
-            o = attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
+            o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
         else:
             check_cache(cache.lengths.shape[0], rows.sequences(x))
             cache, mask, fits = _extend(cache, k, v, rows)
-            flat = (lambda a: a.flatten(0, 1)[None]) if rows.cu_seqlens is not None else (lambda a: a)
-            o = torch.where(fits[..., None, None], attend(q, flat(cache.keys), flat(cache.values), mask), torch.nan)
+            if rows.cu_seqlens is None:
+                o = _attend(q, cache.keys, cache.values, mask)
+            else:
+                o = _attend_apart(q, cache.keys.flatten(0, 1)[None], cache.values.flatten(0, 1)[None], mask)
+            o = torch.where(fits[..., None, None], o, torch.nan)
         return self.o_proj(o.flatten(-2)), cache
 
 
