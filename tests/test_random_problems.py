@@ -34,8 +34,9 @@ def shown(verdicts):
 # of a problem in float64, beside which nothing is wider. A machine's BLAS decides on which side of the rule it is.
 LIMITS = {22000102: 1.5}
 
-# Beyond the rule once: identical keys (1.6, 1.2, 2.1), more tokens in a chunk than channels (1.7, 1.4), float16 gradients below 6e-8.
-MENDED = (154000450, 154000052, 154000504, 154000034, 154000502, 154000072)
+# Beyond the rule once: identical keys (1.6, 1.2, 2.1), more tokens in a chunk than channels (1.7, 1.4), float16 gradients below 6e-8,
+# narrow heads in float32 (2.0, 1.1).
+MENDED = (154000450, 154000052, 154000504, 154000034, 154000502, 154000072, 1104005574, 1402001588)
 
 
 @pytest.mark.parametrize("part", range(5))
@@ -54,6 +55,18 @@ def test_mended(number):
     assert not shown([judge(number, "torch_native")])
 
 
+def test_what_a_dtype_cannot_hold_is_its_infinity():
+    """A gradient of 66809 in float16; and nothing else is."""
+    pytest.importorskip("torch")
+    drawn = parse("2602006396:K=1")
+    assert not shown([judge(drawn, "torch_native")])
+    problem, arrays, seeds = drawn.problem(), drawn.arrays(), drawn.cotangents()
+    found = checking.expect(problem, arrays, seeds).truth
+    for wrong in (np.inf, -65504.0):
+        q = np.where(abs(found["q"]) > 65520, wrong, found["q"])
+        assert not all(row.ok for row in checking.compare_quickly(problem, arrays, found | {"q": q}, seeds))
+
+
 @pytest.mark.parametrize("backend, seeds", [("xla", range(31, 35 if FULL else 33)), ("pallas_tpu", range(35, 37))])
 def test_jax(backend, seeds):
     """Every size is a program to compile."""
@@ -64,7 +77,7 @@ def test_jax(backend, seeds):
         assert not shown([judge(number, backend) for number in drawn])
 
 
-@pytest.mark.parametrize("backend, count", [("torch_native", 12), ("xla", 2), ("pallas_tpu", 2)])
+@pytest.mark.parametrize("backend, count", [("torch_native", 12), ("xla", 1), ("pallas_tpu", 1)])
 def test_tokens_behind_the_last_sequence(backend, count):
     """NaN there reaches nothing; gradients of the final state lie in memory as they like."""
     pytest.importorskip("torch" if backend == "torch_native" else "jax")

@@ -43,11 +43,15 @@ DRAWS = 3
 NUMBERS = 32  # of which a root mean square is known to 13 %
 
 
-def error(got, truth) -> float:
-    """||got - truth|| / ||truth||; infinite for NaN, for infinity and for anything where zero is due."""
+def error(got, truth, dtype: str = "float64") -> float:
+    """||got - truth|| / ||truth||; infinite for NaN, for infinity and for anything where zero is due.
+
+    dtype: of the output. What is beyond its range, as a gradient above 65504 is for float16, is right as its infinity."""
     got, truth = np.asarray(got, np.float64), np.asarray(truth, np.float64)
     if got.shape != truth.shape:
         raise ValueError(f"got must have the truth's shape {truth.shape}, got {got.shape}")
+    if dtype == "float16" and (beyond := np.isinf(near := round_to(truth, dtype))).any():
+        got = np.where(beyond & (got == near), truth, got)
     if not np.isfinite(got).all():
         return float("inf")
     size = np.linalg.norm(truth)
@@ -98,7 +102,7 @@ def plain_errors(
         known = {name: error(round_to(x, output_dtypes(problem)[name]), x) for name, x in truth.items()}
     for i in range(1 + DRAWS):
         found = nearby(i - 1) if i else run(np.einsum if exact else rounding_einsum(operand_dtype))
-        known = {name: max(known[name], scale * error(found[name], truth[name])) for name in truth}
+        known = {name: max(known[name], scale * error(found[name], truth[name], dtypes.get(name, "float64"))) for name in truth}
         if enough is not None and enough(known):
             return known
     counts = {name: effective_count(x) for name, x in truth.items()}
@@ -109,7 +113,7 @@ def plain_errors(
     for seed in range(runs):
         found = other(seed)
         for name in few:
-            errors[name].append(error(found[name], truth[name]))
+            errors[name].append(error(found[name], truth[name], dtypes.get(name, "float64")))
         least = {name: scale * _root_mean_square(errors[name], runs) for name in few}
         least = {name: max(known[name], least.get(name, 0.0)) for name in truth}
         if enough is not None and enough(least):

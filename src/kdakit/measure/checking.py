@@ -239,7 +239,7 @@ def compare(
 ) -> list[Row]:
     """A row per output that is due; one that is missing has infinite error. `expected` saves computing the truth twice."""
     truth, plain = expected or expect(problem, arrays, cotangents, operand_dtype)
-    return _rows(problem, _errors(results, truth), plain)
+    return _rows(problem, _errors(problem, results, truth), plain)
 
 
 def compare_quickly(problem: Problem, arrays: Arrays, results: dict, cotangents=None, operand_dtype: str = "float32") -> list[Row]:
@@ -248,7 +248,7 @@ def compare_quickly(problem: Problem, arrays: Arrays, results: dict, cotangents=
     if not problem.options.output_final_state:
         seeds = (seeds[0], None)
     truth = accuracy.truths(problem, arrays, *seeds)
-    errors, nothing = _errors(results, truth), dict.fromkeys(truth, 0.0)
+    errors, nothing = _errors(problem, results, truth), dict.fromkeys(truth, 0.0)
 
     def enough(plain: dict[str, float]) -> bool:
         return all(row.ok for row in _rows(problem, errors, plain))
@@ -260,8 +260,9 @@ def compare_quickly(problem: Problem, arrays: Arrays, results: dict, cotangents=
     return _rows(problem, errors, plain)
 
 
-def _errors(results: dict, truth: dict) -> dict[str, float]:
-    return {name: accuracy.error(results[name], x) if name in results else float("inf") for name, x in truth.items()}
+def _errors(problem: Problem, results: dict, truth: dict) -> dict[str, float]:
+    dtypes = accuracy.output_dtypes(problem)
+    return {n: accuracy.error(results[n], x, dtypes[n]) if n in results else float("inf") for n, x in truth.items()}
 
 
 def _rows(problem: Problem, errors: dict[str, float], plain: dict[str, float]) -> list[Row]:

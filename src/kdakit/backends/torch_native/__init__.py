@@ -17,7 +17,7 @@ from kdakit.backends.torch_native.plan import chunk_tokens, chunks_per_piece, ke
 from kdakit.backends.torch_native.state import state
 from kdakit.backends.torch_native.step import recurrence
 from kdakit.backends.torch_native.token import token_backward
-from kdakit.backends.torch_native.wide import widened
+from kdakit.backends.torch_native.wide import as_computed, widened
 from kdakit.chunked import as_chunked
 from kdakit.problem import Arrays, Problem
 from kdakit.reference import Result
@@ -36,7 +36,7 @@ def default_config(problem: Problem, device: Any) -> None:
 def saved_specs(problem: Problem, device: Any) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of what `forward` keeps for `backward` beside the inputs: A, its inverse and the state before each piece; with
     disable_recompute the state before each chunk, v - k S and v_new."""
-    problem = as_chunked(problem)
+    problem = as_computed(as_chunked(problem), device)
     rows = problem.HV if problem.varlen else problem.B * problem.HV
     NT, C, K, V = problem.chunks, chunk_tokens(problem), problem.K, problem.V
     shapes: list[tuple[int, ...]] = [(NT, rows, 2, C, C), (NT, rows, C, C)]
@@ -57,8 +57,9 @@ class Chunks(NamedTuple):
 
 
 def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Result, list[torch.Tensor]]:
-    problem = as_chunked(problem)
-    plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
+    device = arrays.q.device
+    problem = as_computed(as_chunked(problem), device)
+    plan, dtype = make_plan(problem, arrays), compute_dtype(problem)
     keep_memory(device)
     initial = initial_states(problem, arrays)
     final = initial.clone()
@@ -96,8 +97,9 @@ def forward(problem: Problem, arrays: Arrays, config: Any = None) -> tuple[Resul
 
 
 def backward(problem: Problem, arrays: Arrays, saved, d_o, d_final_state, config: Any = None) -> Arrays:
-    problem = as_chunked(problem)
-    plan, dtype, device = make_plan(problem, arrays), compute_dtype(problem), arrays.q.device
+    device = arrays.q.device
+    problem = as_computed(as_chunked(problem), device)
+    plan, dtype = make_plan(problem, arrays), compute_dtype(problem)
     keep_memory(device)
     initial, look = initial_states(problem, arrays), device.type == "cpu"
     if not saved:  # the forward was the token recurrence
