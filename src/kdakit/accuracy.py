@@ -99,7 +99,8 @@ def plain_errors(
 
     known = dict.fromkeys(truth, 0.0)
     if problem.dtype == "float64":
-        known = {name: error(round_to(x, output_dtypes(problem)[name]), x) for name, x in truth.items()}
+        kinds = output_dtypes(problem)
+        known = {name: error(round_to(x, kinds[name]), x, kinds[name]) for name, x in truth.items()}
     for i in range(1 + DRAWS):
         found = nearby(i - 1) if i else run(np.einsum if exact else rounding_einsum(operand_dtype))
         known = {name: max(known[name], scale * error(found[name], truth[name], dtypes.get(name, "float64"))) for name in truth}

@@ -283,13 +283,15 @@ def _call_in_place(arrays: Arrays, options: Options, backend: str) -> tuple[Tens
         raise NotImplementedError("inplace_final_state=True overwrites initial_state, which torch.func's transforms do not allow: "
                                   "call it without")  # fmt: skip
     if plain:
-        return run_in_place(arrays, options, backend), arrays.initial_state
+        return no_view(run_in_place(arrays, options, backend)), arrays.initial_state
     return torch.ops.kdakit.step_(*arrays[:10], options.encode(), backend), arrays.initial_state
 
 
 def _call(op: str, arrays: Arrays, options: Options, backend: str):
     if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return _not_compiled_under_a_transform(op, arrays, options, backend)
+        from kdakit.torch_uncompiled import not_compiled_under_a_transform  # which imports the compiler: seconds
+
+        return not_compiled_under_a_transform(_call, op, arrays, options, backend)
     plain = unwatched(arrays)
     differentiated = _check_tensors(arrays, backend, plain)
     if plain and differentiated:
@@ -307,9 +309,3 @@ def _call(op: str, arrays: Arrays, options: Options, backend: str):
     if states is not None:
         states = states.detach()  # nobody differentiates them, and they do not say that anybody could
     return (o, final, states) if options.return_intermediate_states else (o, final)
-
-
-@torch.compiler.disable
-def _not_compiled_under_a_transform(op: str, arrays: Arrays, options: Options, backend: str):
-    """A compiler would lose the derivative in torch.func, or refuse the vmap."""
-    return _call(op, arrays, options, backend)

@@ -17,7 +17,7 @@ from kdakit.models.config import ModelConfig
 from kdakit.models.jax import KimiLinear
 from kdakit.parallel.heads import parameter_specs
 from kdakit.parallel.jax import Context, sharded_chunk_kda
-from kdakit.training.jax import _cut_loss, _whole_loss
+from kdakit.training.jax import _cut_sum, _whole_sum
 
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 CONFIG = ModelConfig(vocab_size=32, hidden_size=24, num_layers=2, attention_every=2, head_dim=8, num_heads=2, num_v_heads=4)
@@ -89,7 +89,7 @@ def compare_losses(mesh, tokens, targets):
     """A learner's loss where most targets do not count: none in one part, in others as many as there may be."""
     graph, state = made()
     targets = targets.at[0].set(-1).at[:2, :12].set(-1)
-    found, want = (jax.jit(measure)(state, tokens, targets) for measure in (_cut_loss(graph, mesh), _whole_loss(graph)))
+    found, want = (jax.jit(measure)(state, tokens, targets) for measure in (_cut_sum(graph, mesh), _whole_sum(graph)))
     np.testing.assert_allclose(found, want, rtol=1e-6)
 
 

@@ -62,7 +62,7 @@ def marked(learner: Any, marks: Marks) -> Any:
     model.model.norm.carried = _before(model.model.norm.carried, marks, "head and loss", _back(BETWEEN))
     for name, part in OPTIMIZER.items():
         setattr(learner, name, _begun(getattr(learner, name), marks, part))
-    learner._loss = _ended(learner._loss, marks, "head and loss, backward")
+    learner._summed = _ended(learner._summed, marks, "head and loss, backward")
     return learner
 
 
