@@ -340,7 +340,6 @@ def test_whatever_moment_a_save_is_interrupted_the_folder_is_whole(saved, monkey
         (["train", "--batch", "0"], "--batch must be positive"),
         (["train", "--hidden", "0"], "hidden_size must be an integer of at least 1, got 0"),
         (["train", "--steps", "0"], "steps must be positive, got 0"),
-        (["train", "--heads", "0"], "num_heads must be a positive integer, got 0"),
         (["train", "--seed", "-1"], "--seed must not be negative, got -1"),
         (["train", "--resume"], "must be a folder with checkpoint.json"),
         (["generate", "nowhere"], "nowhere must be a folder of kdakit train or a .safetensors file"),

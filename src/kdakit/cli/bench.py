@@ -112,7 +112,7 @@ def check(args) -> None:
         raise UsageError(f"--plot draws times; of --{kind} there is a table")
     if args.plot and plots.kind(args.plot) is None:
         raise UsageError(f"--plot must name a PNG, or what else matplotlib writes, got {args.plot}")
-    writable(args.json, args.plot, args.tiles if args.tune != ["times"] else None)  # which are a folder's
+    writable(args.json, args.plot, args.table, args.tiles if args.tune != ["times"] else None)  # which are a folder's
     if args.table:
         generated.read(args.table, args.section)
 

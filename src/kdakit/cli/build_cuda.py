@@ -41,6 +41,8 @@ def make(args) -> int:
     found = args.arch or architectures_here()
     chosen = tuple(found or build.ARCHITECTURES)
     target = args.out or (library.PLACE if os.access(library.PLACE.parent, os.W_OK) else library.cache_place())
+    if Path(target).parts[0] == "~":
+        raise UsageError("there is no home to keep the library in: name a file with --out")
     writable(str(target))
     why = "as asked" if args.arch else "the GPUs of this machine" if found else "no GPU is here: all that are known"
     print(f"compiler   {build.nvcc()} ({compiler_version(build.nvcc())})")

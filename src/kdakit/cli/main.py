@@ -43,11 +43,15 @@ def main(argv: list[str] | None = None) -> int:
     except FloatingPointError as problem:  # weights or losses that are no numbers any more
         print(f"kdakit {args.command}: {problem}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # who read has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        try:
+            print(flush=True)
+        except BrokenPipeError:  # who read has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        raise  # another pipe: that of a process which is gone
     except OSError as problem:
-        if problem.errno is None:  # not of the system's: a library that cannot be loaded
+        if problem.errno is None or isinstance(problem, ConnectionError):  # a library that cannot be loaded, a process that is gone
             raise
         print(f"kdakit {args.command}: {problem}", file=sys.stderr)
         return 2

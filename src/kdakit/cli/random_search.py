@@ -97,7 +97,10 @@ def possible(text: str) -> Drawn:
     from kdakit.measure.random_problems import parse
 
     drawn = parse(text)
-    drawn.problem()
+    try:
+        drawn.problem()
+    except (ValueError, TypeError) as problem:
+        raise ValueError(f"problem {text}: {problem}") from problem
     return drawn
 
 

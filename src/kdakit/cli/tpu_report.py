@@ -21,13 +21,13 @@ def run(args) -> int:
 
     if not args.minutes > 0:
         raise UsageError(f"--minutes must be positive, got {args.minutes:g}")
-    writable(args.json)
     parts = {part.name: part for part in tpu_report.parts(tiny=args.tiny, minutes=args.minutes)}
     chosen = [parts[name] for name in pick("part", args.part, parts)]
     if args.list:
         for part in chosen:
             print(f"{part.name}: python -m {' '.join(part.words)}")
         return 0
+    writable(args.json)
 
     tell = lambda row: print(f"{row['part']}: {tpu_report.verdict(row)} ({row['seconds']:.0f} s)", flush=True)
     report = tpu_report.collect(chosen, lambda report: records.save(report, args.json), tell)

@@ -101,7 +101,7 @@ def check(args) -> None:
     for option, wanted in goes_with.items():
         if getattr(args, option) and kind not in wanted:
             raise UsageError(f"--{'with' if option == 'change' else option} goes with {' or '.join(wanted)}, not with {kind}")
-    writable(args.json)
+    writable(args.json, args.table, args.record and f"{args.record}/table.json")
     if args.table:
         generated.read(args.table, "errors")
 

@@ -41,6 +41,8 @@ def writable(*files: str | None) -> None:
     """Each can be written, in a folder that is there or can be made: known before anything is measured."""
     for file in filter(None, files):
         place = Path(os.path.abspath(file))
+        if place.is_symlink() and not place.exists():
+            place = Path(os.path.realpath(place))
         if place.is_dir():
             raise UsageError(f"{file} is a folder: name a file")
         there = next(path for path in (place, *place.parents) if os.path.lexists(path))

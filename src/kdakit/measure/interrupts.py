@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 
 @contextlib.contextmanager
@@ -13,6 +14,7 @@ def unheard() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    resource_tracker.ensure_running()  # which the first process would start, letting the signal through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a process that is started inherits
     try:
         yield

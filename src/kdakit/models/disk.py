@@ -33,7 +33,10 @@ def write_whole(path: str | Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(part, path)  # while it is locked: nobody takes it for an orphan
+            if fcntl is not None:
+                os.replace(part, path)  # while it is locked: nobody takes it for an orphan
+        if fcntl is None:  # such a system moves no file that is open
+            os.replace(part, path)
         sync_folder(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -77,6 +80,8 @@ def _lock(handle: int) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """New names onto the disk: a file that is there and whole could otherwise have no name after a power failure."""
+    if fcntl is None:  # such a system opens no folder
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
