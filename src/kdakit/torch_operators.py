@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -292,7 +292,10 @@ def unwatched(tensors) -> bool:
     return torch._C._get_tracing_state() is None and _PLAIN.issuperset(map(type, tensors)) and not getattr(tensors[0], "is_meta", False)
 
 
-def no_view(x: Tensor | None) -> Tensor | None:
+Result = TypeVar("Result", Tensor, Tensor | None)
+
+
+def no_view(x: Result) -> Result:
     """The same memory, as a tensor of its own: autograd takes part of a larger one for a view, which nobody may detach_ and, where it is
     one of several, change in place."""
     return x.new_empty(0).set_(x) if x is not None and x._is_view() else x
