@@ -63,6 +63,7 @@ class TorchPool:
 
         self.torch, self.serving, self.backend = torch, serving, backend
         dtype = getattr(torch, options.pop("dtype", "float32"))
+        self.device = options.get("device", "cpu")
         self.pool = serving.StatePool(slots, *sizes, dtype=dtype, **options)
         for name in ("allocate", "free", "fork", "snapshot", "restore"):
             setattr(self, name, getattr(self.pool, name))
@@ -72,20 +73,20 @@ class TorchPool:
         return self.pool.free_slots
 
     def state(self, slot):
-        return self.pool.states([slot])[0].double().numpy()
+        return self.pool.states([slot])[0].double().cpu().numpy()
 
     def bytes_of(self, slot):
-        return [x[slot].clone() for x in self.pool.tensors()]
+        return [x[slot].cpu().clone() for x in self.pool.tensors()]
 
     def slots(self, slots, on_device):
-        return self.torch.tensor(slots, dtype=self.torch.int64) if on_device else slots
+        return self.torch.tensor(slots, dtype=self.torch.int64, device=self.device) if on_device else slots
 
     def _tensors(self, x):
-        return {n: self.torch.from_numpy(np.ascontiguousarray(a)).float() for n, a in x.items()}
+        return {n: self.torch.from_numpy(np.ascontiguousarray(a)).float().to(self.device) for n, a in x.items()}
 
     def decode(self, slots, x, on_device=False, **options):
         given = OPTIONS | options
-        return self.serving.decode(self.pool, self.slots(slots, on_device), **self._tensors(x), backend=self.backend, **given).numpy()
+        return self.serving.decode(self.pool, self.slots(slots, on_device), **self._tensors(x), backend=self.backend, **given).cpu().numpy()
 
     def verify(self, slots, x, on_device=False, **options):
         given = OPTIONS | options
@@ -93,7 +94,7 @@ class TorchPool:
         o, draft = self.serving.verify(self.pool, where, **self._tensors(x), backend=self.backend, **given)
         if on_device:
             where.add_(1).remainder_(self.pool.capacity)  # the buffer is the caller's again: the draft may not look at it
-        return o.numpy(), draft
+        return o.cpu().numpy(), draft
 
     def commit(self, draft, accepted, on_device=False):
         self.serving.commit(self.pool, draft, self.slots(accepted, on_device))
@@ -101,16 +102,17 @@ class TorchPool:
     def advance(self, draft, accepted, x, on_device=False):
         more = self._tensors(x)
         o, draft = self.serving.advance(self.pool, draft, self.slots(accepted, on_device), **more, backend=self.backend, **OPTIONS)
-        return o.numpy(), draft
+        return o.cpu().numpy(), draft
 
     def prefill(self, slots, x, lengths, checkpoints=None, on_device=False, deterministic=False, backend="torch_native"):
         """x [1, sum of lengths, ..]."""
         cu = self.torch.tensor(np.cumsum([0, *lengths]))
+        more = {} if self.device == "cpu" else {"cu_seqlens_cpu": cu}
         o, made = self.serving.prefill(
-            self.pool, self.slots(slots, on_device), **self._tensors(x), cu_seqlens=cu, checkpoints=checkpoints, chunk_size=16,
-            deterministic=deterministic, backend=backend, **OPTIONS,
+            self.pool, self.slots(slots, on_device), **self._tensors(x), cu_seqlens=cu.to(self.device), **more, checkpoints=checkpoints,
+            chunk_size=16, deterministic=deterministic, backend=backend, **OPTIONS,
         )  # fmt: skip
-        return o.numpy(), made
+        return o.cpu().numpy(), made
 
 
 class JaxPool:

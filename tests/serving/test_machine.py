@@ -238,7 +238,8 @@ def test_triton_in_its_interpreter():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the process with TRITON_INTERPRET=1")
-@pytest.mark.parametrize("v_first", [False, True])
-def test_interpreted(v_first):
-    keeps_to_its_slots(sequences.TorchPool(CAPACITY, "triton_gpu", state_v_first=v_first))
-    run(lambda: sequences.TorchPool(CAPACITY, "triton_gpu", state_v_first=v_first), examples=4, steps=20)
+@pytest.mark.parametrize("v_first, pending", [(False, 0), (True, 0), (False, 3), (True, 8)])
+def test_interpreted(v_first, pending):
+    options = dict(state_v_first=v_first, pending=pending)
+    keeps_to_its_slots(sequences.TorchPool(CAPACITY, "triton_gpu", **options))
+    run(lambda: sequences.TorchPool(CAPACITY, "triton_gpu", **options), examples=2 if pending else 4, steps=20)

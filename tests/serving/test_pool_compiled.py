@@ -32,8 +32,15 @@ def test_kernels_compile(target):
         done = fresh.run(__file__, target, TRITON_CACHE_DIR=cache, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == sum(4 if v_first else 6 for _, _, v_first, _, _ in (POOLS[i] for i in TAKEN[target]))
-    assert {r["kernel"] for r in rows} == {"decode_kernel", "tokens_kernel", "draft_kernel", "commit_kernel"}
+    assert len(rows) == sum(6 if v_first else 8 for _, _, v_first, _, _ in (POOLS[i] for i in TAKEN[target]))
+    assert {r["kernel"] for r in rows} == {
+        "decode_kernel",
+        "tokens_kernel",
+        "draft_kernel",
+        "commit_kernel",
+        "arrive_kernel",
+        "pending_kernel",
+    }
     for row in rows:
         assert row["shared"] <= row["limit"] and (row["stack"] <= STACK or row["K"] > 128), row
 
@@ -73,10 +80,12 @@ def compile_all(target: str) -> None:
         arrays = Arrays(*(None if x is None else torch.zeros(x.shape, dtype=getattr(torch, d))
                           for x, d in zip(case.arrays("bfloat16"), case.dtypes("bfloat16"), strict=True)))  # fmt: skip
         problem = case.problem("bfloat16", op="recurrent")
-        pool = StatePool(2, 2, size, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback)
+        pool = StatePool(2, 2, size, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback, pending=8)
         slots = torch.zeros(2, dtype=torch.int64)
         config = configs.choose(problem, chip)
         pooled.decode(problem, arrays, pool, slots, config)
+        one = Arrays(*(None if x is None else x[:, :1] if x.dim() > 2 else x for x in arrays))
+        pooled.decode_pending(problem.replace(T=1), one, pool, slots)
         _, owners, log = pooled.verify(problem, arrays, pool, slots, config)
         draft = Draft(pool, None, *owners, log, {}, None, 4)
         if not v_first:

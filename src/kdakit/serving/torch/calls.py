@@ -48,10 +48,16 @@ def decode(
     problem, given, module = _prepare("decode", pool, slots, arrays, backend, options)
     inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
     if module.pooled is not None:
-        o = module.pooled().decode(problem, arrays, pool, given, module.default_config(problem, q.device))
+        kernels, waits = module.pooled(), pool.pending is not None and problem.T == 1
+        if waits:
+            o = kernels.decode_pending(problem, arrays, pool, given)
+        else:
+            pool.settle(given)
+            o = kernels.decode(problem, arrays, pool, given, module.default_config(problem, q.device))
         if inputs:
             pool.shift(pool.rows(given), inputs)
         return o
+    pool.settle(given)
     rows = pool.rows(given)
     o = _decode(problem, arrays, pool, rows, module)
     pool.shift(rows, inputs)
@@ -95,7 +101,9 @@ def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inp
     problem, given, module = _prepare(call, pool, slots, arrays, backend, options)
     check_drafts(problem.T)
     inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
-    if past is not None and past[0].backend.commit is None:
+    if past is None:
+        pool.settle(given)
+    elif past[0].backend.commit is None:
         _commit(pool, *past)
         past = None
     if past is not None:

@@ -117,7 +117,8 @@ _BACKEND: Any = SimpleNamespace(commit=_commit)
 
 
 def _carried(pool: StatePool) -> Carried | None:
-    if tuple(pool.windows) != WINDOWS or pool.storage.scales is not None:
+    """None where the layer's kernels do not know how the pool keeps its states."""
+    if tuple(pool.windows) != WINDOWS or pool.storage.scales is not None or pool.pending is not None:
         return None
     q, k, v = pool.windows.values()
     return Carried(q, k, v, pool.storage.states)

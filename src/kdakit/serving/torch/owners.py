@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kdakit.serving.torch.pool import Snapshot, StatePool
 
 _changing = threading.RLock()  # of all pools: it is held for some microseconds, and pools can be copied
@@ -51,8 +53,10 @@ def fork(pools: Sequence[StatePool], source: int, count: int) -> list[int]:
         slots = table.following(count)
         index = pools[0].index(slots)
         for pool in pools:
+            pool.settle(pool.index([source]))
             for x in pool.tensors():
                 x[index] = x[source].clone()
+            _forget(pool, index)
         pools[0].publish(slots, 1)
         return table.take(count)
 
@@ -69,6 +73,7 @@ def restore(pools: Sequence[StatePool], slots: list[int], snapshots: Sequence[Sn
         for pool, snapshot in zip(pools, snapshots, strict=True):
             for x, rows in zip(pool.tensors(), snapshot.tensors, strict=True):
                 x[index] = rows.to(x.device)
+            _forget(pool, index)
         pools[0].publish(slots, 2)
         pools[0].table.renew(slots)
 
@@ -78,3 +83,10 @@ def _clear(pools: Sequence[StatePool], slots: list[int]) -> None:
     for pool in pools:
         for x in pool.tensors():
             x[index] = 0
+        _forget(pool, index)
+
+
+def _forget(pool: StatePool, index: Tensor) -> None:
+    """What waited for a state that is another now."""
+    if pool.pending is not None:
+        pool.pending.forget(index)

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kdakit import dispatch
 from kdakit.problem import checks_enabled
 from kdakit.serving.arguments import PoolSizes
 from kdakit.serving.slots import SlotTable
 from kdakit.serving.torch import owners
+from kdakit.serving.torch.pending import Pending
 from kdakit.serving.torch.storage import Storage
 
 Slots = Iterable[int] | Tensor
@@ -50,12 +52,14 @@ class StatePool:
         feedback: 8-bit storage with a second byte for what rounding left.
         beside: a pool whose slots are this one's too, as those of a model's layers are: a sequence has the same slot in all of them, one
             table and one tensor say whose it is. Slots are then taken and given back for all at once (kdakit.serving.torch.owners).
+        pending: 2 .. 8: on a GPU a `decode` of one token reads a state, but only every so many tokens is it written; until then the tokens
+            wait in a log of float32, and who asks for a state has it written first. Stored in fewer bits it is rounded as seldom.
     """
 
     def __init__(
         self, slots: int, HV: int, K: int, V: int, dtype: torch.dtype = torch.float32, state_v_first: bool = False,
         windows: Mapping[str, tuple[int, int]] | None = None, window_dtype: torch.dtype | None = None, feedback: bool = False,
-        device: Any = None, beside: StatePool | None = None,
+        device: Any = None, beside: StatePool | None = None, pending: int = 0,
     ):  # fmt: skip
         self.sizes = PoolSizes(HV, K, V, str(dtype).rpartition(".")[2], state_v_first, feedback)
         self.table: SlotTable = SlotTable(slots) if beside is None else beside.table
@@ -63,6 +67,7 @@ class StatePool:
         self.storage = Storage(rows, self.sizes, device)
         kind = window_dtype or getattr(torch, self.sizes.compute_dtype)
         self.windows = {name: torch.zeros(rows, *shape, dtype=kind, device=device) for name, shape in (windows or {}).items()}
+        self.pending: Pending | None = Pending(pending, rows, self.sizes, device) if pending else None
         fresh = torch.zeros(rows, dtype=torch.int32, device=device)
         self.generation: Tensor = fresh if beside is None else beside.generation
 
@@ -79,7 +84,8 @@ class StatePool:
         return self.table.free
 
     def bytes_per_slot(self) -> int:
-        return sum(x[0].numel() * x.element_size() for x in self.tensors())
+        more = [] if self.pending is None else self.pending.tensors()
+        return sum(x[0].numel() * x.element_size() for x in [*self.tensors(), *more])
 
     def allocate(self, count: int = 1) -> list[int]:
         """Slots of `count` new sequences, their states and windows zero. PoolFull where there are not as many."""
@@ -101,6 +107,7 @@ class StatePool:
     def snapshot(self, slots: Iterable[int] | int) -> Snapshot:
         """A copy of some slots, to restore into any slots later."""
         index = self.index(self.table.check(slots))
+        self.settle(index)
         return Snapshot([x[index] for x in self.tensors()])
 
     def restore(self, slots: Iterable[int] | int, snapshot: Snapshot) -> None:
@@ -121,7 +128,9 @@ class StatePool:
 
     def states(self, slots: Iterable[int] | int) -> Tensor:
         """The states [n, HV, K, V] of some slots, in the compute dtype."""
-        return self.storage.read(self.index(self.table.check(slots)))
+        index = self.index(self.table.check(slots))
+        self.settle(index)
+        return self.storage.read(index)
 
     def device_slots(self, slots: Slots) -> Tensor:
         """Slots as an integer tensor on the pool's device; what the host can see is checked."""
@@ -144,6 +153,15 @@ class StatePool:
         repeated = (s[:, None] == s).tril(-1).any(1)
         valid = inside & (generation % 2 == 1) & ~repeated
         return Rows(torch.where(valid, place, self.capacity), valid, torch.where(valid, generation, -1))
+
+    def settle(self, slots: Tensor) -> None:
+        """No token of these slots waits any longer: their states are what `decode` has left. Those to skip are skipped."""
+        if self.pending is not None and self.pending.possible:
+            rows = self.rows(slots)
+            accepted, log = self.pending.waiting(rows.place)
+            slots = torch.where(rows.valid, rows.place, -1)
+            dispatch.load("triton_gpu").pooled().write_pending(self, slots, rows.generation, accepted, log)
+            self.pending.forget(rows.place)
 
     def shift(self, rows: Rows, inputs: Mapping[str, Tensor], accepted: Tensor | None = None) -> None:
         """Windows move on by the first `accepted` (all if None) of inputs [N, T, D]: the last width - 1 of (window, inputs) stay."""
@@ -172,7 +190,7 @@ class StatePool:
         return dict(inputs or {})
 
     def tensors(self) -> list[Tensor]:
-        """Everything that is kept by slot."""
+        """Everything that is kept by slot, once no token waits."""
         return [*self.storage.tensors(), *self.windows.values()]
 
     def index(self, slots: list[int]) -> Tensor:

@@ -97,6 +97,7 @@ def _run(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: 
 
 
 def _move(pool: StatePool, rows: Rows, problem: Problem, arrays: Arrays, inputs: dict[str, Tensor], module: ModuleType, config: Any):
+    pool.settle(rows.place)
     if module.pooled is not None and pool.sizes.dtype != "int8":  # the kernels find and leave states themselves
         held = Pages(pool.storage.states[: pool.capacity], pool.sizes.state_v_first)
         own = problem.replace(state_v_first=held.state_v_first)

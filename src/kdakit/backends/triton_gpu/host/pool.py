@@ -11,7 +11,7 @@ import torch
 from kdakit.backends.triton_gpu import tiles
 from kdakit.backends.triton_gpu.config import Chip, Config, Cut, by_rows, chip_of, chunk_slots, padded
 from kdakit.backends.triton_gpu.host import forward
-from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft, pool_marks
+from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft, pool_marks, pool_pending
 from kdakit.backends.triton_gpu.kernels.pool_decode import Held
 from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
 from kdakit.backends.triton_gpu.runtime.launch import on_device
@@ -31,9 +31,9 @@ def cut_for(call: str, s: Any) -> Cut:
     """For a pool of sizes s. Scales of 8-bit states belong to 32 value channels, so there a program takes as many."""
     table = tiles.pool()
     if s.dtype == "int8":
-        return Cut(s.scale_group, table["int8"]["warps"])
+        return Cut(s.scale_group, table["int8"].get(call, table["int8"]["warps"]))
     cut = table["cuts"][call]["VK" if s.state_v_first else "KV"]
-    return Cut(max(16, min(cut["block_v"] * 128 // max(128, padded(s.K)), padded(s.V))), cut["warps"])
+    return Cut(max(16, min(cut["block_v"] * 128 // max(128, padded(s.K)), padded(s.V))), cut["warps"], cut.get("registers", 0))
 
 
 @functools.lru_cache
@@ -68,6 +68,48 @@ def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, con
                 accepted=None,
                 cu_seqlens=None,
             )
+    return out
+
+
+def decode_pending(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor) -> torch.Tensor:
+    """One token of each row in two launches, the second of which writes a state where the log of waiting tokens is full."""
+    p, storage, pending, chain = problem, pool.storage, pool.pending, chained(slots.device)
+    arrays, slots = contiguous_parameters(arrays), slots.contiguous()
+    x = views(arrays)
+    pending.possible = True
+    out = torch.empty((p.N, 1, p.HV, p.V), dtype=x.v.dtype, device=x.v.device)
+    if not p.N:
+        return out
+    rows, TP, KP = p.N * p.HV, pool_pending.padded_tokens(pending.tokens), padded(p.K)
+    wide = lambda *shape: torch.empty((rows, *shape), dtype=torch.float32, device=out.device)
+    made = dict(vectors=wide(2, KP), coefficients=wide(2, TP), writes=wide(TP + 1, KP))
+    made |= dict(waiting=torch.empty(rows, dtype=torch.int32, device=out.device))
+    with on_device(arrays.q):
+        pool_pending.launch_arrive(p, x.layout, pool.capacity, pending.tokens, chain)(
+            q=x.q,
+            k=x.k,
+            g=x.g,
+            beta=arrays.beta,
+            A_log=arrays.A_log,
+            dt_bias=arrays.dt_bias,
+            slots=slots,
+            generation=pool.generation,
+            count=pending.count,
+            log_k=pending.k,
+            log_decay=pending.decay,
+            **made,
+        )
+        cut = replace(cut_for("pending", pool.sizes), chained=chain)
+        pool_pending.launch(p, x.layout, pool.sizes, pool.capacity, pending.tokens, cut)(
+            v=x.v,
+            o=out,
+            states=storage.states,
+            scales=storage.scales,
+            residual=storage.residual,
+            slots=slots,
+            log_u=pending.u,
+            **made,
+        )
     return out
 
 
@@ -244,19 +286,24 @@ def _draft_registers(problem: Problem, pool: Any, past: Any, cut: Cut) -> int:
 
 def commit(pool: Any, draft: Any, accepted: torch.Tensor) -> None:
     """One launch."""
+    write_pending(pool, draft.slots, draft.generation, accepted, draft.log)
+
+
+def write_pending(pool: Any, slots: torch.Tensor, generation: torch.Tensor, accepted: torch.Tensor, log: Any) -> None:
+    """The first accepted[n] tokens of a log into the state of slots[n], while it is of that generation."""
     storage, cut = pool.storage, replace(cut_for("commit", pool.sizes), chained=chained(pool.storage.states.device))
-    N, T = draft.log.u.shape[:2]
-    if draft.log.u.numel():
+    N, T = log.u.shape[:2]
+    if log.u.numel():
         with on_device(storage.states):
             pool_draft.launch_commit(N, T, pool.sizes, cut)(
                 states=storage.states,
                 scales=storage.scales,
                 residual=storage.residual,
-                slots=draft.slots.contiguous(),
+                slots=slots.contiguous(),
                 generation=pool.generation,
                 accepted=accepted.contiguous(),
-                log_k=draft.log.k,
-                log_decay=draft.log.decay,
-                log_u=draft.log.u,
-                log_generation=draft.generation,
+                log_k=log.k,
+                log_decay=log.decay,
+                log_u=log.u,
+                log_generation=generation,
             )
