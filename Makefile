@@ -45,8 +45,8 @@ gpu-random:  ## random problems on the Triton kernels; SEED=n for others
 
 gpu-tests:
 	$(ONE_THREAD) KDAKIT_UNCHECKED=1 PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -q $(SPREAD) tests/test_contract.py tests/stages/test_triton_gpu.py \
-		tests/stages/test_fused_gpu.py tests/serving/test_pool_gpu.py tests/serving/test_pages.py tests/test_padding.py tests/stacks/test_engines.py \
-		-k 'triton_gpu or fused_gpu or pool_gpu or real_sizes or engines' $(ARGS)
+		tests/stages/test_fused_gpu.py tests/serving/test_pool_gpu.py tests/serving/test_pending.py tests/serving/test_pages.py tests/test_padding.py tests/stacks/test_engines.py \
+		-k 'triton_gpu or fused_gpu or pool_gpu or pending or real_sizes or engines' $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check src tests examples
