@@ -29,7 +29,7 @@ def torch_tokens(rows, count, seed=0, **sizes):
     return {n: torch.from_numpy(a).float().to(DEVICE) for n, a in tokens(np.random.default_rng(seed), rows, count, **sizes).items()}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the process with TRITON_INTERPRET=1")
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the kernels run in this process")
 def test_in_its_interpreter():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")

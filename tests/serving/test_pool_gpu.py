@@ -103,7 +103,7 @@ def test_bad_slots_are_skipped():
     assert [i for i in range(6) if not o[i].any()] == [1, 2, 3, 4] and changed == sorted((a, b))
     _, draft = verify(pool, slots, **part(x, slice(0, 2)), **BOUNDED)
     pool.free([a])
-    assert pool.allocate() == [a]
+    assert a in pool.allocate(pool.free_slots)
     slots.fill_(a)  # the draft has its own
     before = pool.states([b])
     commit(pool, draft, torch.full((6,), 1, device="cuda"))

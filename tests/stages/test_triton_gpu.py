@@ -215,7 +215,8 @@ def test_training_that_comes_again(name):
 
     case, x, (d_o, d_final) = inputs(name)
     flipped = x._replace(q=x.q.flip(1), v=x.v.flip(1), initial_state=x.initial_state.flip(0))
-    jobs = [(x, d_o, d_final), (flipped, d_o.flip(1), d_final), (x, d_o.transpose(1, 2).contiguous().transpose(1, 2), -d_final)]
+    turned = d_o.transpose(1, 2).contiguous().transpose(1, 2)  # is copied at every call
+    jobs = [(x, d_o, d_final), (flipped, d_o.flip(1), d_final), (x, turned, -d_final), (flipped, -turned, d_final)]
 
     def trained(y, d_o, d_final):
         leaves = y._replace(**{n: getattr(y, n).clone().requires_grad_() for n in DIFFERENTIABLE if getattr(y, n) is not None})
@@ -229,7 +230,7 @@ def test_training_that_comes_again(name):
     for _ in range(3):
         for job, want in zip(jobs, fresh, strict=True):
             assert same(trained(*job), want)
-    assert len(torch_operators._plans) == 2  # the last d_o has to be copied at every call
+    assert len(torch_operators._plans) == 3  # a forward, and a backward for each kind of d_o
 
 
 @pytest.mark.parametrize("what", ["forward", "training", "decode"])
@@ -261,22 +262,27 @@ def test_decoding_in_place(T, dtype):
     x = x._replace(**{n: getattr(x, n)[:, :T].contiguous() for n in ("q", "k", "v", "g", "beta")})
     options = {n: o for n, o in case.call_options.items() if n not in ("chunk_size", "safe_gate")}
     named = {n: a for n, a in x._asdict().items() if a is not None and n != "initial_state"}
-    states = [x.initial_state.to(dtype) for _ in range(2)]
+    start = x.initial_state.to(dtype)
 
     def step(state, in_place):
         return kt.fused_recurrent_kda(**named, **options, initial_state=state, inplace_final_state=in_place, backend="triton_gpu")
 
     with launch.recording() as recorded:
-        step(states[0].clone(), True)
+        step(start.clone(), True)
     assert len(recorded) == 1
-    mine = states[0].clone()
+    mine = start.clone()
     replay = captured(lambda: step(mine, True)[:1])
-    mine.copy_(states[0])
+    mine.copy_(start)
     for _ in range(3):
+        before = mine.clone()
         (o,) = replay()
-        want, states[1] = step(states[1], False)
-        assert torch.equal(o, want) and torch.equal(mine, states[1])
-    assert not torch.equal(mine, states[0])
+        want, after = step(before, False)  # a state in float32
+        if dtype == torch.float32:
+            assert torch.equal(o, want) and torch.equal(mine, after)
+        else:  # another kernel's sums, rounded to what is stored
+            torch.testing.assert_close(mine.float(), after, rtol=2**-8, atol=1e-6)
+            torch.testing.assert_close(o, want, rtol=2**-7, atol=1e-6)
+    assert not torch.equal(mine, start)
 
 
 def test_more_than_2_to_the_31_elements():

@@ -42,8 +42,8 @@ class Pending:
         return [self.k, self.decay, self.u, self.count]
 
     def forget(self, index: Tensor) -> None:
-        """Rows whose states are others now."""
-        self.count[index] = 0
+        """Rows whose states are others now. A CUDA graph can hold it."""
+        self.count.index_fill_(0, index, 0)
 
     def waiting(self, place: Tensor) -> tuple[Tensor, WaitingLog]:
         """How many tokens [N] of each row, and which."""
