@@ -512,6 +512,19 @@ def test_nothing_of_q_is_lost_on_its_way_to_a_given_state():
 
 
 @interpreter
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nor_of_decays_that_leave_next_to_nothing(dtype):
+    """Where no token writes, d_initial is q times decays, d_o and two roundings: two parts of bfloat16 and 2^y left 5 times what may be."""
+    case = Case("decays", "", T=3, H=1, HV=1, K=40, V=16, gate="strong", options={"output_final_state": False, "scale": -0.5})
+    values, arrays = case.arrays(dtype), tensors(case, dtype)
+    values = values._replace(beta=np.zeros_like(values.beta))
+    results = gradients(case, dtype, arrays._replace(beta=torch.zeros_like(arrays.beta)))
+    found = {name: x.double().numpy() for name, x in results.items() if x is not None}
+    rows = checking.compare_quickly(case.problem(dtype), values, found, case.cotangents(dtype), dtype)
+    assert all(row.ok for row in rows if row.name == "initial_state"), rows
+
+
+@interpreter
 def test_like_keys_in_float32():
     """Identical keys, strengths near 2, nothing forgotten: the error of the product of two keys, and of sums over tokens in another order
     than theirs, came to 4 times what the rule allows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, end_chunks, exact_q, exact_steps, padded, read_channels, turned
+from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, end_chunks, exact_steps, padded, read_channels, turned
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -67,7 +67,6 @@ def options(problem: Problem, config: Config) -> dict[str, Any]:
         HAS_LOWER=problem.needs_grad,
         HAS_CHECKPOINTS=problem.needs_grad,
         HAS_FIRST=corrected(problem),
-        HAS_Q_LOST=exact_q(problem) and problem.dtype == "bfloat16",
         HAS_LOST=config.exact_last,
         EXACT_DECAY=exact_steps(problem),  # of steps
         EXACT_SHARE=config.exact_share,

@@ -211,7 +211,9 @@ def reverse(problem: Problem, arrays: Arrays, x: Views, y: Replayed, solved, d_o
 def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: Reversed, config: Config) -> None:
     """A short launch for a gradient of the initial state from half-precision tiles: adds to d_initial what they lost."""
     if corrected(problem) and problem.N * problem.HV * problem.V:
-        launch = reverse_kernel.launch_restore(problem, config, x.layout)
+        lent = borrowed.lends_to(arrays.q) and borrowed.rebuild(problem, config, arrays.q.device) is not None
+        had_q_lost = lent and exact_q(problem)  # Triton's `rebuild` leaves here what is lost of that in turn
+        launch = reverse_kernel.launch_restore(problem, config, x.layout, had_q_lost)
         launch(d_o=d_o, d_v=back.d_v, first=y.first, cu_seqlens=arrays.cu_seqlens, d_initial=back.d_initial)
 
 

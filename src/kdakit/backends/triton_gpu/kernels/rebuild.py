@@ -76,19 +76,22 @@ def rebuild_span(
     SOLVE_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Stores k_in and q_decayed of 32 tokens and returns k_decayed as SOLVE_DTYPE, [BK, 32]. Of a first chunk also what rounding took,
-    and of every chunk what it took from q_decayed, if that is asked for."""
+    and of every chunk what it took from q_decayed, if that is asked for: in bfloat16 the first chunk's is then what was lost of that."""
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     b_k = unit_span(p_k, p_norms + C, o_t, o_r, m_r, s_kt, o_k, eos, b_I, K, KP, ALIGN, L2NORM)
     b_q = unit_span(p_q, p_norms, o_t, o_r, m_r, s_qt, o_k, eos, b_I, K, KP, ALIGN, L2NORM) * (b_from * scale)
     b_in = b_k * b_from
     store_span(p_tile, o_r, m_r, o_k, b_in, KP)
     store_span(p_tile + C * KP, o_r, m_r, o_k, b_q, KP)
+    b_q_lost = b_q - round_to(b_q, DTYPE).to(tl.float32)
     if p_q_lost is not None:
-        store_span(p_q_lost, o_r, m_r, o_k, b_q - round_to(b_q, DTYPE).to(tl.float32), KP)
+        store_span(p_q_lost, o_r, m_r, o_k, b_q_lost, KP)
+        if DTYPE.is_bf16():
+            b_q_lost -= round_to(b_q_lost, DTYPE).to(tl.float32)
     if HAS_FIRST:  # noqa: SIM102 - the compiler decides the one, the device the other
         if first:
             store_span(p_first, o_r, m_r, o_k, b_in - round_to(b_in, DTYPE).to(tl.float32), KP)
-            store_span(p_first + C * KP, o_r, m_r, o_k, b_q - round_to(b_q, DTYPE).to(tl.float32), KP)
+            store_span(p_first + C * KP, o_r, m_r, o_k, b_q_lost, KP)
     return round_to(b_k * b_to, SOLVE_DTYPE)
 
 
@@ -105,6 +108,7 @@ def rebuild_chunk(
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     R: tl.constexpr = C if C > 32 else 32
     EXACT: tl.constexpr = DTYPE.is_fp32()
+    EXACT_EACH: tl.constexpr = EXACT or p_q_lost is not None  # decays too are then all that is lost of q
     o_0 = span_tokens(32)
     o_1 = o_0 + 32
     o_r0, o_r1 = row_of_token(o_0, HALF, GROUP), row_of_token(o_1, HALF, GROUP)
@@ -131,11 +135,13 @@ def rebuild_chunk(
         tl.debug_barrier()  # they are read back
     for i_k in tl.range(0, KR, BK, num_stages=1):
         o_k = i_k + tl.arange(0, BK)
-        b_e, b_log = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
+        b_e, b_log = load_decay(p_g, p_dt_bias, a, lower_bound, o_t0, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT_EACH, PTX)
         b_prefix, b_suffix, c, b_decay0 = octet_decays(b_e)
         b_from0, b_to0 = from_start(b_prefix, c), to_end(b_suffix, c)
         if C > 32:
-            b_e, b_log1 = load_decay(p_g, p_dt_bias, a, lower_bound, o_t1, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT, PTX)
+            b_e, b_log1 = load_decay(
+                p_g, p_dt_bias, a, lower_bound, o_t1, s_gt, o_k, eos, b_I, K, KP, ALIGN, GATE, HAS_DT_BIAS, EXACT_EACH, PTX
+            )
             b_prefix, b_suffix, c, b_decay1 = octet_decays(b_e)
             b_to0 = b_to0 * b_decay1
         b_k_decayed = rebuild_span(

@@ -125,10 +125,11 @@ def reverse_kernel(
 def restore_kernel(
     p_d_o, p_d_v, p_first, p_cu_seqlens, p_d_initial, T, HV,
     K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, BV: tl.constexpr,
-    VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAS_Q_LOST: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAD_Q_LOST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_initial += q_lost^T d_o - k_lost^T d_v  over the first chunk: what rounding took from q_decayed and k_in there, which nothing
-    averages out of this one gradient - in float16 it can be all there is. HAS_Q_LOST: `reverse_kernel` had that of q.
+    averages out of this one gradient - in float16 it can be all there is. HAD_Q_LOST: `reverse_kernel` had that of q,
+    and nothing else is known of it.
     Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -155,7 +156,7 @@ def restore_kernel(
     m_state = (o_v < V)[:, None] & (o_k < K)[None, :]
     b_d_v = stored_operand(tl.load(p_d_v + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
     b_dS = -product(tl.trans(b_d_v), tl.load(p_lost), PRECISION)  # [BV, KP]
-    if not HAS_Q_LOST:
+    if not HAD_Q_LOST:
         b_d_o = stored_operand(tl.load(p_d_o + o_row, mask=m_cv, other=0.0), p_first.dtype.element_ty)
         b_dS += product(tl.trans(b_d_o), tl.load(p_lost + C * KP), PRECISION)
     b_dS += tl.load(p_state, mask=m_state, other=0.0).to(tl.float32)
@@ -174,7 +175,7 @@ def launch_reverse(problem: Problem, config: Config, layout: Layout, has_final: 
 
 
 @lru_cache(maxsize=1024)
-def launch_restore(problem: Problem, config: Config, layout: Layout) -> Launch:
+def launch_restore(problem: Problem, config: Config, layout: Layout, had_q_lost: bool) -> Launch:
     grid = problem.N * problem.HV * -(-problem.V // config.restore_block_v)
-    values = arguments(problem, config, layout) | dict(BV=config.restore_block_v)
+    values = arguments(problem, config, layout) | dict(BV=config.restore_block_v, HAD_Q_LOST=had_q_lost)
     return Launch(restore_kernel, grid, values, num_warps=config.restore_warps)
