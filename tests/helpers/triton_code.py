@@ -137,7 +137,7 @@ def launches_of_pools(chip):
         pool = StatePool(2, 2, K, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback)
         config = configs.choose(problem, chip)
         with launch.recording() as recorded:
-            pools.decode(problem, arrays, pool, slots, config)
+            pools.decode(problem, arrays, pool, slots)
             _, owners, log = pools.verify(problem, arrays, pool, slots, config)
             draft = Draft(pool, None, *owners, log, {}, None, T)
             pools.verify(problem, arrays, pool, slots, config, (draft, slots))

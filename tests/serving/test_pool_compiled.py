@@ -83,7 +83,7 @@ def compile_all(target: str) -> None:
         pool = StatePool(2, 2, size, V, dtype=getattr(torch, dtype), state_v_first=v_first, feedback=feedback, pending=8)
         slots = torch.zeros(2, dtype=torch.int64)
         config = configs.choose(problem, chip)
-        pooled.decode(problem, arrays, pool, slots, config)
+        pooled.decode(problem, arrays, pool, slots)
         one = Arrays(*(None if x is None else x[:, :1] if x.dim() > 2 else x for x in arrays))
         pooled.decode_pending(problem.replace(T=1), one, pool, slots)
         _, owners, log = pooled.verify(problem, arrays, pool, slots, config)

@@ -193,6 +193,10 @@ class StatePool:
         """Everything that is kept by slot, once no token waits."""
         return [*self.storage.tensors(), *self.windows.values()]
 
+    def seen_by_kernels(self) -> list[Tensor]:
+        """Everything that a decode reads or writes."""
+        return [*self.storage.tensors(), self.generation, *([] if self.pending is None else self.pending.tensors())]
+
     def index(self, slots: list[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 

@@ -14,8 +14,9 @@ from kdakit.backends.triton_gpu.host import forward
 from kdakit.backends.triton_gpu.kernels import pool_decode, pool_draft, pool_marks, pool_pending
 from kdakit.backends.triton_gpu.kernels.pool_decode import Held
 from kdakit.backends.triton_gpu.runtime.interpreter import INTERPRETED
-from kdakit.backends.triton_gpu.runtime.launch import on_device
+from kdakit.backends.triton_gpu.runtime.launch import on_device, watching
 from kdakit.backends.triton_gpu.runtime.layout import contiguous_parameters, views
+from kdakit.backends.triton_gpu.runtime.repeat import Plan, plan_of
 from kdakit.problem import Arrays, Problem
 
 
@@ -42,57 +43,59 @@ def chained(device: torch.device) -> bool:
     return not INTERPRETED and chip_of(device).name in ("sm_90", "sm_100", "sm_120")
 
 
-def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor, config: Config) -> torch.Tensor:
-    """One launch."""
+def decode(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor) -> tuple[torch.Tensor, Plan | None]:
+    """One launch; and how to repeat it with (q, k, v, g, beta, A_log, dt_bias, slots, *pool.seen_by_kernels()), if it can be."""
     storage = pool.storage
-    arrays = contiguous_parameters(arrays)
-    x = views(arrays)
+    own = contiguous_parameters(arrays)
+    x = views(own)
     out = torch.empty((problem.B, problem.T, problem.HV, problem.V), dtype=x.v.dtype, device=x.v.device)
-    if problem.N and problem.T:
-        with on_device(arrays.q):
-            held = Held(0, pool.capacity, storage.states.stride(0), 1, out.stride()[:3])
-            pool_decode.launch(problem, x.layout, pool.sizes, held, cut_for("decode", pool.sizes))(
-                q=x.q,
-                k=x.k,
-                v=x.v,
-                g=x.g,
-                beta=arrays.beta,
-                A_log=arrays.A_log,
-                dt_bias=arrays.dt_bias,
-                o=out,
-                states=storage.states,
-                scales=storage.scales,
-                residual=storage.residual,
-                slots=slots.contiguous(),
-                generation=pool.generation,
-                accepted=None,
-                cu_seqlens=None,
-            )
-    return out
+    if not (problem.N and problem.T):
+        return out, None
+    held = Held(0, pool.capacity, storage.states.stride(0), 1, out.stride()[:3])
+    with on_device(own.q), watching() as seen:
+        pool_decode.launch(problem, x.layout, pool.sizes, held, cut_for("decode", pool.sizes))(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            g=x.g,
+            beta=own.beta,
+            A_log=own.A_log,
+            dt_bias=own.dt_bias,
+            o=out,
+            states=storage.states,
+            scales=storage.scales,
+            residual=storage.residual,
+            slots=slots.contiguous(),
+            generation=pool.generation,
+            accepted=None,
+            cu_seqlens=None,
+        )
+    return out, plan_of([*arrays[:7], slots, *pool.seen_by_kernels()], [out], seen, _only)
 
 
-def decode_pending(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor) -> torch.Tensor:
-    """One token of each row in two launches, the second of which writes a state where the log of waiting tokens is full."""
+def decode_pending(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Tensor) -> tuple[torch.Tensor, Plan | None]:
+    """One token of each row in two launches, the second of which writes a state where the log of waiting tokens is full; and how to repeat
+    them, as `decode`."""
     p, storage, pending, chain = problem, pool.storage, pool.pending, chained(slots.device)
-    arrays, slots = contiguous_parameters(arrays), slots.contiguous()
-    x = views(arrays)
+    own, packed = contiguous_parameters(arrays), slots.contiguous()
+    x = views(own)
     pending.possible = True
     out = torch.empty((p.N, 1, p.HV, p.V), dtype=x.v.dtype, device=x.v.device)
     if not p.N:
-        return out
+        return out, None
     rows, TP, KP = p.N * p.HV, pool_pending.padded_tokens(pending.tokens), padded(p.K)
     wide = lambda *shape: torch.empty((rows, *shape), dtype=torch.float32, device=out.device)
     made = dict(vectors=wide(2, KP), coefficients=wide(2, TP), writes=wide(TP + 1, KP))
     made |= dict(waiting=torch.empty(rows, dtype=torch.int32, device=out.device))
-    with on_device(arrays.q):
+    with on_device(own.q), watching() as seen:
         pool_pending.launch_arrive(p, x.layout, pool.capacity, pending.tokens, chain)(
             q=x.q,
             k=x.k,
             g=x.g,
-            beta=arrays.beta,
-            A_log=arrays.A_log,
-            dt_bias=arrays.dt_bias,
-            slots=slots,
+            beta=own.beta,
+            A_log=own.A_log,
+            dt_bias=own.dt_bias,
+            slots=packed,
             generation=pool.generation,
             count=pending.count,
             log_k=pending.k,
@@ -106,11 +109,15 @@ def decode_pending(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Ten
             states=storage.states,
             scales=storage.scales,
             residual=storage.residual,
-            slots=slots,
+            slots=packed,
             log_u=pending.u,
             **made,
         )
-    return out
+    return out, plan_of([*arrays[:7], slots, *pool.seen_by_kernels()], [out], seen, _only)
+
+
+def _only(made: list) -> torch.Tensor:
+    return made[0]
 
 
 def decode_pages(problem: Problem, arrays: Arrays, pages: Any, slots, accepted, out: torch.Tensor | None) -> None:
