@@ -372,6 +372,82 @@ def test_full_attention_cache(framework):
     assert np.isnan(got[0, 8]).all() and np.isfinite(got[1]).all()  # padding takes no place, and stays a number for the layers behind
 
 
+def attention(framework):
+    """run(x, cu, how, weight) -> the outputs of packed sequences, which go through a cache or a context or neither, and the gradient of
+    their sum by weight."""
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        from kdakit.layers.torch import FullAttention, Rows
+
+        layer = FullAttention(24, 4, 6, 2)
+        context, given = OneSlice(lambda n: torch.arange(n), lambda cu, i: torch.searchsorted(cu, i, right=True)), torch.from_numpy
+
+        def run(x, cu, how, weight):
+            x, rows = given(x).requires_grad_(), Rows(cu_seqlens=given(cu), context=context if how == "context" else None)
+            o, _ = layer.mix(x, rows, layer.new_cache(len(cu) - 1, 12) if how == "cache" else None)
+            o.backward(given(weight))
+            return o.detach().numpy(), x.grad.numpy()
+
+        return run
+    jax = pytest.importorskip("jax")
+    nnx = pytest.importorskip("flax.nnx")
+    from kdakit.layers.jax import FullAttention, Rows
+
+    layer = FullAttention(24, 4, 6, 2, rngs=nnx.Rngs(0))
+    context = OneSlice(jax.numpy.arange, lambda cu, i: (i[:, None] >= cu[1:]).sum(-1))
+
+    def run(x, cu, how, weight):
+        rows = lambda cu: Rows(cu_seqlens=cu, context=context if how == "context" else None)
+        cache = layer.new_cache(len(cu) - 1, 12) if how == "cache" else None
+        o, pullback = jax.vjp(jax.jit(lambda x: layer.mix(x, rows(cu), cache)[0]), x)
+        return np.asarray(o), np.asarray(pullback(weight)[0])
+
+    return run
+
+
+class OneSlice:
+    """A context of all tokens."""
+
+    def __init__(self, count, owner):
+        self.count, self.owner = count, owner
+
+    def all_tokens(self, x):
+        return x
+
+    def visible(self, x, cu):
+        i = self.count(x.shape[1])
+        owner = self.owner(cu, i)
+        return ((i[:, None] >= i) & (owner[:, None] == owner))[None]
+
+
+@pytest.mark.parametrize("how", ["alone", "cache", "context"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_is_not_finite_stays_in_its_packed_sequence(framework, how):
+    """In attention, whose masked weights are zeros: 0 * NaN. From its token on outputs are NaN; a gradient that is not finite reaches
+    what its token sees."""
+    run, cu, x, weight = attention(framework), np.array([0, 4, 4, 10, 13]), inputs(1, 13), inputs(1, 13, seed=2)
+    o, d_x = run(x, cu, how, weight)
+    for start, stop in ((0, 4), (4, 10), (10, 13)):
+        alone = run(x[:, start:stop], np.array([0, stop - start]), how, weight[:, start:stop])
+        close(o[:, start:stop], alone[0], 1e-6)
+        close(d_x[:, start:stop], alone[1], 1e-6)
+    others = np.r_[0:4, 10:13]
+    for value in (np.nan, np.inf):
+        for place in (x, weight):
+            kept, place[0, 6, 3] = place[0, 6, 3], value
+            found, gradient = run(x, cu, how, weight)
+            place[0, 6, 3] = kept
+            np.testing.assert_array_equal(found[:, others], o[:, others])
+            np.testing.assert_array_equal(gradient[:, others], d_x[:, others])
+            if place is x:
+                np.testing.assert_array_equal(found[0, 4:6], o[0, 4:6])
+                assert np.isnan(found[0, 6:10]).all()
+            else:
+                np.testing.assert_array_equal(found, o)
+                assert np.isnan(gradient[0, 4:7]).all()
+                np.testing.assert_array_equal(gradient[0, 7:10], d_x[0, 7:10])
+
+
 def test_compiled_attention_knows_no_sizes():
     torch = pytest.importorskip("torch")
     from kdakit.layers.torch import FullAttention, Rows

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from kdakit.layers.jax.apart import attend_apart
 from kdakit.layers.jax.linear import Linear
 from kdakit.layers.jax.rows import Rows
 from kdakit.layers.sizes import check_cache
@@ -46,15 +47,21 @@ class FullAttention(nnx.Module):
         q, k, v = (_heads(project(x), self.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
         if rows.context is not None:
             mask = rows.context.visible(x, rows.cu_seqlens)
-            o = _attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
+            o = attend_apart(_attend, q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
+        elif cache is None and rows.cu_seqlens is None:
+            o = _attend(q, k, v, None)
         elif cache is None:
-            o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
+            o = attend_apart(_attend, q, k, v, _within(rows, x.shape[1]))
         else:
             check_cache(cache.lengths.shape[0], rows.sequences(x))
             cache, mask, fits = _extend(cache, k, v, rows)
-            flat = (lambda a: a.reshape(1, -1, *a.shape[2:])) if rows.cu_seqlens is not None else (lambda a: a)
-            k, v = (flat(a).astype(q.dtype) for a in (cache.keys, cache.values))
-            o = jnp.where(fits[..., None, None], _attend(q, k, v, mask), jnp.nan)
+            k, v = (a.astype(q.dtype) for a in (cache.keys, cache.values))
+            if rows.cu_seqlens is None:
+                o = _attend(q, k, v, mask)
+            else:
+                k, v = (a.reshape(1, -1, *a.shape[2:]) for a in (k, v))
+                o = attend_apart(_attend, q, k, v, mask)
+            o = jnp.where(fits[..., None, None], o, jnp.nan)
         return self.o_proj(o.reshape(*o.shape[:-2], -1)), cache
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kdakit.layers.sizes import check_cache
+from kdakit.layers.torch.apart import attend_apart
 from kdakit.layers.torch.rows import Rows
 
 
@@ -45,16 +46,18 @@ class FullAttention(nn.Module):
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if rows.context is not None:
             mask = rows.context.visible(x, rows.cu_seqlens)
-            o = _attend(q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
+            o = attend_apart(_attend, q, rows.context.all_tokens(k), rows.context.all_tokens(v), mask)
+        elif cache is None and rows.cu_seqlens is None:
+            o = _attend(q, k, v, None)
         elif cache is None:
-            o = _attend(q, k, v, None if rows.cu_seqlens is None else _within(rows, x.shape[1]))
+            o = attend_apart(_attend, q, k, v, _within(rows, x.shape[1]))
         else:
             check_cache(cache.lengths.shape[0], rows.sequences(x))
             cache, mask, fits = _extend(cache, k, v, rows)
             if rows.cu_seqlens is None:
                 o = _attend(q, cache.keys, cache.values, mask)
             else:
-                o = _attend_apart(q, cache.keys.flatten(0, 1)[None], cache.values.flatten(0, 1)[None], mask)
+                o = attend_apart(_attend, q, cache.keys.flatten(0, 1)[None], cache.values.flatten(0, 1)[None], mask)
             o = torch.where(fits[..., None, None], o, torch.nan)
         return self.o_proj(o.flatten(-2)), cache
 
@@ -65,15 +68,6 @@ def _attend(q, k, v, mask):
     mask = None if mask is None else mask[:, None]
     grouped = not q.shape[1] == k.shape[1]  # noqa: SIM201  a comparison of torch.compile's sizes is no bool yet, its negation is one
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped).transpose(1, 2)
-
-
-def _attend_apart(q, k, v, mask):
-    """The same of packed sequences: what is not finite in one would reach the others, 0 * NaN, and becomes the NaN of who sees it."""
-    good = [a.isfinite().flatten(2).all(-1) for a in (q, k, v)]  # [B, T], [B, M] twice
-    q, k, v = (torch.where(own[..., None, None], a, 0) for own, a in zip(good, (q, k, v), strict=True))
-    o = _attend(q, k, v, mask)
-    spoiled = (mask & ~(good[1] & good[2])[:, None]).any(-1) | ~good[0]
-    return torch.where(spoiled[..., None, None], torch.nan, o)
 
 
 def _within(rows: Rows, T: int) -> Tensor:
