@@ -318,6 +318,49 @@ def test_generation_is_alike_in_both_frameworks_and_in_pieces():
         np.testing.assert_array_equal(ours, pieces)
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_generation_writes_into_the_cache_that_it_made(framework):
+    """Prompt, in pieces or not, and steps: twice the cache is never there."""
+    model = model_of(framework, ALTERNATE)
+    place = lambda cache: [x.data_ptr() if framework == "torch" else x.unsafe_buffer_pointer() for x in cache[1][:2]]
+    made, seen = model.inference, []
+
+    def inference(**options):
+        call = made(**options)
+
+        def watched(tokens, cache):
+            before = place(cache)
+            logits, cache = call(tokens, cache)
+            seen.append((tokens.shape[1], place(cache) == before))
+            return logits, cache
+
+        return watched
+
+    model.inference = inference
+    whole = list(generate(model, TOKENS[:2, :9], 3, greedy))
+    pieces = list(generate(model, TOKENS[:2, :9], 3, greedy, piece=4))
+    np.testing.assert_array_equal(whole, pieces)
+    assert seen == [(n, True) for n in (9, 1, 1, 4, 4, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_cache_that_inference_leaves_as_it_was(framework):
+    """Several continuations, of several tokens each; and what a captured step holds is never overwritten by anybody else."""
+    from kdakit.models.captured import Moved
+
+    model = model_of(framework, ALTERNATE)
+    call = model.inference(in_place=False)
+    _, cache = call(TOKENS[:, :10], model.new_cache(3, 20))
+    want, _ = call(TOKENS[:, 12:14], cache)
+    call(TOKENS[:, 20:25], cache)
+    np.testing.assert_array_equal(call(TOKENS[:, 12:14], cache)[0], want)
+    if framework == "torch":
+        _, after = model.inference(in_place=True)(TOKENS[:, 12:14], Moved(cache))
+        assert after[1].keys is not cache[1].keys
+        _, after = model.inference(in_place=True)(TOKENS[:, 12:14], cache)
+        assert after[1].keys is cache[1].keys
+
+
 def test_samplers():
     logits = np.tile(np.array([0.0, 1.0, 3.0, 2.0]), (4000, 1))
     assert (greedy(logits) == 2).all() and sampler(0.0) is greedy

@@ -29,7 +29,7 @@ def generate(
         if value < 0:
             raise ValueError(f"{name} must be at least 0, got {value}")
     prompt = prompt.astype(np.int64, copy=False)
-    call, cache = call or model.inference(), model.new_cache(prompt.shape[0], prompt.shape[1] + count)
+    call, cache = call or model.inference(in_place=True), model.new_cache(prompt.shape[0], prompt.shape[1] + count)
     piece = piece or prompt.shape[1]
     for start in range(0, prompt.shape[1], piece):
         logits, cache = call(prompt[:, start : start + piece], cache)

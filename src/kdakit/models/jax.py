@@ -122,11 +122,14 @@ class KimiLinear(nnx.Module):
     def _named(self):
         return [(".".join(map(str, path)), value) for path, value in nnx.to_flat_state(nnx.state(self, nnx.Param))]
 
-    def inference(self):
-        """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays, compiled for every T. Uses the cache up."""
+    def inference(self, in_place: bool = True):
+        """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays, compiled for every T.
+
+        in_place: a call uses the cache up: go on with the one that comes back. Else there must be room for both.
+        """
         graph, parameters = nnx.split(self)
 
-        @partial(jax.jit, donate_argnums=2)
+        @partial(jax.jit, donate_argnums=2 if in_place else ())
         def run(parameters, tokens, cache):
             logits, cache = nnx.merge(graph, parameters)(tokens, cache=cache)
             return logits.astype(jnp.float32), cache

@@ -21,7 +21,7 @@ from kdakit.layers.torch import FullAttention, KimiDeltaAttention, Rows
 from kdakit.layers.torch.fused.residual import feed_forward
 from kdakit.layers.torch.fused.swiglu import swiglu
 from kdakit.layers.torch.norm import RMSNorm
-from kdakit.models.captured import CapturedSteps
+from kdakit.models.captured import CapturedSteps, Moved
 from kdakit.models.config import ModelConfig
 from kdakit.models.initial import initial_weights
 from kdakit.models.place import kept_float32
@@ -139,11 +139,11 @@ class KimiLinear(nn.Module):
             for name, value in own.items():
                 value.copy_(given[name])
 
-    def inference(self, graph: bool = True):
+    def inference(self, graph: bool = True, in_place: bool = False):
         """call(tokens [B, T], cache) -> (logits [B, T, vocab_size], cache), with NumPy arrays and without gradients.
 
         graph: a step of one token a sequence uses the cache up: go on with the one that comes back. On a CUDA device it is captured once
-        for each size of cache and replayed.
+        for each size of cache and replayed. in_place: calls of more tokens use it up too, and need no room for a second one.
         """
         device = self.model.embeddings.weight.device
 
@@ -154,7 +154,8 @@ class KimiLinear(nn.Module):
             if step and device.type == "cuda":
                 logits, cache = self._steps(self, given, cache)
             else:
-                logits, cache = self(given, cache=cache, in_place=step)
+                held = isinstance(cache, Moved)  # by a captured step, whose memory the next sequence overwrites
+                logits, cache = self(given, cache=cache, in_place=step or (in_place and not held))
             return logits.float().cpu().numpy(), cache
 
         return call
