@@ -207,6 +207,21 @@ def test_what_bench_has_not_measured_is_refused(tmp_path, capsys):
     assert "must be a record of kdakit compile" in capsys.readouterr().err
 
 
+def test_what_compile_has_not_measured_is_refused(tmp_path, capsys):
+    good_file = RECORD.parent / "tpu/2026-11-16_h32_forward.json"
+    good, file = json.loads(good_file.read_text()), tmp_path / "r.json"
+    row = good["results"][0]
+    without = lambda name: {key: value for key, value in row.items() if key != name}
+    rows = [{}, *map(without, ("target", "job", "kernels", "cycles", "milliseconds")), row | {"job": {"size": 1}}]
+    rows += [row | {"kernels": 1}, row | {"kernels": [{}]}, row | {"milliseconds": 0}, row | {"job": 1}]
+    for change in [dict(results=[row]) for row in rows] + [dict(missing=[{"reason": "no room"}])]:
+        file.write_text(json.dumps(good | change))
+        assert main(["compile", "--render", str(good_file), str(file)]) == 2, change
+        said = capsys.readouterr()
+        assert said.err.startswith(f"kdakit compile: {file} must hold what kdakit compile has measured, got rows that cannot be shown (")
+        assert said.err.count("\n") == 1 and not said.out
+
+
 def test_a_record_is_written_through_links_and_pipes(tmp_path):
     from kdakit.measure import records
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kdakit.measure import records, tpu_decode_table
+from kdakit.measure import machine, records, tpu_decode_table
 from kdakit.measure.choices import UsageError
 from kdakit.measure.generated import markdown_table
 from kdakit.measure.tpu_kernels import CHIPS, Job
@@ -25,8 +25,22 @@ Found = dict[tuple[str, Job], dict[str, Any]]
 
 
 def render(files: list[str]) -> str:
-    """All tables that the records are enough for."""
-    read = [_schedules(file) for file in files]
+    """All tables that the records are enough for; UsageError says which cannot be shown."""
+    read = {file: _schedules(file) for file in files}
+    for file, record in read.items():
+        _shown(file, [record])
+    return _shown(", ".join(files), list(read.values()))
+
+
+def _shown(files: str, read: list[dict[str, Any]]) -> str:
+    try:
+        return _tables(read)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        reason = machine.failure(problem).removeprefix(machine.FAILED)
+        raise UsageError(f"{files} must hold what kdakit compile has measured, got rows that cannot be shown ({reason})") from problem
+
+
+def _tables(read: list[dict[str, Any]]) -> str:
     about = lambda record: {name: record[name] for name in ("date", "commit")}
     found: Found = {(row["target"], Job(**row["job"])): row | about(r) for r in read for row in r["results"]}
     failed = {(row["target"], Job(**row["job"])): row["reason"] for record in read for row in record["missing"]}
