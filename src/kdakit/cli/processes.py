@@ -14,14 +14,14 @@ WORDS = "KDAKIT_WORDS"  # the command line, for the processes that run it
 HELD_OUT = 8  # sequences of the held-out batch
 
 
-def check(args, batch: int, length: int) -> None:
-    """Whether a batch can be cut so; `context` is the number of processes to a sequence, all of them by default."""
+def check(args, batch: int, length: int, accumulate: int) -> None:
+    """Whether a batch in so many pieces can be cut so; `context` is the number of processes to a sequence, all of them by default."""
     from kdakit.training.cuts import check_batch
 
     if args.nproc < 1:
         raise UsageError(f"--nproc must be positive, got {args.nproc}")
     try:
-        check_batch(args.nproc, context(args), batch, length)
+        check_batch(args.nproc, context(args), batch, length, accumulate)
         check_batch(args.nproc, context(args), HELD_OUT, length)
     except ValueError as problem:
         raise UsageError(f"--nproc {args.nproc} --context {context(args)}: {problem}") from problem

@@ -56,7 +56,7 @@ def run(args) -> int:
     try:
         where = place.find(framework, args.device, args.dtype)
         run_ = resumed(args) if args.resume else fresh(args)
-        processes.check(args, run_.data["batch"], run_.data["length"])
+        processes.check(args, run_.data["batch"], run_.data["length"], run_.data["accumulate"])
         data, held_out = _text(run_.data)
         code = processes.elsewhere(args, framework)
         if code is not None:

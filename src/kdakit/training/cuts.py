@@ -8,9 +8,10 @@ def check_team(size: int, context: int) -> None:
         raise ValueError(f"context must divide the {size} processes, got {context}")
 
 
-def check_batch(size: int, context: int, batch: int, length: int) -> None:
-    """Parts must be of one size: the mean of their means is then the mean."""
+def check_batch(size: int, context: int, batch: int, length: int, accumulate: int = 1) -> None:
+    """Parts must be of one size. accumulate: the batch comes in so many pieces, one after the other, each of which is cut."""
     check_team(size, context)
-    for name, whole, parts in (("batch", batch, size // context), ("length", length, context)):
+    rows = "batch" if accumulate == 1 else f"each of the {accumulate} pieces of the batch"
+    for name, whole, parts in ((rows, batch // accumulate, size // context), ("length", length, context)):
         if whole % parts:
             raise ValueError(f"{name} must be a multiple of the {parts} parts it is cut into, got {whole}")

@@ -28,6 +28,9 @@ class Team:
 
     def part(self, array: np.ndarray) -> np.ndarray:
         """This process's part of a batch [B, T]."""
+        for i, (name, n) in enumerate(zip(("batch", "length"), array.shape, strict=True)):
+            if n < self.mesh.size(i):
+                raise ValueError(f"{name} must be at least 1 in each of the {self.mesh.size(i)} parts it is cut into, got {n} for all")
         rows, columns = (np.array_split(np.arange(n), self.mesh.size(i))[self.mesh.get_local_rank(i)] for i, n in enumerate(array.shape))
         return np.ascontiguousarray(array[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
 
