@@ -39,7 +39,7 @@ ALLOWED = {
     "layers": {"torch", "torch_operators", "jax", "layers", "gates", "backends"},
     "models": {"layers", "models"},
     "training": {"models", "parallel", "training"},
-    "parallel": {"problem", "torch", "jax", "jax_sharding", "layers", "parallel"},
+    "parallel": {"problem", "torch", "torch_operators", "jax", "jax_sharding", "layers", "parallel"},
     "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
     "measure": None,  # anything but the command line
     "stacks": {"problem", "dispatch", "torch", "jax", "layers", "serving", "stacks"},

@@ -148,7 +148,8 @@ def few_ranks(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("few")
     (tmp / "refusal.py").write_text(REFUSAL)
     (tmp / "halo.py").write_text(HALO)
-    jobs = {what: (tmp / "refusal.py", 3, what) for what in REFUSALS} | {"halo": (tmp / "halo.py", 4)}
+    (tmp / "changed.py").write_text(CHANGED)
+    jobs = {what: (tmp / "refusal.py", 3, what) for what in REFUSALS} | {"halo": (tmp / "halo.py", 4), "changed": (tmp / "changed.py", 3)}
     return dict(zip(jobs, launch(tmp, *jobs.values(), timeout=120), strict=True))
 
 
@@ -187,6 +188,52 @@ torch.testing.assert_close(part.grad, whole.grad[:, mine])
 def test_a_convolution_reads_over_the_border(few_ranks):
     """Slices of 5, 0, 1 and 6 tokens, a window of four: outputs and gradients equal those of the whole."""
     for rank, (code, err) in enumerate(few_ranks["halo"]):
+        assert code == 0, (rank, err)
+
+
+CHANGED = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+import kdakit.parallel.torch as parallel
+rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+group = [dist.new_group([r]) for r in range(size)][rank]  # a rank alone, which cuts nothing
+
+def check(call, inputs, outputs):
+    found = call()
+    want = torch.autograd.grad(sum((2 * x[:, 1:]).sin().sum() for x in outputs(found)), inputs, allow_unused=True)
+    for x in outputs(found := call()):
+        x.mul_(2)
+        x[:, 0] = 0
+    got = torch.autograd.grad(sum(x.sin().sum() for x in outputs(found)), inputs, allow_unused=True)
+    for a, b in zip(want, got, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+    assert not any(x.detach_().requires_grad for x in outputs(call()))
+    with torch.no_grad():
+        kept = [x.clone() for x in inputs]
+        for x in outputs(call()):
+            x.detach_().fill_(7)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, kept, strict=True))
+
+for seed, (K, V, cu, v_first, own) in enumerate([
+    (8, 6, None, False, None), (8, 6, None, True, None), (1, 6, None, True, None), (8, 6, [0, 3, 3, 25, 30, 36], False, None),
+    (8, 6, [0, 3, 3, 25, 30, 36], True, None), (8, 6, [0, 12, 24, 36], False, None), (8, 6, [0, 5, 12], False, group), (8, 6, None, False, group),
+]):
+    torch.manual_seed(seed)
+    q, k, v, g, beta = (torch.randn(1, 12, 2, n) for n in (K, K, V, K, 1))
+    x = [a.requires_grad_() for a in (q, k, v, -g.exp(), beta[..., 0].sigmoid())]
+    state = torch.randn(1 if cu is None else len(cu) - 1, 2, *((V, K) if v_first else (K, V))).requires_grad_()
+    options = dict(group=own, state_v_first=v_first, output_final_state=True, cu_seqlens=None if cu is None else torch.tensor(cu))
+    check(lambda: parallel.chunk_kda(*x, initial_state=state, **options), [*x, state], lambda found: found)
+x = torch.randn(2, 5, 3).requires_grad_()
+check(lambda: parallel.previous_tokens(x, 4), [x], lambda found: [found])
+check(lambda: parallel.all_tokens(x), [x], lambda found: [found])
+"""
+
+
+def test_results_may_be_changed_in_place(few_ranks):
+    """As those of `kdakit.torch`: they are the caller's, in training too, and may be cut off before the next piece."""
+    for rank, (code, err) in enumerate(few_ranks["changed"]):
         assert code == 0, (rank, err)
 
 

@@ -31,7 +31,7 @@ def previous_tokens(x: Tensor, count: int, group: Any = None, tokens: list[int] 
     tails = _Gather.apply(tail, group)
     kept = [min(count, n) if rank < dist.get_rank(group) else 0 for rank, n in enumerate(tokens)]  # 0: in the graph, so that every rank
     before = torch.cat([missing, *(tail[:, count - n :] for tail, n in zip(tails, kept, strict=True))], 1)  # takes part in the backward
-    return before[:, before.shape[1] - count :]
+    return before[:, before.shape[1] - count :].clone()  # no view: whoever asked may change or detach it
 
 
 def all_tokens(x: Tensor, group: Any = None) -> Tensor:

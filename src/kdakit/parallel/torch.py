@@ -22,6 +22,7 @@ from kdakit.parallel.exchange import Affine, Scan, Traffic, agree, collective_de
 from kdakit.parallel.halo import all_tokens, previous_tokens, token_counts
 from kdakit.parallel.slices import Slice, dense_slice, packed_slice
 from kdakit.problem import MAX_HEAD_DIM, Arrays, check_backend_name, check_cu_seqlens, check_devices, make_options, make_problem
+from kdakit.torch_operators import no_view
 
 __all__ = ["Context", "Traffic", "all_tokens", "chunk_kda", "count_traffic", "previous_tokens", "scan_bytes"]
 
@@ -55,7 +56,7 @@ def chunk_kda(
     o, final_state = _run(arrays, how, part, group, needs_grad)
     if not output_final_state:
         return o, None
-    return o, final_state.transpose(-1, -2).contiguous() if state_v_first else final_state
+    return o, final_state.transpose(-1, -2).clone(memory_format=torch.contiguous_format) if state_v_first else final_state
 
 
 class Context:
@@ -202,7 +203,7 @@ class _Leave(torch.autograd.Function):
         ctx.save_for_backward(M, o_map)
         ctx.part, ctx.group = part, group
         ctx.shape = (*M.shape[:-1], o.shape[-1])
-        return tuple(None if x is None else x.view_as(x) for x in (o, S_head, S_tail))
+        return tuple(None if x is None else no_view(x.view_as(x)) for x in (o, S_head, S_tail))
 
     @staticmethod
     def backward(ctx, d_o, d_head, d_tail):
