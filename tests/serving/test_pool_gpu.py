@@ -89,6 +89,35 @@ def test_rows_do_not_depend_on_their_company():
             assert torch.equal(alone[0], all_of_them[i])
 
 
+@pytest.mark.parametrize("pending", [0, 4])
+@pytest.mark.parametrize("stored", [dict(), dict(dtype=torch.int8, feedback=True)])
+def test_a_decode_that_comes_again(stored, pending):
+    """It repeats the launches of the first: with its bits, whatever tensors, slots, alignments and other calls come between."""
+    from kdakit.serving.torch import calls
+
+    _, x = drawn(3, 14, "bfloat16", LARGE)
+    pools = [StatePool(6, 4, 128, 128, device="cuda", pending=pending, windows={"q": (3, 8)}, **stored) for _ in range(2)]
+    for pool in pools:
+        slots = torch.tensor(pool.allocate(5)[1:4], device="cuda")
+    inputs = torch.randn(3, 14, 8, device="cuda")
+    for t in range(14):
+        given, found = part(x, slice(t, t + 1)), []
+        if t % 5 == 4:  # elsewhere in memory
+            given = {n: torch.cat([y.flatten()[:1], y.flatten()])[1:].view(y.shape) if n in TOKENS else y.clone() for n, y in given.items()}
+        for pool, again in zip(pools, (True, False), strict=True):
+            if not again:
+                calls._plans.pop(pool, None)
+            where = slots.flip(0).contiguous() if t % 3 else slots.int()
+            found.append(decode(pool, where, **given, window_inputs={"q": inputs[:, t : t + 1]}, **BOUNDED))
+            if t == 6:
+                verify(pool, slots, **part(x, slice(0, 2)), **BOUNDED)
+        assert torch.equal(*found)
+    first, second = (pool.snapshot(slots.tolist()).tensors for pool in pools)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and len(calls._plans[pools[0]]) >= 4
+    with pytest.raises(TypeError, match="did you mean 'lower_bound'"):
+        decode(pools[0], slots, **given, **BOUNDED, lowerbound=-5.0)
+
+
 def test_bad_slots_are_skipped():
     """They output zeros and change no byte of the pool; a draft does not reach the next owner of its slot."""
     case, x = drawn(6, 2, "bfloat16", LARGE)

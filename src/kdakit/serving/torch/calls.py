@@ -47,9 +47,13 @@ def decode(
     use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, safe_gate.
     """
     arrays = Arrays(q, k, v, g, beta, A_log, dt_bias)
-    key = _alike(pool, slots, arrays, backend, options) if window_inputs is None else None
+    key = _alike(pool, slots, arrays, backend, options)
     if key is not None and isinstance(slots, Tensor) and (plan := _plans[pool].get(key)) is not None:
-        return plan((*arrays[:7], slots, *pool.seen_by_kernels()))
+        inputs = pool.check_inputs(window_inputs, *q.shape[:2])
+        o = plan((*arrays[:7], slots, *pool.seen_by_kernels()))
+        if inputs:
+            pool.shift(pool.rows(slots), inputs)
+        return o
     problem, given, module = _prepare("decode", pool, slots, arrays, backend, options)
     inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
     if module.pooled is not None:
@@ -59,7 +63,6 @@ def decode(
         else:
             pool.settle(given)
             o, plan = kernels.decode(problem, arrays, pool, given)
-            plan = plan if pool.pending is None else None
         if key is not None and plan is not None:
             _plans[pool][key] = plan
         if inputs:
