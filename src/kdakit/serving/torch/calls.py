@@ -179,7 +179,7 @@ _plans: WeakKeyDictionary[StatePool, dict[Any, Callable[[Sequence[Tensor | None]
 
 def _alike(pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options: dict[str, Any]) -> Any:
     """What calls over a pool have in common that differ in values and addresses alone; None where values are looked at."""
-    if not isinstance(slots, Tensor) or not arrays.q.is_cuda or checks_enabled() or not unwatched((*arrays[:7], slots)):
+    if not isinstance(slots, Tensor) or not unwatched((*arrays[:7], slots)) or not _repeats(arrays.q):
         return None
     if pool not in _plans:
         _plans[pool] = {}
@@ -190,6 +190,10 @@ def _alike(pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options:
     except TypeError:  # an option of a wrong type, which the call will name
         return None
     return key
+
+
+def _repeats(x: Tensor) -> bool:
+    return x.is_cuda and not checks_enabled()
 
 
 def _prepare(call: str, pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options: dict[str, Any]):
