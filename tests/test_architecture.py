@@ -40,7 +40,7 @@ ALLOWED = {
     "models": {"layers", "models"},
     "training": {"models", "parallel", "training"},
     "parallel": {"problem", "torch", "torch_operators", "jax", "jax_sharding", "layers", "parallel"},
-    "serving": {"problem", "dispatch", "torch", "jax", "layers", "models", "serving"},
+    "serving": {"problem", "dispatch", "torch", "torch_operators", "jax", "layers", "models", "serving"},
     "measure": None,  # anything but the command line
     "stacks": {"problem", "dispatch", "torch", "jax", "layers", "serving", "stacks"},
     "fla": {"__version__"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from kdakit.backends.triton_gpu.config import Config, by_rows, corrected, end_chunks, exact_steps, padded, read_channels, turned
+from kdakit.backends.triton_gpu.config import Config, Cut, by_rows, corrected, end_chunks, exact_steps, padded, read_channels, turned
 from kdakit.backends.triton_gpu.runtime.launch import DTYPES
 from kdakit.backends.triton_gpu.runtime.layout import Layout
 from kdakit.problem import Problem
@@ -90,3 +90,8 @@ def pages(problem: Problem, config: Config, paged: tuple[int, int, int, int] | N
     first, capacity, stride, unit = paged or (0, 0, 0, 1)
     rows = paged is not None and by_rows(problem, config)
     return dict(PAGED=paged is not None, FIRST=first, CAPACITY=capacity, s_page=stride, PAGE=unit, BY_ROWS=rows)
+
+
+def pool_states(pool: Any, cut: Cut) -> dict[str, Any]:
+    """Of states in a pool of these sizes."""
+    return dict(K=pool.K, V=pool.V, KP=padded(pool.K), BV=cut.block_v, V_FIRST=pool.state_v_first, FEEDBACK=pool.feedback)

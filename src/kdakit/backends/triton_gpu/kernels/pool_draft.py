@@ -18,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.arguments import activations, strides
+from kdakit.backends.triton_gpu.arguments import activations, pool_states, strides
 from kdakit.backends.triton_gpu.config import Cut, padded
 from kdakit.backends.triton_gpu.device.gate import inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.matrix import round_to
@@ -364,15 +364,11 @@ def launch_draft(problem: Problem, layout: Layout, pool: Any, capacity: int, pas
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
     sizes = dict(T=problem.T, T_past=past or 0, HV=problem.HV, CAPACITY=capacity, TP=padded_tokens(problem.T))
     sizes |= dict(PAST=0 if past is None else padded_tokens(past), ALIGN=layout.align, PRODUCT=product, CHAINED=cut.chained)
-    return Launch(draft_kernel, grid, sizes | state_sizes(pool, problem.V, cut) | strides(layout), **cut.options)
+    return Launch(draft_kernel, grid, sizes | pool_states(pool, cut) | strides(layout), **cut.options)
 
 
 @lru_cache(maxsize=1024)
 def launch_commit(rows: int, tokens: int, pool: Any, cut: Cut) -> Launch:
     """rows: of the draft; pool: the sizes of its states."""
     sizes = dict(T=tokens, HV=pool.HV, TP=padded_tokens(tokens), CHAINED=cut.chained)
-    return Launch(commit_kernel, rows * pool.HV * -(-pool.V // cut.block_v), sizes | state_sizes(pool, pool.V, cut), **cut.options)
-
-
-def state_sizes(pool: Any, V: int, cut: Cut) -> dict[str, Any]:
-    return dict(K=pool.K, V=V, KP=padded(pool.K), BV=cut.block_v, V_FIRST=pool.state_v_first, FEEDBACK=pool.feedback)
+    return Launch(commit_kernel, rows * pool.HV * -(-pool.V // cut.block_v), sizes | pool_states(pool, cut), **cut.options)

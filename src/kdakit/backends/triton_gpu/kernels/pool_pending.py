@@ -18,13 +18,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kdakit.backends.triton_gpu.arguments import activations, strides
+from kdakit.backends.triton_gpu.arguments import activations, pool_states, strides
 from kdakit.backends.triton_gpu.config import Cut, padded
 from kdakit.backends.triton_gpu.device.gate import inverse_norm, log2_decay, write_strength
 from kdakit.backends.triton_gpu.device.matrix import round_to
 from kdakit.backends.triton_gpu.device.pool_state import load_state, owner_of, slot_of, store_state
 from kdakit.backends.triton_gpu.device.program import let_next_begin, state_offsets, wait_for_last
-from kdakit.backends.triton_gpu.kernels.pool_draft import state_sizes
 from kdakit.backends.triton_gpu.runtime.kernel import kernel
 from kdakit.backends.triton_gpu.runtime.launch import Launch
 from kdakit.backends.triton_gpu.runtime.layout import Layout
@@ -171,7 +170,7 @@ def launch(problem: Problem, layout: Layout, pool: Any, capacity: int, pending: 
     """pool: the sizes of its states."""
     grid = problem.N * problem.HV * -(-problem.V // cut.block_v)
     sizes = dict(HV=problem.HV, CAPACITY=capacity, PENDING=pending, TP=padded_tokens(pending), ALIGN=layout.align, CHAINED=cut.chained)
-    return Launch(pending_kernel, grid, sizes | state_sizes(pool, problem.V, cut) | strides(layout), **cut.options)
+    return Launch(pending_kernel, grid, sizes | pool_states(pool, cut) | strides(layout), **cut.options)
 
 
 def padded_tokens(pending: int) -> int:
