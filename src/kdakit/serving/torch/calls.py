@@ -64,6 +64,8 @@ def decode(
             pool.settle(given)
             o, plan = kernels.decode(problem, arrays, pool, given)
         if key is not None and plan is not None:
+            if len(_plans[pool]) >= 1024:
+                _plans[pool].clear()
             _plans[pool][key] = plan
         if inputs:
             pool.shift(pool.rows(given), inputs)

@@ -49,7 +49,7 @@ class Replayed(NamedTuple):
     tiles: torch.Tensor  # [slots, HV, 3, C, KP]  k_in, q_decayed, k_solved
     decay: torch.Tensor  # [slots, HV, KP]
     factors: torch.Tensor  # [slots, HV, 3, C]  beta, 1 / |q|, 1 / |k|
-    first: torch.Tensor  # [N, HV, 2, C, KP]  what rounding took from k_in and q_decayed of the first chunks
+    first: torch.Tensor  # [N, HV, 2, C, KP]  what rounding took from k_in and q_decayed of the first chunks; in bfloat16 q_lost's part less
     states: torch.Tensor  # [slots, HV, VP, KP]  before each chunk
     r: torch.Tensor  # [B, T, HV, V]  v - k_in S
     r_lost: torch.Tensor | None = None  # [N, HV, C, VP]  what rounding took from r of the last chunks, if config.exact_last

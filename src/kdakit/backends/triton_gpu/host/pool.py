@@ -102,7 +102,8 @@ def decode_pending(problem: Problem, arrays: Arrays, pool: Any, slots: torch.Ten
             log_decay=pending.decay,
             **made,
         )
-        cut = replace(cut_for("pending", pool.sizes), chained=chain)
+        cut = cut_for("pending", pool.sizes)
+        cut = replace(cut, chained=chain, registers=cut.registers if chain else 0)  # as timed on Hopper
         pool_pending.launch(p, x.layout, pool.sizes, pool.capacity, pending.tokens, cut)(
             v=x.v,
             o=out,

@@ -108,7 +108,7 @@ def rebuild_chunk(
     DTYPE: tl.constexpr = p_tile.dtype.element_ty
     R: tl.constexpr = C if C > 32 else 32
     EXACT: tl.constexpr = DTYPE.is_fp32()
-    EXACT_EACH: tl.constexpr = EXACT or p_q_lost is not None  # decays too are then all that is lost of q
+    EXACT_EACH: tl.constexpr = EXACT or p_q_lost is not None  # then nothing is lost of q, nor of its decays
     o_0 = span_tokens(32)
     o_1 = o_0 + 32
     o_r0, o_r1 = row_of_token(o_0, HALF, GROUP), row_of_token(o_1, HALF, GROUP)

@@ -128,9 +128,8 @@ def restore_kernel(
     VARLEN: tl.constexpr, V_FIRST: tl.constexpr, HAD_Q_LOST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_initial += q_lost^T d_o - k_lost^T d_v  over the first chunk: what rounding took from q_decayed and k_in there, which nothing
-    averages out of this one gradient - in float16 it can be all there is. HAD_Q_LOST: `reverse_kernel` had that of q,
-    and nothing else is known of it.
-    Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
+    averages out of this one gradient - in float16 it can be all there is. HAD_Q_LOST: `reverse_kernel` had that of q, and nothing else is
+    known of it. Grid: (N * HV * cdiv(V, BV),), blocks of V fastest, then heads.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0).to(tl.int64)
