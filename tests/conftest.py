@@ -94,7 +94,8 @@ def cuda_config(monkeypatch):
 
 # They take longest, most of them in processes of their own: begun first, none of them is what the other worker waits for at the end.
 LONG = ("test_demo_shows", "test_in_the_interpreter", "test_kernels_compile", "in_its_interpreter", "make_the_losses_of_one",
-        "test_the_model_cut", "test_bench_over_ranks", "test_sanitizer", "test_the_default_compiler_flags", "test_kill_9")  # fmt: skip
+        "test_the_model_cut", "test_bench_over_ranks", "test_sanitizer", "test_the_default_compiler_flags", "test_kill_9",
+        "test_pieces_of_a_batch")  # fmt: skip
 
 
 def pytest_collection_finish():
