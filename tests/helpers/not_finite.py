@@ -6,6 +6,7 @@ to its head in all sequences; of a cotangent only gradients know.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ class Injection(NamedTuple):
 
 
 class Sequences:
-    """Which sequence each token and each state belongs to; the segments of all rows are numbered one after the other."""
+    """Which sequence each token and each state belongs to, -1: padding; the segments of all rows are numbered one after the other."""
 
     def __init__(self, case):
         B, T = case.B, case.T
@@ -38,7 +39,7 @@ class Sequences:
             self.of_token = np.stack([np.repeat(np.arange(len(row)), row) + n for row, n in zip(case.segments, first, strict=False)])
             self.entering, self.leaving = first[:-1], first[1:] - 1
         elif case.lengths:
-            self.of_token = np.repeat(np.arange(len(case.lengths)), case.lengths)[None]
+            self.of_token = np.r_[np.repeat(np.arange(len(case.lengths)), case.lengths), np.full(T - sum(case.lengths), -1)][None]
             self.entering = self.leaving = np.arange(len(case.lengths))
         else:
             self.of_token = np.broadcast_to(np.arange(B)[:, None], (B, T))
@@ -74,6 +75,36 @@ def injections(case, dtype: str = "float32", seed: int = 0, values=VALUES):
             given = arrays if name in COTANGENTS else arrays._replace(**{name: changed})
             seeds = tuple(changed if name == own else x for own, x in zip(COTANGENTS, cotangents, strict=True))
             yield Injection(f"{value} at {name}{list(place)}", name, value, given, seeds, sequence, head, name not in COTANGENTS)
+
+
+def injection(case, dtype: str, seed: int, i: int) -> Injection:
+    """The i-th of `injections` with this seed."""
+    return next(islice(injections(case, dtype, seed), i, None))
+
+
+def given(case, dtype: str, injected=None) -> tuple[Arrays, tuple]:
+    """Arrays and cotangents: of the case, or with what is `injected`, [seed, i]."""
+    if injected is None:
+        return case.arrays(dtype), case.cotangents(dtype)
+    found = injection(case, dtype, *injected)
+    return found.arrays, found.cotangents
+
+
+def gaps(case, found: dict, injected: Injection) -> list[str]:
+    """Results that must be NaN and are not: a NaN reaches the outputs after it in its sequence, one of a cotangent what is before it."""
+    sources = {"k": "o", "v": "o", "initial_state": "o", "d_o": "v", "d_final_state": "v"}
+    if not np.isnan(injected.value) or injected.name not in sources or injected.sequence == -1:
+        return []
+    all_inputs = injected.arrays._asdict() | dict(zip(COTANGENTS, injected.cotangents, strict=True))
+    place = np.argwhere(np.isnan(all_inputs[injected.name]))[0]
+    tokens = Sequences(case).of_token == injected.sequence  # [B, T]
+    if injected.name in ("k", "v"):
+        tokens[:, : place[1]] = False
+    if injected.name == "d_o":
+        tokens[:, place[1] + 1 :] = False
+    seen = found[sources[injected.name]][tokens][:, injected.head]  # [tokens, V]
+    seen = seen if injected.name == "k" else seen[:, place[-1]]
+    return [] if np.isnan(seen).all() else [f"{sources[injected.name]}: {np.isnan(seen).sum()} of {seen.size} are NaN"]
 
 
 def leaks(case, clean: dict, found: dict, injected: Injection, rounding: float = 0.0) -> list[str]:

@@ -1,6 +1,7 @@
 """One rank of a group of processes: python ranks.py RANK SIZE STORE OUT JOBS. Runs the jobs (a JSON file), rank 0 writes all results.
 
-A job is {"size", "case", "dtype", "cuts"}: the first `size` ranks run the case with its tokens cut at `cuts`.
+A job is {"size", "case", "dtype", "cuts"}: the first `size` ranks run the case with its tokens cut at `cuts`. With "injected", [seed, i],
+something in it is not finite: see not_finite.py.
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import not_finite
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -25,14 +27,15 @@ def run(job, group, rank):
     """This rank's results as float64 arrays: o, final_state, gradients by the input's name, and what it sent."""
     case, cuts = CASES[job["case"]], [0, *job["cuts"], CASES[job["case"]].T]
     mine = slice(cuts[rank], cuts[rank + 1])
-    arrays = to_torch(case.arrays(job["dtype"]), case.dtypes(job["dtype"]), "cpu")
+    given, cotangents = not_finite.given(case, job["dtype"], job.get("injected"))
+    arrays = to_torch(given, case.dtypes(job["dtype"]), "cpu")
     arrays = arrays._replace(**{n: getattr(arrays, n)[:, mine] for n in TOKENS})
     inputs = {n: getattr(arrays, n).clone().requires_grad_() for n in DIFFERENTIABLE if getattr(arrays, n) is not None}
     given = {n: x for n, x in arrays._asdict().items() if x is not None} | inputs
     options = {n: x for n, x in case.call_options.items() if n != "return_intermediate_states"}
     with parallel.count_traffic() as sent:
         o, final_state = parallel.chunk_kda(**given, **options, group=group)
-        d_o, d_final = (torch.from_numpy(x) for x in case.cotangents(job["dtype"]))
+        d_o, d_final = (torch.from_numpy(x) for x in cotangents)
         outputs = [(o, d_o[:, mine])] + ([] if final_state is None else [(final_state, d_final)])
         loss = sum((x * d.to(x.dtype)).sum(dtype=torch.float64) for x, d in outputs)
         gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)

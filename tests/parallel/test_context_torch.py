@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import not_finite
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from kdakit.measure import checking
 from kdakit.parallel.exchange import scan_bytes
 
 RANKS = Path(__file__).parent / "ranks.py"
+HELPERS = os.pathsep.join([str(RANKS.parents[1] / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])])
 SIZES = (1, 2, 3, 4, 8)
 
 
@@ -26,7 +28,7 @@ def launch(tmp, *jobs, timeout=300, imports=()):
         listed.append([str(script), size, str(tmp / f"job{i}"), timeout, *map(str, arguments)])
     (tmp / "forked.json").write_text(json.dumps(listed))
     command = [sys.executable, RANKS.with_name("forked.py"), tmp / "forked.json", "kdakit.parallel.torch", *imports]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": HELPERS})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -34,6 +36,9 @@ def launch(tmp, *jobs, timeout=300, imports=()):
 def random_cuts(rng, T, size):
     """Anywhere, with empty slices among them."""
     return sorted(rng.integers(0, T + 1, size=size - 1).tolist())
+
+
+SPOILS = len(list(not_finite.injections(CASES["varlen"])))
 
 
 def make_jobs():
@@ -53,12 +58,15 @@ def make_jobs():
 
 JOBS = make_jobs()
 AGAIN = len(JOBS) - 2
+# Packed sequences that meet on a rank between two others: 5 to 37 and 38 to 102 of 137 tokens. First each cut without injection.
+CUT = [{"size": n, "case": "varlen", "dtype": "float64", "cuts": cuts} for n, cuts in ((3, [20, 80]), (8, [10, 20, 34, 50, 60, 90, 120]))]
+SPOILED = [job | {"injected": [i, i]} for job in CUT for i in range(SPOILS)]
 
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("ranks")
-    (tmp / "jobs").write_text(json.dumps(JOBS))
+    (tmp / "jobs").write_text(json.dumps(JOBS + CUT + SPOILED))
     (ended,) = launch(
         tmp, (RANKS, max(SIZES), tmp / "out", tmp / "jobs"), imports=("kdakit.backends.torch_native", "kdakit.measure.checking")
     )
@@ -91,12 +99,26 @@ def test_repeats_bit_for_bit(collected):
 
 def test_traffic_is_the_formula_and_knows_no_length(collected):
     """Forward and backward each send one map from every rank to the next, and one at every doubling of the distance."""
-    for job, everyone in zip(JOBS, collected, strict=True):
+    for job, everyone in zip(JOBS, collected, strict=False):
         case, n = CASES[job["case"]], job["size"]
         rows, itemsize = (1 if case.lengths else case.B), 8 if job["dtype"] == "float64" else 4
         messages = (n - 1) + sum(n - 1 - d for d in (1, 2, 4) if d < n - 1)
         assert sum(r["sent"] for r in everyone) == 2 * messages * rows * case.HV * case.K * (case.K + case.V) * itemsize
         assert max(r["sent"] for r in everyone) <= 2 * scan_bytes(n, rows, case.HV, case.K, case.V, itemsize)
+
+
+def test_what_is_not_finite_stays_in_its_sequence(collected):
+    """NaN and infinity in every input and cotangent change no bit of another sequence, and a NaN reaches its own on all ranks."""
+    clean, spoiled = collected[len(JOBS) :][: len(CUT)], collected[len(JOBS) + len(CUT) :]
+    wrong = []
+    for job, everyone in zip(SPOILED, spoiled, strict=True):
+        case = CASES[job["case"]]
+        before, found = joined(clean[CUT.index({n: job[n] for n in CUT[0]})]), joined(everyone)
+        assert before.pop("sent") == found.pop("sent")
+        injected = not_finite.injection(case, job["dtype"], *job["injected"])
+        wrong += [f"{job}, {injected.label}: {x}" for x in not_finite.leaks(case, before, found, injected)]
+        wrong += [f"{job}, {injected.label}: {x}" for x in not_finite.gaps(case, found, injected)]
+    assert not wrong, "\n".join(wrong)
 
 
 REFUSAL = """

@@ -76,13 +76,19 @@ def agree(group: Any, device: torch.device, tokens: int, facts: dict[str, int], 
 
 
 class Affine(NamedTuple):
-    """S -> M S + b for every row and head."""
+    """S -> M S + b for every row and head. Where M is zero nothing comes through, be it NaN: it belongs to another sequence."""
 
     M: Tensor  # [R, HV, K, K]
     b: Tensor  # [R, HV, K, V]
 
+    def shut(self) -> Tensor:
+        """[R, HV, 1, 1]: whether nothing comes through."""
+        return (self.M == 0).flatten(-2).all(-1)[..., None, None]
+
     def after(self, earlier: Affine) -> Affine:
-        return Affine(self.M @ earlier.M, self.M @ earlier.b + self.b)
+        shut = self.shut()
+        M, b = self.M @ earlier.M, self.M @ earlier.b
+        return Affine(M.masked_fill(shut | earlier.shut(), 0), b.masked_fill(shut, 0) + self.b)
 
 
 class Scan:
