@@ -1,13 +1,16 @@
 """Context parallel calls on 8 host devices, in a process of their own: python devices.py OUT JOBS. A job is {"size", "case", "dtype"} or,
-with "lengths", the case with its tokens packed so; with "slices", as many tokens on each device, the other slots being NaN."""
+with "lengths", the case with its tokens packed so; with "slices", as many tokens on each device, the other slots being NaN. With
+"injected", [seed, i], something in it is not finite: see not_finite.py."""
 
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import not_finite
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -69,14 +72,16 @@ def slots_of(slices, T):
 
 def run(job):
     case, dtype = EVERY_CASE[job["case"]], job["dtype"]
+    case = replace(case, lengths=tuple(job.get("lengths", case.lengths)))
     mesh = Mesh(np.array(jax.devices()[: job["size"]]), ("context",))
-    arrays = to_jax(case.arrays(dtype), case.dtypes(dtype))
+    given, cotangents = not_finite.given(case, dtype, job.get("injected"))
+    arrays = to_jax(given, case.dtypes(dtype))
     if job["case"] == "varlen_many":  # in int32, other cases in int64 where there is one: a program each
-        arrays = arrays._replace(cu_seqlens=jnp.asarray(np.cumsum([0, *job.get("lengths", case.lengths)]), jnp.int32))
+        arrays = arrays._replace(cu_seqlens=arrays.cu_seqlens.astype(jnp.int32))
     rest = {n: x for n, x in arrays._asdict().items() if x is not None}
     inputs = {n: rest.pop(n) for n in DIFFERENTIABLE if n in rest}
     options = {n: x for n, x in case.call_options.items() if n != "return_intermediate_states"}
-    seeds = {n: jnp.asarray(x) for n, x in zip(("o", "final_state"), case.cotangents(dtype), strict=True)}
+    seeds = {n: jnp.asarray(x) for n, x in zip(("o", "final_state"), cotangents, strict=True)}
     if "slices" in job:
         extra = jnp.asarray(job["slices"]), jnp.asarray(slots_of(job["slices"], case.T))
         call = uneven_function(mesh, options, (job["case"], dtype, job["size"]))

@@ -6,8 +6,10 @@ import pickle
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import not_finite
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from kdakit.measure import checking
 FLAGS = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
 EVERY_CASE = CASES | SEGMENT_CASES
 DEVICES = Path(__file__).parent / "devices.py"
+HELPERS = os.pathsep.join([str(DEVICES.parents[1] / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])])
 FULL = os.environ.get("KDAKIT_FULL") == "1"  # make test-full
 CHOSEN = [  # every other one in float32; each a program to compile
     ("no_final", 2), (next(iter(SEGMENT_CASES)), 4), ("varlen_many", 8), ("grouped", 5), ("varlen_fused", 7),
@@ -45,14 +48,28 @@ def make_jobs():
     return jobs + [{"case": name, "size": 4, "dtype": "float32", "text": True} for name in ("chunk128", "gate_huge")]  # two lengths
 
 
+def with_lengths(job):
+    """The job's case, with its lengths where it has them."""
+    case = EVERY_CASE[job["case"]]
+    return replace(case, lengths=tuple(job.get("lengths", case.lengths)))
+
+
 JOBS = make_jobs()
+# Sequences that meet on a device between two others, with padding behind them, and segments; programs that are compiled for JOBS anyway.
+WHOLE_ONES = [
+    {"case": "varlen_many", "size": 8, "dtype": "float64", "lengths": [3, 0, 5, 9, 1, 6, 0, 10, 3, *[0] * 10]},
+    {"case": next(iter(SEGMENT_CASES)), "size": 4, "dtype": JOBS[1]["dtype"]},
+    {"case": next(iter(SEGMENT_CASES)), "size": 6, "dtype": "float64", "slices": [10, 20, 30, 0, 20, 16]},
+]
+SPOILED = [job | {"injected": [i, i]} for job in WHOLE_ONES for i in range(len(list(not_finite.injections(with_lengths(job)))))]
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("devices")
-    (tmp / "jobs").write_text(json.dumps(JOBS))
-    done = subprocess.run([sys.executable, DEVICES, tmp / "out", tmp / "jobs"], env=os.environ | {"XLA_FLAGS": FLAGS}, timeout=600)
+    (tmp / "jobs").write_text(json.dumps(JOBS + WHOLE_ONES + SPOILED))
+    environment = os.environ | {"XLA_FLAGS": FLAGS, "PYTHONPATH": HELPERS}
+    done = subprocess.run([sys.executable, DEVICES, tmp / "out", tmp / "jobs"], env=environment, timeout=600)
     assert done.returncode == 0
     return pickle.loads((tmp / "out").read_bytes())
 
@@ -72,6 +89,19 @@ def test_equals_one_device(collected, index):
         arrays = arrays._replace(cu_seqlens=np.cumsum([0, *job["lengths"]]))
     for row in checking.compare_quickly(problem, arrays, collected[index], cotangents):
         assert row.ok and (dtype != "float64" or row.error < 1e-10), (job, row)
+
+
+def test_what_is_not_finite_stays_in_its_sequence(collected):
+    """NaN and infinity in every input and cotangent change no bit of another sequence, and a NaN reaches its own on all devices."""
+    clean, spoiled = collected[len(JOBS) :][: len(WHOLE_ONES)], collected[len(JOBS) + len(WHOLE_ONES) :]
+    wrong = []
+    for job, found in zip(SPOILED, spoiled, strict=True):
+        whole = {n: x for n, x in job.items() if n != "injected"}
+        case, before = with_lengths(job), clean[WHOLE_ONES.index(whole)]
+        injected = not_finite.injection(case, job["dtype"], *job["injected"])
+        wrong += [f"{whole}, {injected.label}: {x}" for x in not_finite.leaks(case, before, found, injected)]
+        wrong += [f"{whole}, {injected.label}: {x}" for x in not_finite.gaps(case, found, injected)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_only_maps_of_states_travel(collected):

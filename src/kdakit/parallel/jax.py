@@ -260,6 +260,8 @@ class Place(NamedTuple):
     continues: Any  # [N] those that began on an earlier device: without cu_seqlens many, with cu_seqlens at most one
     ends: Any  # [N]
     leaving: Any  # [N] those that go on to the next device
+    reached: Any  # [N] those whose state after this device hears of the one before it; with segment_ids one segment must hold all tokens
+    heads: Any  # [B, T] tokens that hear of the state before this device, or None: all tokens of `continues`
     cu_seqlens: Any  # [N + 1] of this device's tokens, or None
 
 
@@ -269,9 +271,12 @@ def _place(axis_name, q, cu_seqlens, segment_ids, length) -> Place:
     if cu_seqlens is None:
         first, last = (jnp.broadcast_to(device == place, (B,)) for place in (0, devices - 1))
         continues = ~first
-        if segment_ids is not None and T:
-            continues &= _goes_on(axis_name, segment_ids, length)
-        return Place(first, continues, last, ~last, None)
+        if segment_ids is None or not T:
+            return Place(first, continues, last, ~last, continues, None, None)
+        continues &= _goes_on(axis_name, segment_ids, length)
+        changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        heads = continues[:, None] & (jnp.cumsum(changes, 1) == 0)
+        return Place(first, continues, last, ~last, heads[:, -1], heads, None)
     begin, held, total = _extent(axis_name, T, length)
     starts, stops = cu_seqlens[:-1], cu_seqlens[1:]
 
@@ -279,12 +284,15 @@ def _place(axis_name, q, cu_seqlens, segment_ids, length) -> Place:
         position = jnp.clip(position, 0, jnp.maximum(total - 1, 0))
         return (begin <= position) & (position < begin + held) | ((total == 0) & (device == 0))
 
+    continues, offsets = (starts < begin) & (begin < stops), _local_offsets(cu_seqlens, begin, held)
     return Place(
         begins=holder(starts),
-        continues=(starts < begin) & (begin < stops),
+        continues=continues,
         ends=holder(jnp.maximum(stops - 1, starts)),
         leaving=(starts < begin + held) & (begin + held < stops),
-        cu_seqlens=_local_offsets(cu_seqlens, begin, held),
+        reached=continues,
+        heads=(jnp.arange(T) < jnp.where(continues, offsets[1:], 0).sum())[None],
+        cu_seqlens=offsets,
     )
 
 
@@ -304,11 +312,16 @@ def _rows(which, states, otherwise):
     return jnp.where(which[:, None, None, None], states, otherwise)
 
 
+def _of_heads(x, where: Place):
+    """x [B, T, ..] with zeros where no token hears of the state before this device."""
+    return x if where.heads is None else jnp.where(where.heads.reshape(*where.heads.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
 def _map(inputs, parameters: dict[str, Any], initial, options: dict[str, Any], where: Place):
     """What the slice does to the states that enter it: (M, b) of every row, and o_map [B, T, HV, K] with  o = o(state 0) + o_map S.
 
     The recurrence runs on the identity, where a sequence continues, beside the states that begin here, with values of zero and the given
-    ones; in the compute dtype, since o_map goes into states.
+    ones; in the compute dtype, since o_map goes into states. Where M and o_map must be zero they are, be it beside NaN.
     """
     q, k, v, g, beta = inputs
     q, k, v = (x.astype(initial.dtype) for x in (q, k, v))
@@ -319,9 +332,11 @@ def _map(inputs, parameters: dict[str, Any], initial, options: dict[str, Any], w
     if K + V <= MAX_HEAD_DIM:
         both = jnp.concatenate([no_value, v], -1), jnp.concatenate([identity, initial], -1)
         o, S = run(q, k, both[0], g, beta, initial_state=both[1])
-        return (S[..., :K], S[..., K:]), o[..., :K]
-    o, M = run(q, k, no_value, g, beta, initial_state=identity)
-    return (M, run(q, k, v, g, beta, initial_state=initial)[1]), o
+        o, M, b = o[..., :K], S[..., :K], S[..., K:]
+    else:
+        o, M = run(q, k, no_value, g, beta, initial_state=identity)
+        b = run(q, k, v, g, beta, initial_state=initial)[1]
+    return (_rows(where.reached, M, 0), b), _of_heads(o, where)
 
 
 def _leaving(own, where: Place):
@@ -338,15 +353,20 @@ _dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def _scan(axis_name, own, reverse: bool):
-    """The state that enters each device, zero at the first: maps composed over the devices before it, in an order that never changes."""
+    """The state that enters each device, zero at the first: maps composed over the devices before it, in an order that never changes.
+
+    Where M is zero nothing comes through, be it NaN: it belongs to another sequence.
+    """
     devices = lax.axis_size(axis_name)
     places = list(reversed(range(devices))) if reverse else list(range(devices))
     shift = lambda x, by: lax.ppermute(x, axis_name, [(places[i], places[i + by]) for i in range(devices - by)])
+    shut = lambda M: (M == 0).all((-2, -1), keepdims=True)  # [.., 1, 1]
     M, b = shift(own, 1)
     distance = 1
     while distance < devices - 1:
         M_before, b_before = shift((M, b), distance)
-        M, b = _dot("...ij,...jk->...ik", M, M_before), _dot("...ij,...jv->...iv", M, b_before) + b
+        b = jnp.where(shut(M), 0, _dot("...ij,...jv->...iv", M, b_before)) + b
+        M = jnp.where(shut(M) | shut(M_before), 0, _dot("...ij,...jk->...ik", M, M_before))
         distance *= 2
     return b
 
@@ -364,8 +384,8 @@ def _leave_forward(axis_name, o, states, M, o_map, where: Place):
 def _leave_backward(axis_name, residuals, cotangents):
     """c, the gradient of the entering state so far: through o, and through the final states of what ends here."""
     (M, o_map, where), (d_o, d_states) = residuals, cotangents
-    c = _carried(_rows(where.ends, _dot("...ji,...jv->...iv", M, d_states), 0), where)
-    c = c + _dot("bthk,bthv->bhkv", o_map, d_o.astype(M.dtype))
+    c = _carried(_rows(where.ends & where.reached, _dot("...ji,...jv->...iv", M, d_states), 0), where)
+    c = c + _dot("bthk,bthv->bhkv", o_map, _of_heads(d_o, where).astype(M.dtype))
     d_next = _scan(axis_name, (_carried(_rows(where.leaving, M.mT, 0), where), c), reverse=True)
     return d_o, d_states + _rows(where.leaving, d_next, 0), None, None, None
 
