@@ -118,6 +118,32 @@ def test_nobody_else_is_touched():
 
 
 @kernels
+@pytest.mark.parametrize("change", ["restore", "reset", "free"])
+def test_a_draft_of_slots_that_have_changed_since(change):
+    """A draft does not count for a slot with another state by now, whose tokens wait: `advance` drafts from them, commits come after."""
+    rng, found = np.random.default_rng(1), []
+    x = [tokens(rng, 2, n) for n in (1, 1, 3, 3, 1)]
+    for pending in (0, 4):
+        pool = TorchPool(2, "triton_gpu", pending=pending, device=DEVICE)
+        a, b = pool.allocate(2)
+        shelf = pool.snapshot([a])
+        o = [pool.decode([a, b], x[0])]
+        _, draft = pool.verify([a, b], x[2])
+        if change == "free":
+            pool.free([a])
+            assert pool.allocate(1) == [a]
+        else:
+            pool.restore([a], shelf) if change == "restore" else pool.pool.reset([a])
+        o.append(pool.decode([a], pieces(x[1], slice(0, 1))))
+        later, draft = pool.advance(draft, [3, 2], x[3])
+        pool.commit(draft, [1, 3])
+        o += [later, pool.decode([b, a], x[4])]
+        found.append([*o, pool.state(a), pool.state(b)])
+    for plain, waited in zip(*found, strict=True):
+        np.testing.assert_allclose(waited, plain, rtol=1e-4, atol=1e-6)
+
+
+@kernels
 @pytest.mark.parametrize("stored", [dict(dtype=torch.bfloat16), dict(dtype=torch.int8), dict(dtype=torch.int8, feedback=True)])
 def test_fewer_bits_round_as_seldom(stored):
     """Outputs are no further from the truth than where states are rounded at every token."""

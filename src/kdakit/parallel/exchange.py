@@ -76,7 +76,8 @@ def agree(group: Any, device: torch.device, tokens: int, facts: dict[str, int], 
 
 
 class Affine(NamedTuple):
-    """S -> M S + b for every row and head. Where M is zero nothing comes through, be it NaN: it belongs to another sequence."""
+    """S -> M S + b for every row and head. Where M is zero nothing comes through, be it NaN: it belongs to another sequence, or to one
+    whose gates have forgotten all."""
 
     M: Tensor  # [R, HV, K, K]
     b: Tensor  # [R, HV, K, V]

@@ -355,7 +355,7 @@ _dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 def _scan(axis_name, own, reverse: bool):
     """The state that enters each device, zero at the first: maps composed over the devices before it, in an order that never changes.
 
-    Where M is zero nothing comes through, be it NaN: it belongs to another sequence.
+    Where M is zero nothing comes through, be it NaN: it belongs to another sequence, or to one whose gates have forgotten all.
     """
     devices = lax.axis_size(axis_name)
     places = list(reversed(range(devices))) if reverse else list(range(devices))

@@ -18,9 +18,8 @@ def attend_apart(attend: Callable[..., Any], q, k, v, mask):
     good = [_finite(a) for a in (q, k, v)]  # [B, T], [B, M] twice
     q, k, v = (_where(own, a, 0) for own, a in zip(good, (q, k, v), strict=True))
     q, k, v, mark = _enter(q, k, v, mask)
-    o = _leave(attend(q, k, v, mask), mark)
     spoiled = (mask & ~(good[1] & good[2])[:, None]).any(-1) | ~good[0]
-    return _where(spoiled, jnp.nan, o)
+    return _leave(attend(q, k, v, mask), mark, spoiled)
 
 
 def _finite(x):
@@ -54,18 +53,18 @@ _enter.defvjp(_enter_forward, _enter_backward)
 
 
 @jax.custom_vjp
-def _leave(o, mark):
-    """o as it is; of its gradient what is finite, the rest goes to the mark."""
-    return o
+def _leave(o, mark, spoiled):
+    """o, NaN where `spoiled` [B, T]; of its gradient what is finite elsewhere, the rest goes to the mark."""
+    return _where(spoiled, jnp.nan, o)
 
 
-def _leave_forward(o, mark):
-    return o, None
+def _leave_forward(o, mark, spoiled):
+    return _leave(o, mark, spoiled), spoiled
 
 
-def _leave_backward(_, d_o):
-    good = _finite(d_o)
-    return _where(good, d_o, 0), (~good).astype(d_o.dtype)
+def _leave_backward(spoiled, d_o):
+    good = _finite(d_o) & ~spoiled
+    return _where(good, d_o, 0), (~good).astype(d_o.dtype), None
 
 
 _leave.defvjp(_leave_forward, _leave_backward)

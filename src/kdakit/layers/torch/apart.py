@@ -17,9 +17,8 @@ def attend_apart(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor,
     good = [a.isfinite().flatten(2).all(-1) for a in (q, k, v)]  # [B, T], [B, M] twice
     q, k, v = (torch.where(own[..., None, None], a, 0) for own, a in zip(good, (q, k, v), strict=True))
     q, k, v, mark = _Enter.apply(q, k, v, mask)
-    o = _Leave.apply(attend(q, k, v, mask), mark)
     spoiled = (mask & ~(good[1] & good[2])[:, None]).any(-1) | ~good[0]
-    return torch.where(spoiled[..., None, None], torch.nan, o)
+    return _Leave.apply(attend(q, k, v, mask), mark, spoiled)
 
 
 class _Enter(torch.autograd.Function):
@@ -45,19 +44,20 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """o as it is; of its gradient what is finite, the rest goes to the mark."""
+    """o, NaN where `spoiled` [B, T]; of its gradient what is finite elsewhere, the rest goes to the mark."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(o, mark):
-        return o.view_as(o)
+    def forward(o, mark, spoiled):
+        return torch.where(spoiled[..., None, None], torch.nan, o)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
     def backward(ctx, d_o):
-        good = d_o.isfinite().flatten(2).all(-1)
-        return torch.where(good[..., None, None], d_o, 0), (~good).to(d_o.dtype)
+        (spoiled,) = ctx.saved_tensors
+        good = d_o.isfinite().flatten(2).all(-1) & ~spoiled
+        return torch.where(good[..., None, None], d_o, 0), (~good).to(d_o.dtype), None

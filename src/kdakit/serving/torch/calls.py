@@ -63,6 +63,7 @@ def decode(
         else:
             pool.settle(given)
             o, plan = kernels.decode(problem, arrays, pool, given)
+            plan = None if pool.pending is not None else plan  # which would not settle
         if key is not None and plan is not None:
             if len(_plans[pool]) >= 1024:
                 _plans[pool].clear()
@@ -114,9 +115,8 @@ def _verify(call: str, pool: StatePool, slots: Slots, arrays: Arrays, window_inp
     problem, given, module = _prepare(call, pool, slots, arrays, backend, options)
     check_drafts(problem.T)
     inputs = pool.check_inputs(window_inputs, problem.B, problem.T)
-    if past is None:
-        pool.settle(given)
-    elif past[0].backend.commit is None:
+    pool.settle(given)  # in `advance` too: a slot of the draft may have another owner by now, whose tokens wait
+    if past is not None and past[0].backend.commit is None:
         _commit(pool, *past)
         past = None
     if past is not None:
@@ -144,6 +144,7 @@ def commit(pool: StatePool, draft: Draft, accepted: Iterable[int] | Tensor) -> N
 
 def _commit(pool: StatePool, draft: Draft, accepted: Tensor) -> None:
     draft.spent = True
+    pool.settle(draft.slots)
     if draft.backend.commit is not None:
         draft.backend.commit(pool, draft, accepted)
     rows = draft.rows
@@ -186,7 +187,7 @@ def _alike(pool: StatePool, slots: Slots, arrays: Arrays, backend: str, options:
     if pool not in _plans:
         _plans[pool] = {}
     tensors = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (*arrays[:7], slots)]
-    key = backend, *options.items(), *tensors
+    key = backend, *((name, type(x), x) for name, x in options.items()), *tensors
     try:
         hash(key)
     except TypeError:  # an option of a wrong type, which the call will name

@@ -54,9 +54,9 @@ def fork(pools: Sequence[StatePool], source: int, count: int) -> list[int]:
         index = pools[0].index(slots)
         for pool in pools:
             pool.settle(pool.index([source]))
+            _forget(pool, index)
             for x in pool.tensors():
                 x[index] = x[source].clone()
-            _forget(pool, index)
         pools[0].publish(slots, 1)
         return table.take(count)
 
@@ -71,9 +71,9 @@ def restore(pools: Sequence[StatePool], slots: list[int], snapshots: Sequence[Sn
             pool.check_snapshot(snapshot, len(slots))
         index = pools[0].index(slots)
         for pool, snapshot in zip(pools, snapshots, strict=True):
+            _forget(pool, index)
             for x, rows in zip(pool.tensors(), snapshot.tensors, strict=True):
                 x[index] = rows.to(x.device)
-            _forget(pool, index)
         pools[0].publish(slots, 2)
         pools[0].table.renew(slots)
 
@@ -81,9 +81,9 @@ def restore(pools: Sequence[StatePool], slots: list[int], snapshots: Sequence[Sn
 def _clear(pools: Sequence[StatePool], slots: list[int]) -> None:
     index = pools[0].index(slots)
     for pool in pools:
+        _forget(pool, index)
         for x in pool.tensors():
             x[index] = 0
-        _forget(pool, index)
 
 
 def _forget(pool: StatePool, index: Tensor) -> None:

@@ -160,8 +160,8 @@ class StatePool:
             rows = self.rows(slots)
             accepted, log = self.pending.waiting(rows.place)
             slots = torch.where(rows.valid, rows.place, -1)
+            self.pending.forget(rows.place)  # before they are written: never twice, whatever raises
             dispatch.load("triton_gpu").pooled().write_pending(self, slots, rows.generation, accepted, log)
-            self.pending.forget(rows.place)
 
     def shift(self, rows: Rows, inputs: Mapping[str, Tensor], accepted: Tensor | None = None) -> None:
         """Windows move on by the first `accepted` (all if None) of inputs [N, T, D]: the last width - 1 of (window, inputs) stay."""

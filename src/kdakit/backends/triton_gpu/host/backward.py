@@ -212,7 +212,8 @@ def restore(problem: Problem, arrays: Arrays, x: Views, y: Replayed, d_o, back: 
     """A short launch for a gradient of the initial state from half-precision tiles: adds to d_initial what they lost."""
     if corrected(problem) and problem.N * problem.HV * problem.V:
         lent = borrowed.lends_to(arrays.q) and borrowed.rebuild(problem, config, arrays.q.device) is not None
-        had_q_lost = lent and exact_q(problem)  # Triton's `rebuild` leaves here what is lost of that in turn
+        # Triton's `rebuild` leaves here what that loses in turn.
+        had_q_lost = lent and exact_q(problem) and problem.dtype == "bfloat16"
         launch = reverse_kernel.launch_restore(problem, config, x.layout, had_q_lost)
         launch(d_o=d_o, d_v=back.d_v, first=y.first, cu_seqlens=arrays.cu_seqlens, d_initial=back.d_initial)
 
